@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,50 +94,69 @@ class Samples:
         return pixels.transpose(2, 0, 1)[None] if first else pixels[None]
 
 
-def quantize(file: Path, given: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Returns the row of a file."""
-    row: dict[str, Any] = {"file": file.stem}
-    fixed = {one.name: 16000 for one in open_session(file, threads=1).get_inputs() if one.name == "sr"}
-    config = ModelConfig(name=f"onnx/{file}", kwargs={"fix": fixed} if fixed else {})
-    data = folder / "data"
+def samples_of(file: Path, given: argparse.Namespace, folder: Path) -> tuple[Path, str]:
+    """Returns the folder of a file's samples, made in `folder` where it has none of its own, and what they are."""
     own = given.data and given.data / file.stem
     if own and own.is_dir():
-        data = own
-        row["data"] = "own"
-    else:
-        data.mkdir()
-        samples = Samples(ports(config), given.found, given.sound)
-        for number, sample in enumerate(samples):
-            np.savez(data / f"{number:03}.npz", **sample)  # type: ignore[arg-type]
-        row["data"] = samples.kind
+        return own, "own"
+    data = folder / "data"
+    data.mkdir()
+    samples = Samples(ports(_config(file)), given.found, given.sound)
+    for number, sample in enumerate(samples):
+        np.savez(data / f"{number:03}.npz", **sample)  # type: ignore[arg-type]
+    return data, samples.kind
+
+
+def fixed_inputs(file: Path) -> dict[str, int]:
+    """Returns the inputs that are fixed for all samples."""
+    return {one.name: 16000 for one in open_session(file, threads=1).get_inputs() if one.name == "sr"}
+
+
+def _config(file: Path) -> ModelConfig:
+    fixed = fixed_inputs(file)
+    return ModelConfig(name=f"onnx/{file}", kwargs={"fix": fixed} if fixed else {})
+
+
+def quantize(file: Path, data: Path, run: Path, *settings: str) -> str:
+    """Quantizes a file in a process of its own.
+
+    Args:
+        data: samples as `data=arrays` takes them.
+        run: the folder of the run.
+        settings: more overrides.
+
+    Returns:
+        The reason why there is no file; "" where there is one.
+    """
     command = [sys.executable, "train.py", "recipe=onnx_ptq", f"onnx='{file}'", f"data.root='{data}'",
-               "trainer.progress=false",
-               "verify.audit=false", "verify.min_float_agreement=0", "verify.min_float_sqnr=-100",
-               "data.workers=0", f"output_dir={folder / 'run'}",
-               *(["+model.kwargs={fix:{sr:16000}}"] if fixed else ())]  # fmt: skip
-    began = time.monotonic()
+               "trainer.progress=false", "verify.audit=false", "verify.min_float_agreement=0",
+               "verify.min_float_sqnr=-100", "data.workers=0", f"output_dir={run}",
+               *(["+model.kwargs={fix:{sr:16000}}"] if fixed_inputs(file) else ()), *settings]  # fmt: skip
     try:
         done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT, timeout=_LIMIT)
     except subprocess.TimeoutExpired:
-        return row | {"seconds": _LIMIT, "refused": f"not finished after {_LIMIT} s"}
-    row["seconds"] = round(time.monotonic() - began)
-    if not (folder / "run" / "report.json").is_file():
-        told = done.stderr.strip().splitlines()[-1].removeprefix("error: ").replace(str(file), file.name)
-        return row | {"refused": _PLACE.sub("", told)}
+        return f"not finished after {_LIMIT} s"
+    if (run / "report.json").is_file():
+        return ""
+    told = done.stderr.strip().splitlines()[-1].removeprefix("error: ").replace(str(file), file.name)
+    return _PLACE.sub("", told)
+
+
+def row_of(file: Path, given: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Returns the row of a file."""
+    data, kind = samples_of(file, given, folder)
+    began = time.monotonic()
+    refused = quantize(file, data, folder / "run")
+    row = {"file": file.stem, "data": kind, "seconds": round(time.monotonic() - began)}
+    if refused:
+        return row | {"refused": refused}
     return row | _figures(folder / "run", data, json.loads((folder / "run" / "report.json").read_text()))
 
 
 def _figures(run: Path, data: Path, report: Mapping[str, Any]) -> dict[str, Any]:
     exact, found = (open_session(run / f"model.{name}.onnx", threads=2) for name in ("float", "int8"))
-    signal, noise = np.zeros(len(exact.get_outputs())), np.zeros(len(exact.get_outputs()))
-    for path in sorted(data.glob("**/*.np[yz]"))[1::2]:
-        loaded = np.load(path)
-        sample = {one.name: loaded[one.name] for one in exact.get_inputs()}
-        for place, (a, b) in enumerate(zip(exact.run(None, sample), found.run(None, sample), strict=True)):
-            if np.asarray(a).dtype.kind == "f" and a.shape == b.shape:
-                signal[place] += float(np.square(a, dtype=np.float64).sum())
-                noise[place] += float(np.square(np.subtract(a, b, dtype=np.float64)).sum())
-    sqnr = [round(10 * math.log10(s / n), 1) if s and n else None for s, n in zip(signal, noise, strict=True)]
+    pairs = ((exact.run(None, one), found.run(None, one)) for one in read(data, run / "model.float.onnx", 1))
+    sqnr = ratios(pairs, len(exact.get_outputs()))
     fidelity = report["fidelity"]["int8"]
     sizes = {one["name"]: one["bytes"] for one in report["files"]}
     return {
@@ -148,6 +167,31 @@ def _figures(run: Path, data: Path, report: Mapping[str, Any]) -> dict[str, Any]
         "size": sizes["model.int8.onnx"] / sizes["model.float.onnx"],
         "speed": [report["latency"]["int8"][key] for key in ("ratio", "ratio_p10", "ratio_p90")],
     }
+
+
+def read(data: Path, file: Path, first: int) -> Iterator[dict[str, Array]]:
+    """Yields every second sample, all inputs of a file by name, from the first (calibration) or the second one."""
+    fixed = {name: np.asarray(value) for name, value in fixed_inputs(file).items()}
+    names = [one.name for one in open_session(file, threads=1).get_inputs()]
+    for path in sorted(data.glob("**/*.np[yz]"))[first::2]:
+        loaded = np.load(path)
+        yield {name: fixed[name] if name in fixed else loaded[name] for name in names}
+
+
+def ratios(pairs: Iterable[tuple[Sequence[Array], Sequence[Array]]], outputs: int) -> list[float | None]:
+    """Returns the signal-to-noise ratio of each output over all samples, dB; None where it is no number or exact.
+
+    Args:
+        pairs: what two files give for each sample.
+        outputs: how many outputs they have.
+    """
+    signal, noise = np.zeros(outputs), np.zeros(outputs)
+    for exact, found in pairs:
+        for place, (a, b) in enumerate(zip(exact, found, strict=True)):
+            if np.asarray(a).dtype.kind == "f" and a.shape == b.shape:
+                signal[place] += float(np.square(a, dtype=np.float64).sum())
+                noise[place] += float(np.square(np.subtract(a, b, dtype=np.float64)).sum())
+    return [round(10 * math.log10(s / n), 1) if s and n else None for s, n in zip(signal, noise, strict=True)]
 
 
 def page(rows: Sequence[Mapping[str, Any]], hardware: str) -> str:
@@ -180,15 +224,20 @@ def page(rows: Sequence[Mapping[str, Any]], hardware: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> int:
-    """Quantizes the files and prints the table; with --record it becomes the page."""
-    parser = argparse.ArgumentParser(description="Float ONNX files, quantized without training.")
+def arguments(about: str) -> argparse.ArgumentParser:
+    """Returns the arguments that say which files, and which samples."""
+    parser = argparse.ArgumentParser(description=about)
     parser.add_argument("files", type=Path, help="a folder of ONNX files")
     parser.add_argument("--pictures", type=Path, help="a folder of pictures")
     parser.add_argument("--speech", type=Path, help="a WAV file at 16 kHz")
     parser.add_argument("--data", type=Path, help="folders of arrays by the names of files")
     parser.add_argument("--names", nargs="+", help="of some files alone")
-    parser.add_argument("--record", action="store_true", help="keep the rows and write docs/onnx-files.md")
+    parser.add_argument("--record", action="store_true", help="keep the rows and write the page of docs")
+    return parser
+
+
+def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Returns the arguments with the pictures and the sound that they name."""
     args = parser.parse_args()
     args.found = sorted(args.pictures.iterdir())[:_SAMPLES] if args.pictures else []
     args.sound = None
@@ -196,16 +245,27 @@ def main() -> int:
         from scipy.io import wavfile
 
         args.sound = np.asarray(wavfile.read(args.speech)[1], np.float32) / 2**15
+    return args
+
+
+def chosen(args: argparse.Namespace) -> Iterator[Path]:
+    """Yields the files, small ones first."""
+    for file in sorted(args.files.glob("*.onnx"), key=lambda path: path.stat().st_size):
+        if not args.names or file.stem in args.names:
+            yield file.resolve()
+
+
+def main() -> int:
+    """Quantizes the files and prints the table; with --record it becomes the page."""
+    args = parsed(arguments("Float ONNX files, quantized without training."))
     known = (
         {row["file"]: row for row in json.loads(RECORD.read_text())}
         if args.record and RECORD.is_file()
         else {}
     )
-    for file in sorted(args.files.glob("*.onnx"), key=lambda path: path.stat().st_size):
-        if args.names and file.stem not in args.names:
-            continue
+    for file in chosen(args):
         with tempfile.TemporaryDirectory() as folder:
-            known[file.stem] = row = quantize(file.resolve(), args, Path(folder))
+            known[file.stem] = row = row_of(file, args, Path(folder))
         print(json.dumps(row), flush=True)
         if args.record:
             rows = [known[name] for name in sorted(known)]

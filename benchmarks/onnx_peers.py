@@ -1,0 +1,192 @@
+"""Compares the INT8 files of qatkit with those of other tools: same float files, samples, decisions and machine.
+
+    uv run --with nncf==3.4.0 --with amd-quark==0.13 benchmarks/onnx_peers.py FILES [--pictures DIR]
+        [--speech FILE.wav] [--data DIR] [--names a b] [--record]
+
+Samples are those of `onnx_files.py`; the first half calibrates, the other is judged.
+
+    qatkit   train.py recipe=onnx_ptq, as it comes
+    ort      onnxruntime.quantization: quant_pre_process, then quantize_static, as it comes
+    quark    AMD Quark's A8W8
+    nncf     nncf.quantize, as it comes
+    SQNR     of the worst output against the float file's, dB
+    same     decisions that agree with float's (`verify.decision=auto`)
+    speed    the float file's time over the INT8 file's, batch 1, two threads, median of interleaved runs
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import shutil
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import onnx
+from onnx_files import (
+    ROOT,
+    Array,
+    arguments,
+    chosen,
+    parsed,
+    quantize,
+    ratios,
+    read,
+    samples_of,
+)
+from onnxruntime.quantization import CalibrationDataReader, quantize_static
+from onnxruntime.quantization.shape_inference import quant_pre_process
+
+from qatkit.report import this_hardware
+from qatkit.tasks.outputs import Outputs
+from qatkit_verify.errors import one_line
+from qatkit_verify.latency import latency
+from qatkit_verify.session import open_session
+
+PAGE, RECORD = ROOT / "docs" / "onnx-peers.md", ROOT / "docs" / "onnx-peers.json"
+Samples = Sequence[Mapping[str, Array]]
+
+
+class Reader(CalibrationDataReader):  # type: ignore[misc]
+    """Samples, one after the other."""
+
+    def __init__(self, samples: Samples) -> None:
+        self._samples = samples
+        self.rewind()
+
+    def get_next(self) -> Mapping[str, Array] | None:
+        return next(self._left, None)
+
+    def rewind(self) -> None:
+        self._left = iter(self._samples)
+
+
+def ort(file: Path, samples: Samples, made: Path) -> None:
+    """Quantizes with ONNX Runtime's own tool."""
+    prepared = made.with_suffix(".prepared.onnx")
+    try:
+        quant_pre_process(file, prepared)
+    except Exception:  # its symbolic shape inference does not know every file
+        shutil.copy(file, prepared)
+    quantize_static(prepared, made, Reader(samples))
+
+
+def quark(file: Path, samples: Samples, made: Path) -> None:
+    """Quantizes with AMD Quark."""
+    from quark.onnx import A8W8_QCONFIG, ModelQuantizer
+
+    ModelQuantizer(A8W8_QCONFIG).quantize_model(str(file), str(made), Reader(samples))
+
+
+def nncf(file: Path, samples: Samples, made: Path) -> None:
+    """Quantizes with NNCF."""
+    import nncf as tool
+
+    onnx.save(tool.quantize(onnx.load(str(file)), tool.Dataset(list(samples))), str(made))
+
+
+PEERS: dict[str, Callable[[Path, Samples, Path], None]] = {"ort": ort, "quark": quark, "nncf": nncf}
+
+
+def compare(file: Path, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Returns the row of a file: what each tool's file gives."""
+    data, kind = samples_of(file, args, folder)
+    samples = list(read(data, file, 0))
+    files, failed = {"float": file}, {}
+    reason = quantize(file, data, folder / "run")
+    if reason:
+        failed["qatkit"] = reason
+    else:
+        files["qatkit"] = folder / "run" / "model.int8.onnx"
+    for name, run in PEERS.items():
+        made = folder / f"{name}.onnx"
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                run(file, samples, made)
+            open_session(made, threads=1).run(None, dict(samples[0]))
+            files[name] = made
+        except Exception as error:  # whatever a tool raises is its row
+            failed[name] = one_line(error)[:200]
+    return {"file": file.stem, "data": kind, "failed": failed, "tools": _figures(files, data, samples[0])}
+
+
+def _figures(files: Mapping[str, Path], data: Path, sample: Mapping[str, Array]) -> dict[str, Any]:
+    sessions = {name: open_session(path, threads=2) for name, path in files.items()}
+    given = list(read(data, files["float"], 1))
+    exact = [sessions["float"].run(None, one) for one in given]
+    names = [one.name for one in sessions["float"].get_outputs()]
+    task = Outputs().suited(exact[0], names, 1)
+    times = latency(files, dict(sample), threads=2, runs=50)
+    found = {}
+    for name in list(files)[1:]:
+        outputs = [sessions[name].run(None, one) for one in given]
+        agreement = task.agreement()
+        for a, b in zip(exact, outputs, strict=True):
+            agreement.add(task.joined(a), task.joined(b))
+        sqnr = ratios(zip(exact, outputs, strict=True), len(names))
+        found[name] = {
+            "sqnr": min((one for one in sqnr if one is not None), default=None),
+            "decision": task.names.decision,
+            "same": agreement.share,
+            "size": files[name].stat().st_size / files["float"].stat().st_size,
+            "speed": [getattr(times[name], key) for key in ("ratio", "ratio_p10", "ratio_p90")],
+        }
+    return found
+
+
+def page(rows: Sequence[Mapping[str, Any]], hardware: str) -> str:
+    """Returns the table as Markdown."""
+    lines = [
+        "# Float ONNX files, beside other tools",
+        "",
+        "Written by `benchmarks/onnx_peers.py`, which says what the columns are and how it is run; do not edit."
+        f" {hardware}. The best figure among the tools that are at least as fast as another one is what counts.",
+        "",
+        "| file | data | decision | tool | SQNR, dB | same | size | speed [p10-p90] |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        lines += list(_lines(row))
+    return "\n".join(lines) + "\n"
+
+
+def _lines(row: Mapping[str, Any]) -> Iterator[str]:
+    head = f"| {row['file']} | {row['data']} "
+    for tool in ("qatkit", *PEERS):
+        if tool in row["failed"]:
+            yield f"{head}| | {tool} | failed: {row['failed'][tool].replace('|', '/')} | | | |"
+        else:
+            one = row["tools"][tool]
+            ratio, low, high = one["speed"]
+            sqnr = "-" if one["sqnr"] is None else f"{one['sqnr']:g}"
+            yield (
+                f"{head}| {one['decision']} | {tool} | {sqnr} | {100 * one['same']:.1f} % | {one['size']:.3f} |"
+                f" {ratio:.2f} [{low:.2f}-{high:.2f}] |"
+            )
+        head = "| | "
+
+
+def main() -> int:
+    """Compares the files and prints a line of each; with --record they become the page."""
+    warnings.simplefilter("ignore")
+    args = parsed(arguments("INT8 files of qatkit and of other tools."))
+    known = {row["file"]: row for row in json.loads(RECORD.read_text())} if RECORD.is_file() else {}
+    for file in chosen(args):
+        with tempfile.TemporaryDirectory() as folder:
+            known[file.stem] = row = compare(file, args, Path(folder))
+        print(json.dumps(row), flush=True)
+        if args.record:
+            rows = [known[name] for name in sorted(known)]
+            RECORD.write_text(json.dumps(rows, indent=1) + "\n")
+            PAGE.write_text(page(rows, this_hardware(2).cpu))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
