@@ -33,7 +33,7 @@ from PIL import Image
 
 from qatkit.config.schema import ModelConfig
 from qatkit.data.arrays import Port
-from qatkit.models import ports
+from qatkit.models import declared
 from qatkit.report import this_hardware
 from qatkit_verify.session import open_session
 
@@ -106,7 +106,7 @@ def quantize(file: Path, given: argparse.Namespace, folder: Path) -> dict[str, A
         row["data"] = "own"
     else:
         data.mkdir()
-        samples = Samples(ports(config), given.found, given.sound)
+        samples = Samples(declared(config, None).ports, given.found, given.sound)
         for number, sample in enumerate(samples):
             np.savez(data / f"{number:03}.npz", **sample)  # type: ignore[arg-type]
         row["data"] = samples.kind

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx_ir as ir
-from numpy.typing import NDArray
 from onnx import TensorProto
 from onnxruntime.transformers.float16 import DEFAULT_OP_BLOCK_LIST, convert_float_to_float16
 
@@ -25,19 +24,21 @@ from qatkit.export.keep_float32 import kept_in_float32
 from qatkit.export.quiet import quiet
 from qatkit.export.write_mode_file import exact_weights, write_mode_file
 from qatkit.verify.graph_view import stored, weighted_ops
+from qatkit_verify.feeds import feeds
 from qatkit_verify.session import open_session
 
 _TO_HALF = "_cast_to_fp16_node"  # at the end of the names of the converter's Casts
 _INPUT_CAST = "graph_input_cast"
 
 
-def float16(source: Path, target: Path, batches: Iterable[NDArray[np.float32]] = ()) -> list[str]:
+def float16(source: Path, target: Path, batches: Iterable[Any] = ()) -> list[str]:
     """Weights and activations in float16; the inputs and outputs of the file stay float32.
 
     Args:
         source: a float file of opset 13 or higher.
         target: the file to write.
-        batches: of images, on which the ranges of all tensors are measured; none: values are drawn.
+        batches: of its inputs (`qatkit_verify.feeds`), on which the ranges of all tensors are measured; none: values
+            are drawn.
 
     Returns:
         The names of the operators that stay float32, since float16 can't hold their values.
@@ -45,16 +46,16 @@ def float16(source: Path, target: Path, batches: Iterable[NDArray[np.float32]] =
     Raises:
         ValueError: on `batches` the file gives NaN or infinity where the float file gives numbers.
     """
-    images = list(batches)
+    given = list(batches)
     model = prepared(source)
-    exact, known = exact_weights(model), ranges(model, images)
+    exact, known = exact_weights(model), ranges(model, given)
     found = kept_in_float32(model, known)
     rest = [str(node.name) for node in model.graph if node.op_type not in weighted_ops()]
     every = list(dict.fromkeys([*found, *rest]))
     for kept in (found, every):
         half = _converted(model.clone(), kept, known)
         write_mode_file(half, target, exact)
-        if _is_finite(source, target, images):
+        if _is_finite(source, target, given):
             return kept
     raise ValueError("float16 gives NaN or infinity where the float file gives numbers")
 
@@ -131,11 +132,11 @@ def _join_casts(model: ir.Model) -> None:
             graph.remove(node)
 
 
-def _is_finite(source: Path, target: Path, images: Iterable[NDArray[np.float32]]) -> bool:
+def _is_finite(source: Path, target: Path, batches: Iterable[Any]) -> bool:
     """Whether the file gives numbers wherever the float file does."""
     exact, half = (open_session(path, threads=1) for path in (source, target))
-    for batch in images:
-        feed: dict[str, Any] = {exact.get_inputs()[0].name: batch}
+    for batch in batches:
+        feed = feeds(exact, batch)
         for expected, found in zip(exact.run(None, feed), half.run(None, feed), strict=True):
             if found.dtype.kind == "f" and not np.isfinite(found[np.isfinite(expected)]).all():
                 return False

@@ -11,7 +11,7 @@ all; the same file gives the same bytes.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -48,6 +48,7 @@ from qatkit.quant.backends import Backend, OpRule
 from qatkit.quant.spec import QuantSpec
 from qatkit.verify.graph_view import operand, stored
 from qatkit_verify.errors import ConfigError
+from qatkit_verify.feeds import by_name
 
 __all__ = ["dynamic", "float16", "static", "weight_only"]
 
@@ -96,8 +97,8 @@ def dynamic(source: Path, target: Path, *, reduce_range: bool | str = "auto") ->
     return left
 
 
-def static(source: Path, target: Path, batches: Iterable[NDArray[np.float32]], backend: Backend) -> list[str]:
-    """QDQ by ONNX Runtime's quantizer: ranges (min, max) from `batches` of images, specs and places by `backend`.
+def static(source: Path, target: Path, batches: Iterable[Any], backend: Backend) -> list[str]:
+    """QDQ by ONNX Runtime's quantizer: ranges (min, max) from `batches` of inputs, specs and places by `backend`.
 
     What the backend's rules leave float stays float: normalizations, Softmax, GELU, and the residual stream
     of a transformer. With `Backend.every_operator` nothing does that the tool can quantize, the sums, products and
@@ -118,7 +119,7 @@ def static(source: Path, target: Path, batches: Iterable[NDArray[np.float32]], b
     first, batches = _first(batches)
     odd = [str(node.name) for node in model.graph if _misread(node)]
     odd += [str(node.name) for node in nodes_of_infinity(model, first) if node.name not in odd]
-    reader = _Reader(str(model.graph.inputs[0].name), batches)
+    reader = _Reader([str(value.name) for value in model.graph.inputs], hidden, batches)
     rules = {kind: rule for kind, rule in backend.rules.items() if rule.when != "shortcut"}
     kinds = {name: rule for kind, rule in rules.items() for name in operator(kind).onnx}
     quantized = _run_tool(
@@ -202,9 +203,7 @@ def _misread(node: ir.Node) -> bool:
     return node.attributes.get_float("beta", 1.0) != 1 or (bias is not None and len(bias.shape) != 1)
 
 
-def _first(
-    batches: Iterable[NDArray[np.float32]],
-) -> tuple[list[NDArray[np.float32]], Iterator[NDArray[np.float32]]]:
+def _first(batches: Iterable[Any]) -> tuple[list[Any], Iterator[Any]]:
     """The first batch, and all of them."""
     every = iter(batches)
     first = list(islice(every, 1))
@@ -212,14 +211,24 @@ def _first(
 
 
 class _Reader(CalibrationDataReader):  # type: ignore[misc]
-    """Batches of images as ONNX Runtime's calibration asks for them."""
+    """Batches as ONNX Runtime's calibration asks for them.
 
-    def __init__(self, name: str, batches: Iterable[NDArray[np.float32]]) -> None:
-        self._name, self._batches = name, iter(batches)
+    Args:
+        names: of the model's inputs.
+        hidden: the names by which batches know them, where those are others.
+        batches: of the model's inputs (`qatkit_verify.feeds`).
+    """
 
-    def get_next(self) -> dict[str, NDArray[np.float32]] | None:
+    def __init__(self, names: Sequence[str], hidden: Mapping[str, str], batches: Iterable[Any]) -> None:
+        self._names = {hidden.get(name, name): name for name in names}
+        self._batches = iter(batches)
+
+    def get_next(self) -> dict[str, NDArray[Any]] | None:
         batch = next(self._batches, None)
-        return None if batch is None else {self._name: batch}
+        if batch is None:
+            return None
+        found = by_name(list(self._names), batch)
+        return {self._names[name]: np.ascontiguousarray(value) for name, value in found.items()}
 
 
 def _type_of(spec: QuantSpec, key: str) -> QuantType:

@@ -40,7 +40,7 @@ _LABELS = {
 _WEIGHT_ONLY_OPTIONS = {"session.disable_quant_qdq": "1"}
 
 
-_RANGE_IMAGES, _LISTED = 16, 5
+_RANGE_SAMPLES, _LISTED = 16, 5
 Given = Sequence[int] | Mapping[str, NDArray[Any]]
 
 
@@ -100,10 +100,9 @@ def from_model(run: Run, model: Captured, data: DataModule) -> int:
     return finish(run, data, Made(mode, run.config.model.name, shape, left.names, notes, ("calibration",)))
 
 
-def range_batches(data: DataModule, batch: int) -> list[NDArray[np.float32]]:
-    """Training images in batches of one size, on which mode float16 measures what its tensors hold."""
-    count = max(1, _RANGE_IMAGES // batch) * batch
-    return np.split(data.first_batch(count).numpy(), count // batch)
+def range_batches(data: DataModule, batch: int) -> list[Any]:
+    """Training samples in batches of one size, on which mode float16 measures what its tensors hold."""
+    return data.full_batches(max(_RANGE_SAMPLES, batch), batch)
 
 
 def make(
@@ -111,7 +110,7 @@ def make(
     source: Path,
     target: Path,
     shape: Given,
-    batches: Iterable[NDArray[np.float32]] = (),
+    batches: Iterable[Any] = (),
 ) -> Left:
     """Writes `target`, the float file `source` quantized by the configuration's mode, and runs it once.
 

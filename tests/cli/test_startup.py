@@ -101,12 +101,12 @@ def test_what_the_command_line_says_needs_no_torch(
     ("write", "says", "unwanted"),
     [
         (lambda path: None, "a float ONNX file that exists", {"onnx_ir", "onnxruntime"}),
-        (lambda path: path.write_text("no model"), "an ONNX file (", {"onnx_ir", "onnxruntime"}),
-        (quantized, "a float model; this one is quantized already", {"onnx_ir", "onnxruntime"}),
+        (lambda path: path.write_text("no model"), "the file can't be read as ONNX (", {"onnxruntime"}),
+        (quantized, "a float model; this one is quantized already", {"onnxruntime"}),
         (
             lambda path: by_hand(path, kind=TensorProto.UINT8),
             "a model of one input, float32 images [N, C, H, W] of 1 or 3 channels; its input 'input' is uint8 [",
-            {"onnx_ir", "onnxruntime"},
+            {"onnxruntime"},
         ),
         (with_branches, "a model with its Conv, Gemm and MatMul in the main graph", set()),
         (refused, "a model that ONNX Runtime runs (", set()),
@@ -116,12 +116,14 @@ def test_what_the_command_line_says_needs_no_torch(
 def test_what_is_wrong_with_a_file_is_said_without_torch(
     write: Callable[[Path], object], says: str, unwanted: set[str], tmp_path: Path
 ) -> None:
+    """By mode=static, which imports the file, where that refuses it too."""
     write(tmp_path / "file.onnx")
+    mode = "dynamic" if write is with_branches else "static"
     status, said, imported = started(
-        "export.py", "onnx=file.onnx", "mode=static", "data.image_size=8", cwd=tmp_path
+        "export.py", "onnx=file.onnx", f"mode={mode}", "data.image_size=8", cwd=tmp_path
     )
     assert status == 2
-    assert said.startswith(f"error: onnx=file.onnx: expected {says}")
+    assert said.removeprefix("error: onnx=file.onnx: ").removeprefix("expected ").startswith(says)
     assert not imported & (TRAINING | unwanted)
 
 
