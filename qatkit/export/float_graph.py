@@ -28,8 +28,8 @@ def float_graph(path: Path, model: ir.Model, opset: int) -> ir.Model:
     Raises:
         ConfigError: names the file.
     """
-    hidden = _branched(model.graph) and _branched(_folded(path, model).graph)
-    if hidden:
+    folded = _folded(path, model) if _branched(model.graph) else None
+    if folded is not None and (hidden := _branched(folded.graph)):
         allowed = f"a model with its Conv, Gemm and MatMul in the main graph; its {hidden} holds some"
         raise ConfigError("onnx", path, allowed)
     before = model.opset_imports.get("", 0)
@@ -37,7 +37,7 @@ def float_graph(path: Path, model: ir.Model, opset: int) -> ir.Model:
         model = upgraded(path, ir.to_proto(model), before, opset)
         model.graph.sort()
     model.ir_version = max(model.ir_version, _IR_VERSION)
-    if not _has_weights(model):
+    if not _has_weights(model if folded is None else folded):
         allowed = (
             "a model with an operator to quantize: Conv, Gemm, MatMul, LSTM, GRU or RNN with float32 weights"
         )
