@@ -21,6 +21,7 @@ from qatkit.config.schema import (
     Config,
     DataConfig,
     ModelConfig,
+    OverrideConfig,
     TrainerConfig,
     VerifyConfig,
 )
@@ -351,3 +352,25 @@ def test_the_command_line_takes_arrays_and_fixed_inputs(tmp_path: Path) -> None:
     done = python(str(ROOT / "export.py"), *typed, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "SQNR of each output: features " in done.stdout and "largest equal" in done.stdout
+
+
+def test_a_conv_without_a_name_may_stay_float(tmp_path: Path) -> None:
+    """ONNX Runtime joins it with the Relu behind it, under a name that it makes of those in the file."""
+    nodes = [
+        node("Conv", "x w", "c", pads=[1, 1, 1, 1]),
+        node("Relu", "c", "r"),
+        node("Conv", "r v", "d", pads=[1, 1, 1, 1]),
+        node("GlobalAveragePool", "d", "p"),
+        node("Flatten", "p", "out"),
+    ]
+    for one in nodes:
+        one.name = ""
+    weights: Arrays = {"w": drawn(16, 3, 3, 3, scale=0.3), "v": drawn(16, 16, 3, 3, scale=0.3)}
+    source = save(tmp_path / "float.onnx", nodes, {"x": (FLOAT, ["n", 3, 8, 10])}, {"out": FLOAT}, weights)
+    config = settings(
+        source, "static", tmp_path / "run", samples(tmp_path / "data", {"x": drawn(COUNT, 3, 8, 10)})
+    )
+    config.verify.audit, config.backend.overrides = True, {"Conv_c": OverrideConfig(float=True)}
+    assert quantize_file.quantize(config) == 0
+    audit = json.loads((tmp_path / "run" / "report.json").read_text())["audit"]
+    assert audit["problems"] == [] and 0 < audit["int8_share"] < 1
