@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from qatkit_verify.errors import ConfigError, one_line
 from qatkit_verify.fitting import LAYOUTS
 
 if TYPE_CHECKING:
+    import onnx
     import onnx_ir as ir
 
 _QUANTIZED = (
@@ -120,7 +122,7 @@ def read_float_file(path: Path, fixed: Mapping[str, Any] | None = None) -> Float
             f"the file that the {REPORT_FILE} beside it describes; this one was damaged or changed since"
         )
         raise ConfigError("onnx", path, allowed)
-    model = read(path, most=MAX_BYTES)
+    model = read(path, most=MAX_BYTES, check=partial(_check_float, path))
     try:
         with quiet():
             return _checked(path, model, fixed or {})
@@ -132,12 +134,18 @@ def read_float_file(path: Path, fixed: Mapping[str, Any] | None = None) -> Float
         ) from error
 
 
-def _checked(path: Path, model: ir.Model, fixed: Mapping[str, Any]) -> FloatFile:
-    import onnx_ir as ir
+def _check_float(path: Path, graph: onnx.GraphProto) -> None:
+    """Refuses a file that is quantized already, in branches and bodies too."""
+    for node in graph.node:
+        if node.op_type.startswith(_QUANTIZED):
+            told = f"a float model; this one is quantized already (it has {node.op_type})"
+            raise ConfigError("onnx", path, told)
+        for attribute in node.attribute:
+            for inner in ([attribute.g] if attribute.HasField("g") else []) + list(attribute.graphs):
+                _check_float(path, inner)
 
-    nodes = ir.traversal.RecursiveGraphIterator(model.graph)
-    if quantized := next((node.op_type for node in nodes if node.op_type.startswith(_QUANTIZED)), None):
-        raise ConfigError("onnx", path, f"a float model; this one is quantized already (it has {quantized})")
+
+def _checked(path: Path, model: ir.Model, fixed: Mapping[str, Any]) -> FloatFile:
     _check_finite(path, model.graph)
     values = fixed_inputs(path, model.graph, fixed)
     inputs = tuple(file_inputs(path, model, values))

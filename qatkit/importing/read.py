@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,17 +11,21 @@ from qatkit.export.quiet import quiet
 from qatkit_verify.errors import ConfigError, one_line
 
 if TYPE_CHECKING:
+    import onnx
     import onnx_ir as ir
 
 MAX_BYTES = 2**31 - 1  # protobuf's limit for one message
 
 
-def read(path: Path, *, most: int | None = None) -> ir.Model:
+def read(
+    path: Path, *, most: int | None = None, check: Callable[[onnx.GraphProto], None] | None = None
+) -> ir.Model:
     """Reads a file of any opset; weights in other files are read from beside it.
 
     Args:
         path: of the file.
         most: bytes that it may have, external data included; None: any number.
+        check: is given the graph as it lies in the file, before onnx_ir, which takes long to import.
 
     Raises:
         ConfigError: there is no such file, it can't be parsed, some of its external data is missing, or it is larger.
@@ -29,7 +34,7 @@ def read(path: Path, *, most: int | None = None) -> ir.Model:
         raise ConfigError("onnx", path, "a float ONNX file that exists")
     try:
         with readable(path) as plain, quiet():
-            return _read(path, plain, most)
+            return _read(path, plain, most, check)
     except ConfigError:
         raise
     except Exception as error:  # whatever a damaged file makes of the libraries that read it
@@ -38,14 +43,22 @@ def read(path: Path, *, most: int | None = None) -> ir.Model:
         ) from error
 
 
-def _read(path: Path, plain: Path, most: int | None) -> ir.Model:
+def _read(
+    path: Path, plain: Path, most: int | None, check: Callable[[onnx.GraphProto], None] | None
+) -> ir.Model:
+    import onnx
+
+    _check_bytes(path, plain.stat().st_size, most)
+    proto = onnx.load(str(plain), load_external_data=False)
+    if not proto.graph.node or not proto.opset_import:
+        raise ConfigError("onnx", path, "an ONNX file with a graph; this one holds no operator")
+    if check is not None:
+        check(proto.graph)
     import onnx_ir as ir
     from onnx_ir.passes import common
 
-    _check_bytes(path, plain.stat().st_size, most)
-    model = ir.load(plain)
-    if not len(model.graph) or not model.opset_imports:
-        raise ConfigError("onnx", path, "an ONNX file with a graph; this one holds no operator")
+    model = ir.from_proto(proto)
+    ir.external_data.set_base_dir(model.graph, plain.parent)
     external = {
         value: held
         for value in model.graph.initializers.values()

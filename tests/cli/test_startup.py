@@ -101,8 +101,12 @@ def test_what_the_command_line_says_needs_no_torch(
     ("write", "says", "unwanted"),
     [
         (lambda path: None, "a float ONNX file that exists", {"onnx_ir", "onnxruntime"}),
-        (lambda path: path.write_text("no model"), "the file can't be read as ONNX (", {"onnxruntime"}),
-        (quantized, "a float model; this one is quantized already", {"onnxruntime"}),
+        (
+            lambda path: path.write_text("no model"),
+            "the file can't be read as ONNX (",
+            {"onnx_ir", "onnxruntime"},
+        ),
+        (quantized, "a float model; this one is quantized already", {"onnx_ir", "onnxruntime"}),
         (
             lambda path: by_hand(path, kind=TensorProto.UINT8),
             "a model of one input, float32 images [N, C, H, W] of 1 or 3 channels; its input 'input' is uint8 [",
