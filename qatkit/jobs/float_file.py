@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,10 +69,14 @@ def quantized(config: Config, folder: Path, file: FloatFile, made: Path) -> int:
     return finish(run, data, Made(mode, file.path.name, given, left.names, notes, without))
 
 
-def with_task(config: Config, file: FloatFile) -> Config:
-    """Returns the configuration of a run that imports a file, with the task that its data and outputs are for."""
+def with_task(config: Config, file: FloatFile) -> tuple[Config, tuple[str, ...]]:
+    """Chooses the task of a run that imports a file: the one that its data and outputs are for.
+
+    Returns:
+        The configuration with it, and what the report has to say of that.
+    """
     if config.task != _CLASSES:
-        return config
+        return config, ()
     data = opened_data(config)
     with readable(file.path) as plain:
         session = open_session(plain, threads=config.verify.threads)
@@ -83,7 +87,8 @@ def with_task(config: Config, file: FloatFile) -> Config:
         raise
     except Exception as error:  # ONNX Runtime's exceptions have no public common base
         raise _does_not_run(file, data.inputs.text, error) from error
-    return replace(config, task=_task_for(config, data, outputs))
+    config = replace(config, task=_task_for(config, data, outputs))
+    return config, _unused_labels(config, data, outputs[0], 1)
 
 
 def _data(config: Config, file: FloatFile) -> DataModule:
@@ -111,12 +116,7 @@ def _checked(
     given, outputs = _outputs(session, file, data, batch)
     first, count = outputs[0], rows(given)
     config = replace(config, task=_task_for(config, data, outputs))
-    notes = []
-    if config.task == _ANY and data.labelled:
-        notes = [
-            f"the first output, {list(first.shape)} of {count} samples, is no row of logits: its figures are those of "
-            "task=outputs, without the labels"
-        ]
+    notes = list(_unused_labels(config, data, first, count))
     data.task = task = task_of(config.task, config.verify.decision)
     width, name = data.num_classes if data.labelled else None, task.names.outputs
     if not task.fits(first.shape, count, width):
@@ -171,6 +171,17 @@ def _task_for(config: Config, data: DataModule, outputs: Sequence[Array]) -> str
     return _CLASSES if alone and outputs[0].ndim == 2 and outputs[0].dtype.kind == "f" else _ANY
 
 
+def _unused_labels(config: Config, data: DataModule, first: Array, count: int) -> tuple[str, ...]:
+    """A note where the data have labels that the file's first output can't be compared with."""
+    if config.task != _ANY or not data.labelled:
+        return ()
+    samples = "1 sample" if count == 1 else f"{count} samples"
+    return (
+        f"the first output, {list(first.shape)} of {samples}, is no row of logits: its figures are those of "
+        "task=outputs, without the labels",
+    )
+
+
 def _check_upgrade(config: Config, file: FloatFile, session: Any, data: DataModule, given: Any) -> None:
     """The converter of opsets has mistakes of its own; the file as it was tells."""
     given = data.first_batch(1) if file.fixed else given  # fixed inputs have no rows
@@ -196,17 +207,30 @@ def _largest_difference(exact: Array, found: Array) -> float:
     return float(np.abs(exact[known].astype(np.float64) - found[known]).max())
 
 
-def _batches(config: Config, batch: int | None, data: DataModule) -> Iterator[Any]:
+def _batches(config: Config, batch: int | None, data: DataModule) -> Iterable[Any]:
     """What the mode measures ranges on; of the file's own size where that is fixed, and full."""
     if config.mode == "float16":
-        return iter(range_batches(data, batch or 1))
-    if config.mode != "static":
-        return iter(())
-    size = batch or config.calibration.batch_size
-    batches = shown(
-        data.calibration_batches(config.calibration.images, size), "calibrating", config.trainer.progress
-    )
-    return (samples for samples, _ in batches if batch is None or len(samples) == batch)
+        return range_batches(data, batch or 1)
+    return _Calibration(config, batch, data) if config.mode == "static" else ()
+
+
+@dataclass(frozen=True)
+class _Calibration:
+    """The batches that calibrate, read again whenever they are gone through.
+
+    Attributes:
+        batch: of the file, where that is fixed.
+    """
+
+    config: Config
+    batch: int | None
+    data: DataModule
+
+    def __iter__(self) -> Iterator[Any]:
+        size = self.batch or self.config.calibration.batch_size
+        loader = self.data.calibration_batches(self.config.calibration.images, size)
+        batches = shown(loader, "calibrating", self.config.trainer.progress)
+        return (samples for samples, _ in batches if self.batch is None or len(samples) == size)
 
 
 def _upgrade_note(file: FloatFile) -> Iterable[str]:
