@@ -196,4 +196,4 @@ def with_branches(path: Path, *, constant: bool = False) -> Path:
 
 def made(mode: str) -> str:
     """The name of the file that export.py makes by a mode."""
-    return "model.int8.onnx" if mode == "static" else f"model.{mode}.onnx"
+    return f"model.{mode}.onnx"

@@ -75,9 +75,8 @@ def _of_variants(node: DictConfig) -> DictConfig:
 def _onnx_run(node: DictConfig, overrides: Sequence[str]) -> DictConfig:
     """The defaults with what the command line sets, without the recipe, a model or a schedule.
 
-    What ONNX Runtime's tools leave float, and the last digits of a float residual stream, are reported; as bounds
-    (`verify.audit`, `verify.min_agreement`) they are off, and loose, where the command line says nothing of them. The
-    file of mode=static is written by none of them, and keeps its bounds.
+    What stays float of a given file, and the last digits of a float residual stream, are reported; as bounds
+    (`verify.audit`, `verify.min_agreement`) they are off, and loose, where the command line says nothing of them.
     """
     if node.mode is None:
         raise ConfigError("mode", None, f"one of {', '.join(MODES.values)} with onnx=FILE")
@@ -111,7 +110,7 @@ def _onnx_run(node: DictConfig, overrides: Sequence[str]) -> DictConfig:
     }
     if graph:
         presets["calibration.batch_size"] = _STATIC_BATCH
-    elif "verify" not in typed:
+    if "verify" not in typed:
         presets |= {"verify.audit": False, "verify.min_agreement": _BROKEN}
     for key in presets.keys() - typed:
         OmegaConf.update(config, key, presets[key])

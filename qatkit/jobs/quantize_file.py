@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from qatkit.config.compose import load_config
+from qatkit.config.data_folders import FOLDERS, data_folder
 from qatkit.config.rules import validate
 from qatkit.config.schema import Config, ModelConfig, ScheduleConfig, VerifyConfig
 from qatkit.encryption.vault import protected
 from qatkit.importing.float_file import FloatFile, for_tools, layout_of, read_float_file
-from qatkit.records.run_files import CONFIG_FILE, FLOAT_FILE, INT8_FILE, REPORT_FILE, file_name
+from qatkit.records.run_files import CONFIG_FILE, FLOAT_FILE, REPORT_FILE, file_name
 from qatkit.run.backend import backend_of
 from qatkit.run.find import output_dir
 from qatkit.run.lock import locked
@@ -51,7 +52,7 @@ def as_run(config: Config) -> Config:
     task = config.task
     if task == "classification" and config.verify.decision != VerifyConfig().decision:
         task = "outputs"  # which alone takes a decision
-    return replace(config, onnx=None, mode=None, model=model, schedule=_CALIBRATED, task=task)
+    return replace(config, onnx=None, model=model, schedule=_CALIBRATED, task=task)
 
 
 def _by_graph(config: Config) -> int:
@@ -59,18 +60,18 @@ def _by_graph(config: Config) -> int:
     validate(config)
     config = replace(config, verify=replace(config.verify))  # a fixed batch becomes that of the latency
     assert config.onnx is not None and config.mode is not None
-    folder = _new_folder(config, INT8_FILE)
+    folder = _new_folder(config, file_name(config.mode))
     with protected(config.export.encrypt):
         file = _read(config)
         _check_runs(file)
         from qatkit.jobs import float_file, pipeline
 
-        run = float_file.with_task(as_run(config), file)
+        run, notes = float_file.with_task(as_run(config), file)
     batch = file.inputs[0].shape[0] if _of_pictures(config) else None
     if batch not in (None, 1):
         run = _of_batch(run, batch)
     resume = "auto" if list(folder.glob("*.ckpt")) else None
-    return pipeline.train(replace(run, output_dir=str(folder), resume=resume))
+    return pipeline.train(replace(run, output_dir=str(folder), resume=resume), notes=notes)
 
 
 def _of_batch(run: Config, batch: int) -> Config:
@@ -128,9 +129,8 @@ def _begun(config: Config, folder: Path) -> bool:
         before = load_config(folder / CONFIG_FILE)
     except ConfigError:
         return False
-    if config.mode == "static" and before.onnx is None:
-        return before.model.name == f"{_MODEL}{config.onnx}"
-    return (before.onnx, before.mode) == (config.onnx, config.mode)
+    onnx = before.model.name.removeprefix(_MODEL) if before.onnx is None else before.onnx
+    return (onnx, before.mode) == (config.onnx, config.mode)
 
 
 def _read(config: Config) -> FloatFile:
@@ -146,6 +146,8 @@ def _read(config: Config) -> FloatFile:
         raise ConfigError("backend.reduce_range", True, allowed)
     backend_of(config)
     _use_library(config.model.kwargs)
+    if config.data.source in FOLDERS:
+        data_folder(config.data.source, config.data.root)
     file = read_float_file(Path(config.onnx), config.model.kwargs.get("fix"))
     if _of_pictures(config):
         _check_images(config, file)

@@ -19,7 +19,7 @@ from PIL import Image
 
 from qatkit.config.compose import load_config
 from qatkit.config.schema import Config, DataConfig
-from qatkit.jobs import quantize_file
+from qatkit.jobs import export_checkpoint, quantize_file
 from qatkit_verify.errors import ConfigError
 
 TOOLS = ("dynamic", "float16", "weight_only")
@@ -67,10 +67,17 @@ def test_static_is_a_run_of_the_graph(tmp_path: Path) -> None:
     config = settings(source, "static", folder)
     config.verify.max_drop = None
     assert quantize_file.quantize(config) == 0
-    names = {"model.int8.onnx", "model.float.onnx", "model.json", "report.json", "report.html", "config.yaml"}
+    names = {
+        "model.static.onnx",
+        "model.float.onnx",
+        "model.json",
+        "report.json",
+        "report.html",
+        "config.yaml",
+    }
     assert set(os.listdir(folder)) == names | {"ranges.json", "last.ckpt"}
     assert (folder / "model.float.onnx").read_bytes() == source.read_bytes()
-    before, after = (onnx.load(str(path)).graph for path in (source, folder / "model.int8.onnx"))
+    before, after = (onnx.load(str(path)).graph for path in (source, folder / "model.static.onnx"))
     kept = {node.name for node in after.node}
     assert {node.name for node in before.node if node.op_type in ("Conv", "Gemm")} <= kept
     report = json.loads((folder / "report.json").read_text())
@@ -78,8 +85,17 @@ def test_static_is_a_run_of_the_graph(tmp_path: Path) -> None:
     assert report["parity"]["reference"] == "the converted module"
     assert report["audit"]["int8_share"] == 1.0
     images = float_files.digits()[2]
-    exact, found = (float_files.logits(path, images) for path in (source, folder / "model.int8.onnx"))
+    exact, found = (float_files.logits(path, images) for path in (source, folder / "model.static.onnx"))
     assert np.abs(found - exact).max() < 0.05 * np.ptp(exact)
+    saved = replace(
+        load_config(folder / "config.yaml"),
+        checkpoint=str(folder / "last.ckpt"),
+        output_dir=str(tmp_path / "again"),
+        resume=None,
+    )
+    assert export_checkpoint.export(saved) == 0
+    again = tmp_path / "again" / "model.static.onnx"
+    assert again.read_bytes() == (folder / "model.static.onnx").read_bytes()
 
 
 def test_the_audit_sees_what_a_dynamic_file_computes(tmp_path: Path) -> None:
@@ -268,8 +284,12 @@ def test_the_command_line_quantizes_a_file(tmp_path: Path) -> None:
     (folder,) = (tmp_path / "outputs" / "trained").iterdir()
     saved = load_config(folder / "config.yaml")
     assert saved.model.name == f"onnx/{float_files.trained()}" and saved.schedule.epochs == 0
-    assert (saved.data.image_size, saved.verify.audit, saved.calibration.batch_size) == (8, True, 8)
-    assert (folder / "report.json").is_file()
+    assert (saved.data.image_size, saved.verify.audit, saved.calibration.batch_size) == (8, False, 8)
+    assert (saved.mode, saved.verify.min_agreement) == ("static", 0.9)
+    report = json.loads((folder / "report.json").read_text())
+    top1 = float_files.top1(folder / "model.static.onnx", entries=report["session_options"])
+    assert report["accuracy"]["int8"]["top1"] == pytest.approx(top1)
+    assert report["accuracy"]["float"]["top1"] == pytest.approx(float_files.top1(float_files.trained()))
 
 
 TOLD: dict[str, Any] = {
