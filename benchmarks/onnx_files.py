@@ -33,7 +33,7 @@ from PIL import Image
 
 from qatkit.config.schema import ModelConfig
 from qatkit.data.arrays import Port
-from qatkit.models import ports
+from qatkit.models import declared
 from qatkit.report import this_hardware
 from qatkit_verify.session import open_session
 
@@ -101,7 +101,7 @@ def samples_of(file: Path, given: argparse.Namespace, folder: Path) -> tuple[Pat
         return own, "own"
     data = folder / "data"
     data.mkdir()
-    samples = Samples(ports(_config(file)), given.found, given.sound)
+    samples = Samples(declared(_config(file), None).ports, given.found, given.sound)
     for number, sample in enumerate(samples):
         np.savez(data / f"{number:03}.npz", **sample)  # type: ignore[arg-type]
     return data, samples.kind

@@ -192,3 +192,8 @@ def with_branches(path: Path, *, constant: bool = False) -> Path:
         helper.make_node("Gemm", ["f", "fc"], ["output"], "fc", transB=1),
     ]
     return by_hand(path, nodes=[*condition, outer, *head])
+
+
+def made(mode: str) -> str:
+    """The name of the file that export.py makes by a mode."""
+    return f"model.{mode}.onnx"

@@ -27,7 +27,7 @@ LOADED = [
     ("qatkit.cli.command_line qatkit.cli.export_command qatkit.run.find", HEAVY | {"numpy", "rich"}),
     ("qatkit.algorithms", HEAVY | COMPOSERS | {"numpy", "rich", "yaml"}),
     (
-        "qatkit.jobs.quantize_file qatkit.run.backend",
+        "qatkit.jobs.quantize_file qatkit.importing.float_file qatkit.run.backend",
         {"torch", "lightning", "onnx_ir", "onnxscript", "onnxruntime", "rich"},
     ),
     ("qatkit.export.float_graph qatkit.export.write_model", COMPOSERS | {"torch", "lightning", "rich"}),
@@ -35,7 +35,7 @@ LOADED = [
         "qatkit.quant.spec qatkit.quant.observers qatkit.quant.fake_quantize qatkit.quant.backends "
         "qatkit.graph.prepare qatkit.graph.convert.to_integers qatkit.graph.convert.simplify qatkit.calibration.cache "
         "qatkit.algorithms.blocks.walk qatkit.export.torch_to_onnx qatkit.export.ort_modes "
-        "qatkit.export.read_float_file qatkit.data qatkit.models qatkit.train.module qatkit.train.parts "
+        "qatkit.importing.build qatkit.data qatkit.models qatkit.train.module qatkit.train.parts "
         "qatkit.analysis.sensitivity qatkit.analysis.estimate qatkit.analysis.isolation qatkit.analysis.tensors",
         COMPOSERS,
     ),

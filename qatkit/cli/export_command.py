@@ -29,9 +29,14 @@ EXPORT_KEYS = ("checkpoint", "output_dir", "export.opset", "export.dynamic_batch
                "calibration.cache", "verify.threads", "verify.audit", "verify.latency_batch",
                "trainer.debug")  # fmt: skip
 ONNX_GROUPS = ("data", "backend", "calibration", "export", "verify", "trainer")
-ONNX_KEYS = ("onnx", "mode", "name", "seed", "task", "output_dir", "data", "backend", "verify", "calibration.images",
-             "calibration.batch_size", "export.opset", "export.encrypt", "trainer.progress",
+ONNX_KEYS = ("onnx", "mode", "name", "seed", "task", "output_dir", "model.kwargs", "data", "backend", "verify",
+             "calibration.images", "calibration.batch_size", "export.opset", "export.encrypt", "trainer.progress",
              "trainer.debug")  # fmt: skip
+# With mode=static, whose stages are those of train.py.
+STATIC_GROUPS = (*ONNX_GROUPS, "quantizer", "algorithm", "precision", "target", "analysis")
+STATIC_KEYS = (*ONNX_KEYS, "quantizer", "calibration", "algorithm", "algorithm_choice", "precision", "placement",
+               "target", "export", "analysis")  # fmt: skip
+_STATIC_BATCH = 8  # as in the recipes of ONNX files: a few dozen samples are enough to calibrate
 # What a model.json says of images that has another name as a key of the data group, or none.
 _KEYS, _NOT_KEYS = {"channel_order": "channels"}, ("channels", "interpolation", "upright")
 # With less than this share of the answers kept, the optimizer of ONNX Runtime computes something else.
@@ -70,7 +75,7 @@ def _of_variants(node: DictConfig) -> DictConfig:
 def _onnx_run(node: DictConfig, overrides: Sequence[str]) -> DictConfig:
     """The defaults with what the command line sets, without the recipe, a model or a schedule.
 
-    What ONNX Runtime's tools leave float, and the last digits of a float residual stream, are reported; as bounds
+    What stays float of a given file, and the last digits of a float residual stream, are reported; as bounds
     (`verify.audit`, `verify.min_agreement`) they are off, and loose, where the command line says nothing of them.
     """
     if node.mode is None:
@@ -80,24 +85,31 @@ def _onnx_run(node: DictConfig, overrides: Sequence[str]) -> DictConfig:
         for one in OverridesParser.create().parse_overrides(list(overrides))
         if not one.is_hydra_override()
     ]
+    graph = node.mode == "static"
+    keys, groups = (STATIC_KEYS, STATIC_GROUPS) if graph else (ONNX_KEYS, ONNX_GROUPS)
     for override in parsed:
         key = override.key_or_group
-        if not _within(key, ONNX_KEYS):
+        if not _within(key, keys):
             value = override.get_value_element_as_str()
-            reason = f"the key cannot be set with onnx=FILE, which takes {', '.join(ONNX_KEYS)}"
+            reason = f"the key cannot be set with onnx=FILE mode={node.mode}, which takes {', '.join(keys)}"
             raise ConfigError(key, value, reason=reason)
     typed = {override.key_or_group for override in parsed}
     config = schema()
     config.name = Path(node.onnx).stem or "onnx"
-    for group in ONNX_GROUPS:
+    for group in groups:
         config[group] = node[group]
     for key in typed.intersection(("onnx", "mode", "name", "seed", "task", "output_dir")):
         config[key] = node[key]
+    for key in ("algorithm_choice", "placement") if graph else ():
+        config[key] = node[key]
+    config.model.kwargs = node.model.kwargs
     # A data group is of its images; a bundle knows what its file wants of them.
     told = preprocessing_beside(Path(node.onnx)) or {}
     presets: dict[str, Any] = {
         f"data.{_KEYS.get(name, name)}": None for name in told if name not in _NOT_KEYS
     }
+    if graph:
+        presets["calibration.batch_size"] = _STATIC_BATCH
     if "verify" not in typed:
         presets |= {"verify.audit": False, "verify.min_agreement": _BROKEN}
     for key in presets.keys() - typed:
@@ -151,7 +163,9 @@ def export_notes() -> list[str]:
         "checkpoint=FOLDER/last.ckpt writes the file of a run of train.py again; beside it, these can be set: "
         + ", ".join(EXPORT_KEYS),
         "onnx=FILE mode=MODE quantizes a float ONNX file; beside it, these can be set: "
-        + ", ".join(ONNX_KEYS),
+        + ", ".join(ONNX_KEYS)
+        + "; with mode=static, which takes the stages of train.py, these too: "
+        + ", ".join(key for key in STATIC_KEYS if key not in ONNX_KEYS),
         "placement=variants writes files of a model or recipe, as train.py takes it, for qatkit-measure on another "
         "machine.",
     ]

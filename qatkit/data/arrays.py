@@ -29,6 +29,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from qatkit.config.data_folders import FOLDERS, data_folder
 from qatkit.data.inputs import ArrayInputs, Batch
 from qatkit.data.request import Request
 from qatkit.data.sequences import Part, shared_out
@@ -41,7 +42,7 @@ Arrays = Mapping[str, NDArray[Any]]
 LABEL = "label"  # an array of a file that is no input: its samples' labels
 LONE = "input"  # the name of the array of a .npy file, which a model with one input takes whatever that is called
 _SUFFIXES = (".npz", ".npy")
-_LAYOUT = "a folder of .npz or .npy files, whose arrays are named after the model's inputs"
+_SOURCE = "qatkit.data.arrays.arrays"
 _KINDS = {"f": "floating point", "i": "integers", "u": "integers", "b": "booleans"}
 
 
@@ -175,15 +176,16 @@ def arrays(root: str | None, download: bool, seed: int, request: Request | None 
     Raises:
         ConfigError: no such folder, fewer than two samples, a file that can't be read, or labels of some files alone.
     """
-    if root is None or not Path(root).is_dir():
-        raise ConfigError("data.root", root, f"{_LAYOUT}; there is no such folder")
+    top = data_folder(_SOURCE, root)
     states = request.states if request is not None else {}
-    parts = [Path(root, name) for name in ("train", "test")]
-    folders = parts if all(part.is_dir() for part in parts) else [Path(root)]
-    found: list[ArrayFiles | Part] = [_files(folder, root, states) for folder in folders]
+    parts = [top / name for name in ("train", "test")]
+    folders = parts if all(part.is_dir() for part in parts) else [top]
+    found: list[ArrayFiles | Part] = [_files(folder, str(root), states) for folder in folders]
     if isinstance(whole := found[0], ArrayFiles) and len(found) == 1:
         if len(whole) < 2:
-            raise ConfigError("data.root", root, f"{_LAYOUT}, at least two samples; it has {len(whole)}")
+            raise ConfigError(
+                "data.root", root, f"{FOLDERS[_SOURCE]}, at least two samples; it has {len(whole)}"
+            )
         every_other = [Part(whole, range(start, len(whole), 2)) for start in (0, 1)]
         found = [*shared_out(whole, whole.lengths)] if states else [*every_other]
     train, test = found
@@ -198,7 +200,7 @@ def arrays(root: str | None, download: bool, seed: int, request: Request | None 
 def _files(folder: Path, root: str, states: Collection[str]) -> ArrayFiles:
     paths, _ = files_below(folder, lambda name: name.lower().endswith(_SUFFIXES), "data.root")
     if not paths:
-        raise ConfigError("data.root", root, f"{_LAYOUT}; {folder.name} has none")
+        raise ConfigError("data.root", root, f"{FOLDERS[_SOURCE]}; {folder.name} has none")
     order = _by_number if states else lambda path: path.split(os.sep)
     return ArrayFiles(sorted(paths, key=order), root, states)
 

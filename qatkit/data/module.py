@@ -42,6 +42,7 @@ from qatkit.data.sources import ImageDataset, Source
 from qatkit.data.survey import survey
 from qatkit.tasks import CLASSIFICATION, Task
 from qatkit_verify.errors import ConfigError
+from qatkit_verify.fitting import as_typed
 from qatkit_verify.free_run import StepSequence
 
 _FEW = 16  # images whose contents are read to know a dataset again
@@ -66,6 +67,7 @@ class DataModule(lightning.LightningDataModule):
         task: what targets are, and how a batch is made of them.
         ports: the model's inputs, where they are known and samples are arrays by their names.
         states: of a model whose outputs are inputs of its next step; None: samples have every input.
+        image_size: of the model's images where it declares that; `weights_preprocessing` has its own.
 
     Attributes:
         inputs: what the model is called with.
@@ -89,6 +91,7 @@ class DataModule(lightning.LightningDataModule):
         task: Task = CLASSIFICATION,
         ports: Sequence[Port] = (),
         states: States | None = None,
+        image_size: int | Sequence[int] | None = None,
     ) -> None:
         super().__init__()
         check_limits(config, "data")
@@ -115,6 +118,8 @@ class DataModule(lightning.LightningDataModule):
         upright = isinstance(test, ImageFiles) and test.upright  # how files are opened is up to the source
         self._arrays, self._images = arrays, None
         if arrays is None:
+            if image_size is not None and weights_preprocessing is None:
+                config = replace(config, image_size=as_typed(image_size))
             self._images = replace(resolve_preprocessing(config, base), upright=upright)
         found = survey(self.splits.train, self.splits.test, config.bad, progress=progress)
         self.notes = (*self.splits.notes, *found.notes)
@@ -362,6 +367,18 @@ class DataModule(lightning.LightningDataModule):
         ((batch, _),) = ImageLoader(self._evaluated(self._train_images, again), len(again), workers=0)
         self._prepared.eval_batch([self._test_images[self._test[0]][0]])
         return batch
+
+    def full_batches(self, count: int, size: int) -> list[Any]:
+        """Returns `count` training samples, or all there are, in batches of one size, as in evaluation.
+
+        Where they fill no batch, some are in it again.
+        """
+        size = self.rows(size)
+        chosen = self.calibration_indices(min(count, len(self._train)))
+        wanted = max(1, len(chosen) // size) * size
+        again = [chosen[position % len(chosen)] for position in range(wanted)]
+        loader = ImageLoader(self._evaluated(self._train_images, again), size, workers=0)
+        return [batch for batch, _ in loader]
 
     def golden_samples(self, count: int) -> list[Any]:
         """Returns so many test samples, or all where there are no more: a seeded choice, balanced over the classes."""

@@ -13,15 +13,14 @@ EXIF data say.
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
+from qatkit.config.data_folders import FOLDERS, data_folder
 from qatkit.data.image_files import ImageFiles, left_out_note
 from qatkit.data.sources import NO_LABEL, Splits
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.pictures import files_below, is_litter
 
-_LAYOUT = "a folder with one picture a class (jpg or png), at least two"
-_LAYOUT_BELOW = "a folder of pictures (jpg, png, webp, bmp, ...), at least two, in it or in folders below"
+_ONE_EACH, _BELOW = "qatkit.data.one_picture_each", "qatkit.data.pictures"
 _SUFFIXES = (".jpg", ".jpeg", ".png")
 
 
@@ -33,12 +32,10 @@ def one_picture_each(root: str | None, download: bool, seed: int) -> Splits:
     Raises:
         ConfigError: no such folder, or fewer than two pictures in it.
     """
-    if root is None or not Path(root).is_dir():
-        raise ConfigError("data.root", root, f"{_LAYOUT}; there is no such folder")
-    paths = sorted(path for path in Path(root).iterdir()
+    paths = sorted(path for path in data_folder(_ONE_EACH, root).iterdir()
                    if path.suffix.lower() in _SUFFIXES and not is_litter(path.name))  # fmt: skip
     if len(paths) < 2:
-        raise ConfigError("data.root", root, f"{_LAYOUT}; it has {len(paths)}")
+        raise ConfigError("data.root", root, f"{FOLDERS[_ONE_EACH]}; it has {len(paths)}")
     samples = [(str(path), label) for label, path in enumerate(paths)]
     names = tuple(path.stem for path in paths)
     return Splits(ImageFiles(samples[::2]), ImageFiles(samples[1::2]), names)
@@ -52,11 +49,9 @@ def pictures(root: str | None, download: bool, seed: int) -> Splits:
     Raises:
         ConfigError: no such folder, or fewer than two files.
     """
-    if root is None or not Path(root).is_dir():
-        raise ConfigError("data.root", root, f"{_LAYOUT_BELOW}; there is no such folder")
-    found, left_out = files_below(Path(root), lambda name: True, "data.root")
+    found, left_out = files_below(data_folder(_BELOW, root), lambda name: True, "data.root")
     if len(found) < 2:
-        raise ConfigError("data.root", root, f"{_LAYOUT_BELOW}; it has {len(found)}")
+        raise ConfigError("data.root", root, f"{FOLDERS[_BELOW]}; it has {len(found)}")
     samples = [(path, NO_LABEL) for path in sorted(found, key=lambda path: path.split(os.sep))]
     train, test = (ImageFiles(samples[first::2], upright=True) for first in (0, 1))
     return Splits(train, test, classes=(), notes=left_out_note(left_out))

@@ -18,6 +18,7 @@ from PIL import Image
 from torch import Tensor
 from torchvision import datasets
 
+from qatkit.config.data_folders import FOLDERS, data_folder
 from qatkit.data.image_files import ImageFiles, left_out_note
 from qatkit.data.preprocessing import Preprocessing
 from qatkit.tasks.base import NO_TARGET
@@ -140,10 +141,9 @@ def image_folder(root: str | None, download: bool, seed: int) -> Splits:
         ConfigError: the folder or its class folders are missing, a class folder has no image, or the two
             splits have different classes.
     """
-    layout = "a folder with train/CLASS/* and val/CLASS/* (or test/CLASS/*) images"
-    if root is None or not Path(root).is_dir():
-        raise ConfigError("data.root", root, f"{layout}; there is no such folder")
-    folders = [Path(root, name) for name in ("train", "val", "test")]
+    source = "qatkit.data.image_folder"
+    layout, top = FOLDERS[source], data_folder(source, root)
+    folders = [top / name for name in ("train", "val", "test")]
     found = [folder for folder in folders if folder.is_dir()]
     if folders[0] not in found or len(found) < 2:
         has = ", ".join(folder.name for folder in found) or "none of them"
@@ -152,7 +152,7 @@ def image_folder(root: str | None, download: bool, seed: int) -> Splits:
     if not classes or classes != other:
         allowed = _class_difference(found, classes, other) if classes else f"{layout}; train has no folder"
         raise ConfigError("data.root", root, allowed)
-    (train, train_left), (test, test_left) = (_split(folder, classes, root) for folder in found[:2])
+    (train, train_left), (test, test_left) = (_split(folder, classes, str(root)) for folder in found[:2])
     return Splits(train, test, tuple(classes), notes=left_out_note([*train_left, *test_left]))
 
 

@@ -8,13 +8,13 @@ copied first: the converter would clip them for both.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 import onnx_ir as ir
-from numpy.typing import NDArray
 from onnx import TensorProto
 from onnxruntime.transformers.float16 import DEFAULT_OP_BLOCK_LIST, convert_float_to_float16
 
@@ -22,50 +22,56 @@ from qatkit.export.float_ranges import Range, ranges
 from qatkit.export.for_ort_tools import copied, for_tools, prepared
 from qatkit.export.hidden_names import free_name, hide_ends, restore_ends, tensor_names
 from qatkit.export.keep_float32 import kept_in_float32
+from qatkit.export.left_float import LeftFloat, left_float
 from qatkit.export.quiet import quiet
-from qatkit.export.write_mode_file import exact_weights, write_mode_file
+from qatkit.export.write_mode_file import exact_weights, without_wrong_weights, write_mode_file
 from qatkit.verify.graph_view import stored, weighted_ops
+from qatkit_verify.feeds import feeds
 from qatkit_verify.session import open_session
 
 _TO_HALF = "_cast_to_fp16_node"  # at the end of the names of the converter's Casts
 _INPUT_CAST = "graph_input_cast"
 
 
-def float16(source: Path, target: Path, batches: Iterable[NDArray[np.float32]] = ()) -> list[str]:
+def float16(source: Path, target: Path, batches: Iterable[Any] = ()) -> LeftFloat:
     """Weights and activations in float16; the inputs and outputs of the file stay float32.
 
     Args:
         source: a float file of opset 13 or higher.
         target: the file to write.
-        batches: of images, on which the ranges of all tensors are measured; none: values are drawn.
+        batches: of its inputs (`qatkit_verify.feeds`), on which the ranges of all tensors are measured; none: values
+            are drawn.
 
     Returns:
-        The names of the operators that stay float32, since float16 can't hold their values.
+        The operators that stay float32, since float16 can't hold their values.
 
     Raises:
         ValueError: on `batches` the file gives NaN or infinity where the float file gives numbers.
     """
-    images = list(batches)
+    given = list(batches)
     model = prepared(source)
-    exact, known = exact_weights(model), ranges(model, images)
+    exact, known = exact_weights(model), ranges(model, given)
     found = kept_in_float32(model, known)
     rest = [str(node.name) for node in model.graph if node.op_type not in weighted_ops()]
     every = list(dict.fromkeys([*found, *rest]))
     for kept in (found, every):
-        half = _converted(model.clone(), kept, known)
-        write_mode_file(half, target, exact)
-        if _is_finite(source, target, images):
-            return kept
+        half, wrong = without_wrong_weights(partial(_converted, model, kept, known), exact)
+        write_mode_file(half, target)
+        if _is_finite(source, target, given):
+            return left_float("float16", half, unheld=kept, wrong=wrong)
     raise ValueError("float16 gives NaN or infinity where the float file gives numbers")
 
 
-def _converted(model: ir.Model, kept: Collection[str], known: dict[str, Range]) -> ir.Model:
+def _converted(
+    model: ir.Model, unheld: Collection[str], known: dict[str, Range], wrong: Collection[str]
+) -> ir.Model:
+    model, kept = model.clone(), [*unheld, *wrong]
     _part_constants(model, set(kept))
     hidden = hide_ends(model)
     proto = for_tools(model)
     _declare(proto, known)
     with quiet():
-        half = convert_float_to_float16(proto, keep_io_types=True, node_block_list=list(kept))
+        half = convert_float_to_float16(proto, keep_io_types=True, node_block_list=kept)
     _drop_repeated(half.graph)
     made: ir.Model = ir.from_proto(half)
     restore_ends(made, hidden)
@@ -131,11 +137,11 @@ def _join_casts(model: ir.Model) -> None:
             graph.remove(node)
 
 
-def _is_finite(source: Path, target: Path, images: Iterable[NDArray[np.float32]]) -> bool:
+def _is_finite(source: Path, target: Path, batches: Iterable[Any]) -> bool:
     """Whether the file gives numbers wherever the float file does."""
     exact, half = (open_session(path, threads=1) for path in (source, target))
-    for batch in images:
-        feed: dict[str, Any] = {exact.get_inputs()[0].name: batch}
+    for batch in batches:
+        feed = feeds(exact, batch)
         for expected, found in zip(exact.run(None, feed), half.run(None, feed), strict=True):
             if found.dtype.kind == "f" and not np.isfinite(found[np.isfinite(expected)]).all():
                 return False

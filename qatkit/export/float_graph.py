@@ -17,38 +17,32 @@ _RECURRENT = ("LSTM", "GRU", "RNN")
 _IR_VERSION = 7  # the first of opset 13; from 4 on, weights need not be listed as inputs
 
 
-def float_graph(path: Path, proto: onnx.ModelProto, opset: int) -> tuple[ir.Model, int]:
-    """The model at `opset` or higher, and the opset that it had.
+def float_graph(path: Path, model: ir.Model, opset: int) -> ir.Model:
+    """Returns the model at `opset` or higher.
 
     Args:
         path: where it was read from.
-        proto: its weights are in memory.
+        model: its weights are in memory.
         opset: a model of a lower one is upgraded to this one.
 
     Raises:
         ConfigError: names the file.
     """
-    model = _parsed(path, proto)
-    hidden = _branched(model.graph) and _branched(_folded(path, proto).graph)
-    if hidden:
+    folded = _folded(path, model) if _branched(model.graph) else None
+    if folded is not None and (hidden := _branched(folded.graph)):
         allowed = f"a model with its Conv, Gemm and MatMul in the main graph; its {hidden} holds some"
         raise ConfigError("onnx", path, allowed)
     before = model.opset_imports.get("", 0)
     if before < opset:
-        model = upgraded(path, proto, before, opset)
-    if not _has_weights(model):
+        model = upgraded(path, ir.to_proto(model), before, opset)
+        model.graph.sort()
+    model.ir_version = max(model.ir_version, _IR_VERSION)
+    if not _has_weights(model if folded is None else folded):
         allowed = (
             "a model with an operator to quantize: Conv, Gemm, MatMul, LSTM, GRU or RNN with float32 weights"
         )
         raise ConfigError("onnx", path, f"{allowed}; it has none")
-    return model, before
-
-
-def _parsed(path: Path, model: onnx.ModelProto) -> ir.Model:
-    try:
-        return ir.from_proto(model)
-    except Exception as error:  # a name that two nodes make, an unknown type
-        raise ConfigError("onnx", path, f"an ONNX file ({one_line(error)})") from error
+    return model
 
 
 def _has_weights(model: ir.Model) -> bool:
@@ -64,12 +58,12 @@ def _branched(graph: ir.Graph) -> str:
     return next((node.op_type for node in graph if any(map(_holds_matrix, _graphs(node)))), "")
 
 
-def _folded(path: Path, model: onnx.ModelProto) -> ir.Model:
+def _folded(path: Path, model: ir.Model) -> ir.Model:
     """The model as the modes will see it: a branch that is always taken is part of the main graph."""
     from qatkit.export.for_ort_tools import prepared  # ONNX Runtime's tools, which few files need here
 
     with tempfile.TemporaryDirectory() as folder:
-        onnx.save(model, str(Path(folder) / "model.onnx"))
+        ir.save(model, Path(folder) / "model.onnx")
         try:
             return prepared(Path(folder) / "model.onnx")
         except ConfigError as error:
@@ -92,12 +86,14 @@ def upgraded(path: Path, model: onnx.ModelProto, before: int, opset: int) -> ir.
     Raises:
         ConfigError: it can't be upgraded; names the file at `path`, where it was read from.
     """
+    model.ir_version = max(
+        model.ir_version, _IR_VERSION
+    )  # else the converter looks for weights among the inputs
     try:
         found = ir.from_proto(version_converter.convert_version(model, opset))
     except Exception as error:
         reason = f"opset {opset} or higher; it has {before} and can't be upgraded ({one_line(error)})"
         raise ConfigError("onnx", path, reason) from error
-    found.ir_version = max(found.ir_version, _IR_VERSION)
     if before <= _ASYMMETRIC:
         _keep_asymmetric(found.graph)
     return found

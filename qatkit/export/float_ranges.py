@@ -16,6 +16,7 @@ import onnx
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from qatkit_verify.feeds import feeds
 from qatkit_verify.session import open_session
 
 _UNKNOWN = (1, 3, 224, 224)  # of an input, where the file leaves a size open and a run needs one
@@ -52,12 +53,13 @@ class Range:
             self.least = min(self.least, float(magnitudes.min())) if magnitudes.size else self.least
 
 
-def ranges(model: ir.Model, batches: Iterable[NDArray[np.float32]]) -> dict[str, Range]:
+def ranges(model: ir.Model, batches: Iterable[Any]) -> dict[str, Range]:
     """The range of each float32 tensor of the main graph, constants included, by its name.
 
     Args:
-        model: in float, of one input where there are batches.
-        batches: of images; none: values are drawn, and where the model does not run on them only constants count.
+        model: in float.
+        batches: of its inputs (`qatkit_verify.feeds`); none: values are drawn, and where the model does not run on
+            them only constants count.
     """
     found: dict[str, Range] = {}
     for value in model.graph.initializers.values():
@@ -82,7 +84,7 @@ def ranges(model: ir.Model, batches: Iterable[NDArray[np.float32]]) -> dict[str,
     return found
 
 
-def nodes_of_infinity(model: ir.Model, batches: Iterable[NDArray[np.float32]]) -> list[ir.Node]:
+def nodes_of_infinity(model: ir.Model, batches: Iterable[Any]) -> list[ir.Node]:
     """The operators that read or make infinities (of masks, pads and open bounds): no scale holds these.
 
     Without infinite constants there are none, and nothing is run.
@@ -99,10 +101,10 @@ def nodes_of_infinity(model: ir.Model, batches: Iterable[NDArray[np.float32]]) -
     ]
 
 
-def _feeds(session: Any, batches: Iterable[NDArray[np.float32]]) -> list[dict[str, NDArray[Any]]]:
+def _feeds(session: Any, batches: Iterable[Any]) -> list[dict[str, NDArray[Any]]]:
     """What the model is run on."""
     inputs = session.get_inputs()
-    given = [{inputs[0].name: batch} for batch in batches]
+    given = [feeds(session, batch) for batch in batches]
     if given:
         return given
     drawn = ({one.name: _drawn(one, side) for one in inputs} for side in (_LEAST_SIDE, _UNKNOWN[-1]))

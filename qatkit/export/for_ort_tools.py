@@ -26,7 +26,7 @@ from qatkit_verify.session import open_session
 
 # The axis of a weight that numbers the output channels; Gemm's depends on transB.
 _CHANNEL_AXIS = {"Conv": 0, "ConvTranspose": 1, "Gemm": 1, "MatMul": -1}
-_RECURRENT = ("LSTM", "GRU", "RNN")
+RECURRENT = ("LSTM", "GRU", "RNN")
 
 
 def prepared(source: Path) -> ir.Model:
@@ -91,7 +91,7 @@ def weights(model: ir.Model) -> dict[ir.Value, int]:
 
 def recurrent_weights(model: ir.Model) -> list[ir.Value]:
     """The float weights W and R [directions, gates · size, inputs] of LSTM, GRU and RNN."""
-    nodes = (node for node in model.graph if node.op_type in _RECURRENT and not node.domain)
+    nodes = (node for node in model.graph if node.op_type in RECURRENT and not node.domain)
     found = (value for node in nodes for value in (operand(node, 1), operand(node, 2)))
     held = {value: stored(value) for value in found if value is not None}
     return [
@@ -108,12 +108,16 @@ def weight_rank(node: ir.Node) -> int:
 def own_weights(model: ir.Model, *, each_gemm: bool = False) -> None:
     """Gives operators that read one weight in different ways a copy each.
 
-    Per channel, a weight that is read by rows and by columns needs two sets of scales.
+    Per channel, a weight that is read by rows and by columns needs two sets of scales. What branches read stays theirs.
 
     Args:
         each_gemm: one for each Gemm: the dynamic tool transposes a weight in place, once for every reader.
     """
-    copies = {value: dict[object, ir.Value]() for value in weights(model) if len(value.uses()) > 1}
+    copies: dict[ir.Value, dict[object, ir.Value]] = {
+        value: {"branches": value} if any(node.graph is not model.graph for node in value.consumers()) else {}
+        for value in weights(model)
+        if len(value.uses()) > 1
+    }
     taken = tensor_names(model)
     for node in model.graph:
         for index, value in enumerate(node.inputs):

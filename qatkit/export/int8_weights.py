@@ -13,6 +13,7 @@ the file.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,20 +42,28 @@ class Scales:
     axes: tuple[int, ...]
 
 
-def quantize_weights(model: ir.Model) -> None:
-    """Replaces the weights of Conv, ConvTranspose, Gemm, MatMul and recurrent operators by int8 ones, in place."""
+def quantize_weights(model: ir.Model, without: Collection[str] = ()) -> None:
+    """Replaces the weights of Conv, ConvTranspose, Gemm, MatMul and recurrent operators by int8 ones, in place.
+
+    Operators called as in `without` keep theirs.
+    """
     found = {value: _layout(value, axis) for value, axis in weights(model).items()}
-    _replace(model, found | _rows(model))
+    _replace(model, found | _rows(model), without)
 
 
-def quantize_recurrent(model: ir.Model) -> None:
+def quantize_recurrent(model: ir.Model, without: Collection[str] = ()) -> None:
     """The same for LSTM, GRU and RNN alone."""
-    _replace(model, _rows(model))
+    _replace(model, _rows(model), without)
 
 
-def _replace(model: ir.Model, found: dict[ir.Value, Scales]) -> None:
+def _replace(model: ir.Model, found: dict[ir.Value, Scales], without: Collection[str]) -> None:
     taken = tensor_names(model)
-    nodes = [node for value, scales in found.items() for node in _in_int8(model.graph, value, scales, taken)]
+    chosen = {
+        value: scales
+        for value, scales in found.items()
+        if not any(node.name in without for node in value.consumers())
+    }
+    nodes = [node for value, scales in chosen.items() for node in _in_int8(model.graph, value, scales, taken)]
     if nodes:
         model.graph.insert_before(model.graph[0], nodes)
 

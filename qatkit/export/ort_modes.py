@@ -3,7 +3,8 @@
 ONNX Runtime's own tools do the work; what they leave undone is done around them:
 - what they stumble over is put straight first (`qatkit.export.for_ort_tools`);
 - its dynamic quantization has one scale for all filters of a Conv (`qatkit.export.levelled_filters`);
-- each weight in the file is compared with the float one (`qatkit.export.write_mode_file`).
+- each weight in the file is compared with the float one, and operators whose weights are wrong stay float
+  (`qatkit.export.write_mode_file`).
 Every function writes a file that has passed the checker and that ONNX Runtime has loaded, whole or not at
 all; the same file gives the same bytes.
 """
@@ -11,9 +12,9 @@ all; the same file gives the same bytes.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -40,21 +41,23 @@ from qatkit.export.for_ort_tools import (
 from qatkit.export.guarded_weights import guard_matrices, range_overrides
 from qatkit.export.hidden_names import hide_ends, restore_ends
 from qatkit.export.int8_weights import quantize_recurrent, quantize_weights
+from qatkit.export.left_float import LeftFloat, left_float
 from qatkit.export.levelled_filters import is_depthwise, levelled, scaled_back
 from qatkit.export.quiet import quiet
-from qatkit.export.write_mode_file import exact_weights, write_mode_file
+from qatkit.export.write_mode_file import exact_weights, without_wrong_weights, write_mode_file
 from qatkit.graph.operators import operator
 from qatkit.quant.backends import Backend, OpRule
 from qatkit.quant.spec import QuantSpec
 from qatkit.verify.graph_view import operand, stored
 from qatkit_verify.errors import ConfigError
+from qatkit_verify.feeds import by_name
 
 __all__ = ["dynamic", "float16", "static", "weight_only"]
 
 _TYPES = {"int8": QuantType.QInt8, "uint8": QuantType.QUInt8}
 
 
-def dynamic(source: Path, target: Path, *, reduce_range: bool | str = "auto") -> list[str]:
+def dynamic(source: Path, target: Path, *, reduce_range: bool | str = "auto") -> LeftFloat:
     """int8 weights per channel, uint8 activations whose range is measured again in every run.
 
     Conv, MatMul and Gemm become ConvInteger and MatMulInteger behind a DynamicQuantizeLinear. A depthwise Conv
@@ -67,7 +70,7 @@ def dynamic(source: Path, target: Path, *, reduce_range: bool | str = "auto") ->
         reduce_range: of the weights, for x86 CPUs without VNNI (`Backend.reduced`).
 
     Returns:
-        The names of the operators that stay float.
+        The operators that stay float.
     """
     model = prepared(source)
     own_weights(model, each_gemm=True)
@@ -76,35 +79,44 @@ def dynamic(source: Path, target: Path, *, reduce_range: bool | str = "auto") ->
     # MatMulInteger takes no weight per channel that is not a matrix.
     left = [str(node.name) for node in model.graph if is_depthwise(node) or weight_rank(node) not in (0, 2)]
     others = [str(node.name) for node in model.graph if node.domain]  # a Conv of its own, perhaps
-    quantized = _run_tool(
-        partial(
-            quantize_dynamic,
-            for_tools(model),
-            op_types_to_quantize=["Conv", "MatMul"],  # a Gemm becomes a MatMul and an Add first
-            per_channel=True,
-            reduce_range=reduce_range is True,
-            weight_type=QuantType.QInt8,
-            nodes_to_exclude=left + others,
+
+    def made(wrong: Collection[str]) -> ir.Model:
+        products = [f"{name}_MatMul" for name in wrong]  # a Gemm becomes a MatMul and an Add first
+        quantized = _run_tool(
+            partial(
+                quantize_dynamic,
+                for_tools(model),
+                op_types_to_quantize=["Conv", "MatMul"],
+                per_channel=True,
+                reduce_range=reduce_range is True,
+                weight_type=QuantType.QInt8,
+                nodes_to_exclude=[*left, *others, *wrong, *products],
+            )
         )
-    )
-    restore_ends(quantized, hidden)
-    scaled_back(quantized, changed)
-    quantize_recurrent(quantized)
-    if reduce_range == "auto":
-        guard_matrices(quantized, model)
-    write_mode_file(quantized, target, exact)
-    return left
+        restore_ends(quantized, hidden)
+        scaled_back(quantized, changed)
+        quantize_recurrent(quantized, wrong)
+        if reduce_range == "auto":
+            guard_matrices(quantized, model)
+        return quantized
+
+    quantized, wrong = without_wrong_weights(made, exact)
+    write_mode_file(quantized, target)
+    return left_float("dynamic", quantized, on_purpose=left, wrong=wrong)
 
 
-def static(source: Path, target: Path, batches: Iterable[NDArray[np.float32]], backend: Backend) -> list[str]:
-    """QDQ by ONNX Runtime's quantizer: ranges (min, max) from `batches` of images, specs and places by `backend`.
+def static(source: Path, target: Path, batches: Iterable[Any], backend: Backend) -> LeftFloat:
+    """QDQ by ONNX Runtime's quantizer: ranges (min, max) from `batches` of inputs, specs and places by `backend`.
 
     What the backend's rules leave float stays float: normalizations, Softmax, GELU, and the residual stream
     of a transformer. With `Backend.every_operator` nothing does that the tool can quantize, the sums, products and
     roots that a LayerNorm consists of included.
 
+    Args:
+        batches: are gone through several times.
+
     Returns:
-        The names of the operators that stay float, since the quantizer gets them wrong or they meet infinities.
+        The operators that stay float, since the quantizer gets them wrong or they meet infinities.
     """
     activation, weight = backend.activation, backend.weight
     activation_type = _type_of(activation, f"backend={backend.name}: activation")
@@ -114,33 +126,39 @@ def static(source: Path, target: Path, batches: Iterable[NDArray[np.float32]], b
         raise ConfigError(f"backend={backend.name}: weight.symmetric", False, allowed)
     model = prepared(source)
     own_weights(model)
-    hidden = hide_ends(model)
-    first, batches = _first(batches)
+    exact, hidden = exact_weights(model), hide_ends(model)
     odd = [str(node.name) for node in model.graph if _misread(node)]
-    odd += [str(node.name) for node in nodes_of_infinity(model, first) if node.name not in odd]
-    reader = _Reader(str(model.graph.inputs[0].name), batches)
+    infinite = nodes_of_infinity(model, list(islice(batches, 1)))
+    odd += [str(node.name) for node in infinite if node.name not in odd]
+    names = [str(value.name) for value in model.graph.inputs]
     rules = {kind: rule for kind, rule in backend.rules.items() if rule.when != "shortcut"}
     kinds = {name: rule for kind, rule in rules.items() for name in operator(kind).onnx}
-    quantized = _run_tool(
-        partial(
-            quantize_static,
-            for_tools(model),
-            calibration_data_reader=reader,
-            quant_format=QuantFormat.QDQ,
-            op_types_to_quantize=None if backend.every_operator else list(kinds),
-            nodes_to_exclude=odd + ([] if backend.every_operator else _left_float(model, kinds, odd)),
-            per_channel=weight.granularity.separates(0),
-            reduce_range=weight.reduce_range,
-            activation_type=activation_type,
-            weight_type=weight_type,
-            extra_options=_static_options(model, backend, kinds),
+
+    def made(wrong: Collection[str]) -> ir.Model:
+        left = [*odd, *wrong]
+        quantized = _run_tool(
+            partial(
+                quantize_static,
+                for_tools(model),
+                calibration_data_reader=_Reader(names, hidden, batches),
+                quant_format=QuantFormat.QDQ,
+                op_types_to_quantize=None if backend.every_operator else list(kinds),
+                nodes_to_exclude=left + ([] if backend.every_operator else _left_float(model, kinds, left)),
+                per_channel=weight.granularity.separates(0),
+                reduce_range=weight.reduce_range,
+                activation_type=activation_type,
+                weight_type=weight_type,
+                extra_options=_static_options(model, backend, kinds),
+            )
         )
-    )
-    restore_ends(quantized, hidden)
-    if backend.for_onnxruntime:
-        quantize_recurrent(quantized)
-    write_mode_file(quantized, target, exact_weights(model))
-    return odd
+        restore_ends(quantized, hidden)
+        if backend.for_onnxruntime:
+            quantize_recurrent(quantized, wrong)
+        return quantized
+
+    quantized, wrong = without_wrong_weights(made, exact)
+    write_mode_file(quantized, target)
+    return left_float("static", quantized, on_purpose=odd, wrong=wrong)
 
 
 def _static_options(model: ir.Model, backend: Backend, kinds: Mapping[str, OpRule]) -> dict[str, Any]:
@@ -158,12 +176,22 @@ def _static_options(model: ir.Model, backend: Backend, kinds: Mapping[str, OpRul
     }
 
 
-def weight_only(source: Path, target: Path) -> None:
-    """int8 weights, symmetric per output channel (`qatkit.export.int8_weights`); activations stay float."""
+def weight_only(source: Path, target: Path) -> LeftFloat:
+    """int8 weights, symmetric per output channel (`qatkit.export.int8_weights`); activations stay float.
+
+    Returns:
+        The operators whose weights stay float.
+    """
     model = prepared(source)
-    exact = exact_weights(model)
-    quantize_weights(model)
-    write_mode_file(model, target, exact)
+
+    def made(wrong: Collection[str]) -> ir.Model:
+        quantized = model.clone()
+        quantize_weights(quantized, wrong)
+        return quantized
+
+    quantized, wrong = without_wrong_weights(made, exact_weights(model))
+    write_mode_file(quantized, target)
+    return left_float("weight_only", quantized, wrong=wrong)
 
 
 def _left_float(model: ir.Model, kinds: Mapping[str, OpRule], odd: Iterable[str]) -> list[str]:
@@ -202,24 +230,25 @@ def _misread(node: ir.Node) -> bool:
     return node.attributes.get_float("beta", 1.0) != 1 or (bias is not None and len(bias.shape) != 1)
 
 
-def _first(
-    batches: Iterable[NDArray[np.float32]],
-) -> tuple[list[NDArray[np.float32]], Iterator[NDArray[np.float32]]]:
-    """The first batch, and all of them."""
-    every = iter(batches)
-    first = list(islice(every, 1))
-    return first, chain(first, every)
-
-
 class _Reader(CalibrationDataReader):  # type: ignore[misc]
-    """Batches of images as ONNX Runtime's calibration asks for them."""
+    """Batches as ONNX Runtime's calibration asks for them.
 
-    def __init__(self, name: str, batches: Iterable[NDArray[np.float32]]) -> None:
-        self._name, self._batches = name, iter(batches)
+    Args:
+        names: of the model's inputs.
+        hidden: the names by which batches know them, where those are others.
+        batches: of the model's inputs (`qatkit_verify.feeds`).
+    """
 
-    def get_next(self) -> dict[str, NDArray[np.float32]] | None:
+    def __init__(self, names: Sequence[str], hidden: Mapping[str, str], batches: Iterable[Any]) -> None:
+        self._names = {hidden.get(name, name): name for name in names}
+        self._batches = iter(batches)
+
+    def get_next(self) -> dict[str, NDArray[Any]] | None:
         batch = next(self._batches, None)
-        return None if batch is None else {self._name: batch}
+        if batch is None:
+            return None
+        found = by_name(list(self._names), batch)
+        return {self._names[name]: np.ascontiguousarray(value) for name, value in found.items()}
 
 
 def _type_of(spec: QuantSpec, key: str) -> QuantType:

@@ -1,13 +1,14 @@
-"""The last step of each mode: weights compared with the float file's, the graph cleaned, the file written.
+"""The last steps of each mode: weights compared with the float file's, the graph cleaned, the file written.
 
 A tool that leaves an operator out, or a change that nothing completes, would leave wrong weights in a file that loads
 and runs. So each weight of the float file is looked up in the new one by its name, dequantized by the scales that
 stand there, and compared: it may be off by a step of its scale (float16: by its rounding), and nothing more.
+Operators whose weights are not right stay float: the mode runs again without them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,11 +34,16 @@ class Exact:
 
     Attributes:
         values: as the float file has them.
-        node: the first operator that reads it.
+        nodes: the operators that read it, by name.
     """
 
     values: _Array
-    node: str
+    nodes: tuple[str, ...]
+
+    @property
+    def node(self) -> str:
+        """The first operator that reads it."""
+        return self.nodes[0]
 
 
 def exact_weights(model: ir.Model) -> dict[str, Exact]:
@@ -52,21 +58,38 @@ def exact_weights(model: ir.Model) -> dict[str, Exact]:
         if values is not None and readers:
             if not np.isfinite(values).all():
                 raise ValueError(f"the weight '{value.name}' of '{readers[0].name}' holds NaN or infinity")
-            found[str(value.name)] = Exact(values, str(readers[0].name))
+            found[str(value.name)] = Exact(values, tuple(str(node.name) for node in readers))
     return found
 
 
-def write_mode_file(model: ir.Model, target: Path, exact: Mapping[str, Exact]) -> None:
-    """Sorts and cleans what the tools leave behind, compares the weights, then writes.
+def without_wrong_weights(
+    make: Callable[[Collection[str]], ir.Model], exact: Mapping[str, Exact]
+) -> tuple[ir.Model, list[str]]:
+    """Makes a quantized model, again without the operators whose weights came out wrong, until none does.
 
     Args:
-        model: quantized.
-        target: the file to write.
-        exact: the weights that the file has to hold (`exact_weights`).
+        make: returns the model, in which operators of these names are float.
+        exact: the weights that it has to hold (`exact_weights`).
+
+    Returns:
+        The model, cleaned of what the tools leave behind, and the operators that stay float.
 
     Raises:
-        ValueError: a weight is not near the float one, or ONNX Runtime refuses the file.
+        ValueError: a weight is wrong though its operators were to stay float.
     """
+    left = list[str]()
+    while True:
+        model = _cleaned(make(left))
+        wrong = wrong_weights(model, exact)
+        names = dict.fromkeys(node for name in wrong for node in exact[name].nodes)
+        if not wrong:
+            return model, left
+        if names.keys() <= set(left):
+            raise ValueError(next(iter(wrong.values())))
+        left += [name for name in names if name not in left]
+
+
+def _cleaned(model: ir.Model) -> ir.Model:
     with quiet():
         for cleaning in (
             common.TopologicalSortPass(),
@@ -75,29 +98,44 @@ def write_mode_file(model: ir.Model, target: Path, exact: Mapping[str, Exact]) -
             common.ClearMetadataAndDocStringPass(),
         ):
             cleaning(model)
-    check_weights(model, exact)
+    return model
+
+
+def write_mode_file(model: ir.Model, target: Path) -> None:
+    """Writes what a mode has made.
+
+    Raises:
+        ValueError: ONNX Runtime refuses the file.
+    """
     model.metadata_props.clear()
     model.producer_name, model.producer_version = "qatkit", None
     write_model(model, target)
 
 
-def check_weights(model: ir.Model, exact: Mapping[str, Exact]) -> None:
+def wrong_weights(model: ir.Model, exact: Mapping[str, Exact]) -> dict[str, str]:
     """Compares every weight of a quantized model, dequantized, with the float one.
 
-    Raises:
-        ValueError: names the weight and its operator.
+    Returns:
+        By the name of each weight that is not right, what is wrong with it, as a sentence with the operator's name.
     """
     made = {value.name: value for node in model.graph for value in node.outputs}
-    for name, one in exact.items():
-        count = 0
-        for values, step in _held(model.graph, made, name):
-            count += 1
-            off = min(_off(values, step, one.values), _off(values.T, step.T, one.values))
-            if not off <= _SLACK:
-                reason = f"the weight '{name}' of '{one.node}' would be {off:.3g} steps of its scale off"
-                raise ValueError(f"{reason}; leave this operator out or choose another mode")
-        if not count:
-            raise ValueError(f"the weight '{name}' of '{one.node}' would be missing from the file")
+    found = {name: _why_wrong(model.graph, made, name, one) for name, one in exact.items()}
+    return {name: reason for name, reason in found.items() if reason}
+
+
+def _why_wrong(graph: ir.Graph, made: Mapping[str | None, ir.Value], name: str, one: Exact) -> str:
+    """Returns what is wrong with a weight; "" where nothing is."""
+    try:
+        forms = list(_held(graph, made, name))
+    except ValueError as error:
+        return str(error)
+    if not forms:
+        return f"the weight '{name}' of '{one.node}' would be missing from the file"
+    for values, step in forms:
+        off = min(_off(values, step, one.values), _off(values.T, step.T, one.values))
+        if not off <= _SLACK:
+            return f"the weight '{name}' of '{one.node}' would be {off:.3g} steps of its scale off"
+    return ""
 
 
 def _off(values: _Array, step: _Array, exact: _Array) -> float:

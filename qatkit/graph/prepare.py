@@ -19,7 +19,7 @@ from qatkit.graph.placement import Placement, Point, constants, place
 from qatkit.graph.quantizers import QUANTIZES, quantizer_after, quantizer_of
 from qatkit.graph.signature import Example, batch_size, flatten, graph_axes, resized
 from qatkit.graph.trace import propagate, tidy
-from qatkit.graph.weight_only import quantize_weights_alone
+from qatkit.graph.weight_only import is_recurrent, quantize_weights_alone
 from qatkit.quant.backends import Backend
 from qatkit.quant.computed_weights import identity_of
 from qatkit.quant.fake_quantize import FakeQuantize
@@ -64,11 +64,11 @@ def prepare_qat(
     chosen = Overrides(graph_module.graph, overrides or {})
     graph_module.meta[OVERRIDDEN] = {site(node) for node in chosen.by_node}
     placement = place(graph_module.graph, backend, chosen.forced_float)
-    if not placement.weighted:
+    if not placement.weighted and not any(map(is_recurrent, graph_module.graph.nodes)):
         raise ConfigError(
             "model.name",
             type(graph_module).__name__,
-            reason="the model has no Conv or Linear that could be quantized",
+            reason="the model has no Conv, Linear, LSTM, GRU or RNN that could be quantized",
         )
     chosen.check_effect(placement)
     tensors = flatten(example)

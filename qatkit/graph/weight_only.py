@@ -68,6 +68,11 @@ def quantize_weights_alone(
     return notes
 
 
+def is_recurrent(node: fx.Node) -> bool:
+    """Whether a node is an LSTM, GRU or RNN."""
+    return op_class(node) in RECURRENT_TYPES
+
+
 def _shares_guarded(module: nn.Module, guarded: Collection[object]) -> bool:
     """Whether the table of an Embedding is the weight of an operator whose products must not saturate."""
     return isinstance(module, nn.Embedding) and identity_of(module, "weight") in guarded

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common
 from torch import nn
 
 from qatkit.export.quiet import quiet
+from qatkit.importing.inputs import batch_axes, fixed_inputs, widened
 from qatkit.importing.island import Island, Region
 from qatkit.importing.islands import DOMAIN, RANDOM, cut_islands
 from qatkit.importing.operators import Node, UnsupportedError, module_of
@@ -34,34 +34,6 @@ _QUANTIZED = (
     "QuantizeLinear",
 )
 _STANDARD = ("", "ai.onnx")
-
-
-class FileInput(NamedTuple):
-    """An input of a file: its type by NumPy's name, its axes (None: open), and which of them holds the batch."""
-
-    name: str
-    dtype: str
-    shape: tuple[int | None, ...]
-    axis: int | None
-
-
-def file_inputs(file: Path, model: ir.Model, fixed: Iterable[str], any_batch: bool = True) -> list[FileInput]:
-    """Returns the inputs of a file that are not fixed, in its order."""
-    left = [value for value in model.graph.inputs if value.name not in set(fixed)]
-    axes = _batch_axes(left, _widened(left, any_batch))
-    found = []
-    for value in left:
-        if value.dtype is None or value.shape is None:
-            raise ConfigError(
-                "onnx", file, f"a file that gives the type and the shape of its input {value.name}"
-            )
-        sizes = tuple(size if isinstance(size, int) else None for size in value.shape)
-        found.append(FileInput(str(value.name), str(value.dtype.numpy()), sizes, axes[str(value.name)]))
-    return found
-
-
-def _widened(inputs: Sequence[ir.Value], any_batch: bool) -> bool:
-    return any_batch and bool(inputs) and all(_one_image(value) for value in inputs)
 
 
 def built(file: Path, fixed: Mapping[str, Any], any_batch: bool, library: Path | None) -> ImportedModel:
@@ -89,13 +61,13 @@ def _attempt(
     given = fixed_inputs(file, model.graph, fixed)
     constants = {name: array(value) for name, value in given.items() if value.dtype.kind not in "OUS"}
     inputs = [value for value in model.graph.inputs if value.name not in given]
-    widened = _widened(inputs, any_batch)
+    several = widened(inputs, any_batch)
     outputs = [str(value.name) for value in model.graph.outputs]
-    made = ImportedModel(file, [str(value.name) for value in inputs], outputs, widened)
+    made = ImportedModel(file, [str(value.name) for value in inputs], outputs, several)
     made.fixed = given
-    made.batch_axes = _batch_axes(inputs, widened)
+    made.batch_axes = batch_axes(inputs, several)
     _infer_shapes(model)
-    regions = cut_islands(file, model, given, unsupported, widened)
+    regions = cut_islands(file, model, given, unsupported, several)
     join_patterns(model.graph)
     versions = {
         ("" if domain in _STANDARD else domain): version for domain, version in model.opset_imports.items()
@@ -105,59 +77,6 @@ def _attempt(
     for path in _paths(made.program):
         _add(made, path, builder.modules[path])
     return made, builder.unsupported
-
-
-def fixed_inputs(file: Path, graph: ir.Graph, fixed: Mapping[str, Any]) -> dict[str, Array]:
-    """Returns the inputs that become constants, in the types of the file.
-
-    Raises:
-        ConfigError: a name of no input, or a value that it can't take.
-    """
-    known = {str(value.name): value for value in graph.inputs}
-    found = {}
-    for name, given in fixed.items():
-        if name not in known:
-            raise ConfigError("onnx.fix", name, f"an input of {file.name} ({', '.join(known)})")
-        kind, sizes = known[name].dtype, known[name].shape
-        allowed = f"a value of type {kind} and shape {sizes} for input {name}"
-        try:
-            value = np.asarray(given, None if kind is None else kind.numpy())
-        except (TypeError, ValueError, OverflowError) as error:
-            raise ConfigError("onnx.fix", f"{name}: {given}", allowed) from error
-        if sizes is not None and not _fits(value, sizes):
-            raise ConfigError("onnx.fix", f"{name}: {given}", allowed)
-        found[name] = value
-    return found
-
-
-def _fits(value: Array, sizes: ir.Shape) -> bool:
-    known = [size if isinstance(size, int) else None for size in sizes]
-    return value.ndim == len(known) and all(a in (None, b) for a, b in zip(known, value.shape, strict=True))
-
-
-def _batch_axes(inputs: Sequence[ir.Value], widened: bool) -> dict[str, int | None]:
-    """Returns the axis of each input that holds the batch: where the first input's first open size stands again."""
-    shapes = {str(value.name): list(value.shape) if value.shape is not None else [] for value in inputs}
-    if widened:
-        return dict.fromkeys(shapes, 0)
-    first = next((shape for shape in shapes.values() if shape), [])
-    symbol = next((size for size in first if not isinstance(size, int)), None)
-    if symbol is None or first[0] == 1:  # behind a first axis of 1 an open one is time, or a height
-        return dict.fromkeys(shapes)
-    if symbol.value is None:  # sizes without names
-        return {name: _first_or_only(shape) for name, shape in shapes.items()}
-    return {name: shape.index(symbol) if symbol in shape else None for name, shape in shapes.items()}
-
-
-def _first_or_only(shape: Sequence[Any]) -> int | None:
-    """Returns the first axis where its size is open, else the only one whose size is."""
-    axes = [axis for axis, size in enumerate(shape) if not isinstance(size, int)]
-    return axes[0] if axes[:1] == [0] or len(axes) == 1 else None
-
-
-def _one_image(value: ir.Value) -> bool:
-    """Whether an input has a batch axis in front that is fixed to 1."""
-    return value.shape is not None and len(value.shape) > 1 and value.shape[0] == 1
 
 
 def _infer_shapes(model: ir.Model) -> None:

@@ -58,6 +58,7 @@ class Region:
         inputs, outputs: the tensors at its border.
         model: the region as a serialized ONNX model.
         per_image: whether a batch is computed image by image.
+        weighted: the names of the nodes, at any depth, whose weights stay float with it.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Region:
     outputs: tuple[Border, ...]
     model: bytes
     per_image: bool
+    weighted: tuple[str, ...] = ()
 
 
 class Island(nn.Module):
@@ -90,7 +92,9 @@ class Island(nn.Module):
     @property
     def reason(self) -> str:
         """Why PyTorch does not compute it, for the report."""
-        return f"stays as it is in the file, computed by ONNX Runtime in float: {self.region.reason}"
+        told = f"stays as it is in the file, computed by ONNX Runtime in float: {self.region.reason}"
+        others = [name for name in self.region.weighted if name != self.region.name]
+        return f"{told}; the weights in it stay float: {', '.join(others)}" if others else told
 
     @property
     def session(self) -> ort.InferenceSession:

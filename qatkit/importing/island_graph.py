@@ -25,6 +25,7 @@ _MAKE_SEQUENCES = (
     ),
     *("Optional", "ZipMap"),
 )
+_WEIGHTED = ("Conv", "ConvTranspose", "Gemm", "MatMul", "LSTM", "GRU", "RNN")
 # Operators whose functions and modules record no size of what they read, so that it may be another one in each run.
 _ANY_SIZE = {
     *SINGLE_VALUES, "Conv", "Gemm", "MatMul", "BatchNormalization", "Concat", "Transpose", "GlobalAveragePool",
@@ -54,6 +55,23 @@ def inside(node: ir.Node) -> Iterable[ir.Node]:
         for inner in graph:
             yield inner
             yield from inside(inner)
+
+
+def holders(nodes: Iterable[ir.Node]) -> tuple[str, ...]:
+    """Returns the names of the nodes, those in branches and bodies too, that multiply with constant weights."""
+    every = (one for node in nodes for one in (node, *inside(node)))
+    return tuple(
+        name_of(one)
+        for one in every
+        if one.op_type in _WEIGHTED and one.domain in STANDARD and any(map(_is_constant, one.inputs[:3]))
+    )
+
+
+def _is_constant(value: ir.Value | None) -> bool:
+    maker = None if value is None else value.producer()
+    return value is not None and (
+        value.const_value is not None or (maker is not None and maker.op_type == "Constant")
+    )
 
 
 def operator_name(node: ir.Node) -> str:

@@ -26,6 +26,7 @@ from qatkit.export.rewrite import subgraphs
 from qatkit.importing.island import Border, Region, serialized
 from qatkit.importing.island_graph import (
     STANDARD,
+    holders,
     inside,
     name_of,
     no_tensors,
@@ -318,6 +319,7 @@ class _Cutter:
             results,
             self._serialized(ordered, borders, inputs, results, constants),
             self.any_batch and splits(inputs, outputs),
+            holders(nodes),
         )
         return region, inputs, outputs
 

@@ -25,7 +25,6 @@ import torch
 from torch import fx, nn
 
 from qatkit.encryption.vault import readable
-from qatkit.export.read_float_file import MAX_BYTES
 from qatkit.export.write_model import write_model
 from qatkit.graph.convert.integer_modules import Quantized, QuantizeDequantize
 from qatkit.graph.convert.recurrent_modules import QuantizedRecurrent
@@ -33,6 +32,7 @@ from qatkit.graph.nodes import module_of
 from qatkit.importing.island import Island
 from qatkit.importing.island_graph import dtype_of
 from qatkit.importing.program import ImportedModel, Operator, Step
+from qatkit.importing.read import MAX_BYTES
 from qatkit.importing.regions import (
     CONSTANT,
     INPUT,

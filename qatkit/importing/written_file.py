@@ -16,6 +16,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common
 
+from qatkit.importing.island_graph import name_of
 from qatkit.importing.operators.table import Array
 from qatkit.importing.program import ImportedModel
 from qatkit.importing.read import read
@@ -69,6 +70,10 @@ class WrittenFile:
     def __init__(self, model: ImportedModel, opset: int) -> None:
         self.path, self.model = model.file, _at(model.file, read(model.file), opset)
         self.graph = self.model.graph
+        for node in (
+            self.graph
+        ):  # the names by which reports and overrides call them; the audit reads them in the file
+            node.name = name_of(node)
         if any(value.type is None for value in self.graph.outputs):
             common.ShapeInferencePass()(self.model)  # onnx's checker asks for their types
         self._taken = _names(self.graph)

@@ -27,7 +27,7 @@ from qatkit.config.schema import AnalysisConfig
 from qatkit.data import DataModule
 from qatkit.export.converted_reference import ConvertedReference
 from qatkit.records.analysis import Analysis, Comparison, SensitivityRow
-from qatkit.records.run_files import INT8_FILE, PICTURES, SENSITIVITY_FILE
+from qatkit.records.run_files import PICTURES, SENSITIVITY_FILE
 from qatkit.report.pictures import draw
 from qatkit.run.export import Written
 from qatkit.run.folder import Run
@@ -65,7 +65,7 @@ class _Stage:
     def __init__(self, run: Run, data: DataModule, module: QATModule, written: Written) -> None:
         self._run, self._data, self._module, self._written = run, data, module, written
         self._asked, self._progress = run.config.analysis, run.config.trainer.progress
-        self._graph, self._file = module.graph, run.files / INT8_FILE
+        self._graph, self._file = module.graph, run.files / run.int8_name
         self._sites = switches(module.graph, self._asked.layers)
         self._seconds: dict[str, float] = {}
 

@@ -40,7 +40,7 @@ _LABELS = {
 _WEIGHT_ONLY_OPTIONS = {"session.disable_quant_qdq": "1"}
 
 
-_RANGE_IMAGES, _LISTED = 16, 5
+_RANGE_SAMPLES = 16
 Given = Sequence[int] | Mapping[str, NDArray[Any]]
 
 
@@ -100,10 +100,9 @@ def from_model(run: Run, model: Captured, data: DataModule) -> int:
     return finish(run, data, Made(mode, run.config.model.name, shape, left.names, notes, ("calibration",)))
 
 
-def range_batches(data: DataModule, batch: int) -> list[NDArray[np.float32]]:
-    """Training images in batches of one size, on which mode float16 measures what its tensors hold."""
-    count = max(1, _RANGE_IMAGES // batch) * batch
-    return np.split(data.first_batch(count).numpy(), count // batch)
+def range_batches(data: DataModule, batch: int) -> list[Any]:
+    """Training samples in batches of one size, on which mode float16 measures what its tensors hold."""
+    return data.full_batches(max(_RANGE_SAMPLES, batch), batch)
 
 
 def make(
@@ -111,7 +110,7 @@ def make(
     source: Path,
     target: Path,
     shape: Given,
-    batches: Iterable[NDArray[np.float32]] = (),
+    batches: Iterable[Any] = (),
 ) -> Left:
     """Writes `target`, the float file `source` quantized by the configuration's mode, and runs it once.
 
@@ -127,7 +126,6 @@ def make(
     """
     of_file = config.onnx is not None
     key, mode = ("mode", config.mode) if of_file else ("export.mode", config.export.mode)
-    notes = list[str]()
     try:
         if mode == "dynamic":
             left = ort_modes.dynamic(source, target, reduce_range=config.backend.reduce_range)
@@ -135,9 +133,8 @@ def make(
             left = ort_modes.static(source, target, batches, backend_of(config))
         elif mode == "float16":
             left = ort_modes.float16(source, target, batches)
-            notes = _said_of_float32(left)
         else:
-            ort_modes.weight_only(source, target)
+            left = ort_modes.weight_only(source, target)
         session = open_session(target, threads=config.verify.threads, options=_session_options(config, mode))
         run_images(session, shape if isinstance(shape, Mapping) else np.zeros(shape, np.float32))
     except Exception as error:  # the tools raise whatever comes: the user can only choose another mode
@@ -146,15 +143,8 @@ def make(
             raise
         name = config.onnx if of_file else config.model.name
         raise ConfigError(key, mode, f"another mode: it can't quantize {name} ({one_line(error)})") from error
-    return Left([glob.escape(name) for name in left] if mode in ("dynamic", "static") else ["*"], notes)
-
-
-def _said_of_float32(names: Sequence[str]) -> list[str]:
-    if not names:
-        return []
-    listed = ", ".join(names[:_LISTED]) + (", ..." if len(names) > _LISTED else "")
-    verb = "operator stays" if len(names) == 1 else "operators stay"
-    return [f"float16: {len(names)} {verb} float32, whose values float16 can't hold: {listed}"]
+    in_float = mode not in ("dynamic", "static")
+    return Left(["*"] if in_float else list(map(glob.escape, left.names)), left.notes)
 
 
 def _session_options(config: Config, mode: str | None) -> Mapping[str, str]:

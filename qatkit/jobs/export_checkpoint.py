@@ -13,7 +13,7 @@ from qatkit.config.schema import Config
 from qatkit.data.inputs import inputs_of
 from qatkit.encryption.vault import protected, readable, secret
 from qatkit.jobs.hand_over import bundle_line, bundled, check_hand_over, same_file, source_of
-from qatkit.records.run_files import CONFIG_FILE, INT8_FILE, REPORT_FILE, write_model_json
+from qatkit.records.run_files import CONFIG_FILE, REPORT_FILE, file_name, write_model_json
 from qatkit.run.build import data_of, qat_module
 from qatkit.run.export import check_integer_ends, check_weights, finish_file, write_file
 from qatkit.run.find import output_dir
@@ -67,7 +67,7 @@ def _exported(config: Config) -> int:
             allowed = f"images of {channels} channels and {size} pixels, as the checkpoint's"
             raise ConfigError("data.image_size", list(data.inputs.shape), allowed)
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / INT8_FILE
+    path = folder / file_name(config.mode)
     say(f"exporting {path}")
     with locked(folder), secret(path) as new:
         write_file(module.convert().graph, placed, inputs, new)
@@ -79,7 +79,7 @@ def _exported(config: Config) -> int:
                       allow_float=[site for site, _ in module.skipped],
                       input_shape=inputs.timed(config.verify.latency_batch),
                       other_runtime=module.backend.other_runtime)  # fmt: skip
-    record = report.file_records(folder, [INT8_FILE])[0]
+    record = report.file_records(folder, [path.name])[0]
     say(audit_line(found))
     for problem in found.problems:
         say(f"  problem: {problem}")

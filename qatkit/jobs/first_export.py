@@ -22,7 +22,7 @@ from qatkit.jobs import by_mode
 from qatkit.jobs.stages import Always, State
 from qatkit.jobs.verify import checks_of, float_on_purpose
 from qatkit.records.results import Results
-from qatkit.records.run_files import FLOAT_FILE, INT8_FILE, file_name
+from qatkit.records.run_files import FLOAT_FILE, file_name
 from qatkit.run.build import examples
 from qatkit.run.export import check_integer_ends, write_file, write_float_file
 from qatkit.run.folder import Run, main_process
@@ -64,7 +64,7 @@ def _try_module(run: Run, model: Captured, module: QATModule, data: DataModule) 
         tempfile.TemporaryDirectory() as new,
     ):
         module.check_gradients()
-        files = {"int8": Path(new) / INT8_FILE}
+        files = {"int8": Path(new) / run.int8_name}
         write_file(module.convert().graph, config, inputs, files["int8"])
         if config.export.io == "uint8":
             check_integer_ends(module)

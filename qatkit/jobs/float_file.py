@@ -1,42 +1,39 @@
-"""A float ONNX file that `quantize_file` has checked: run once on noise, quantized by a mode, verified, reported."""
+"""A float ONNX file that `quantize_file` has checked: run once, quantized by a mode, verified, reported."""
 
 from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
 
 from qatkit.config.compose import save_config
-from qatkit.config.schema import Config
+from qatkit.config.schema import Config, VerifyConfig
 from qatkit.data import DataModule
-from qatkit.data.preprocessing import Preprocessing
-from qatkit.export.read_float_file import FloatFile
+from qatkit.encryption.vault import readable
+from qatkit.importing.float_file import FloatFile, layout_of
 from qatkit.jobs.by_mode import Made, finish, make, range_batches
+from qatkit.jobs.quantize_file import as_run
 from qatkit.jobs.verify import checks_of
 from qatkit.progress import shown
-from qatkit.records.preprocessing_file import preprocessing_beside
-from qatkit.records.run_files import CONFIG_FILE, FLOAT_FILE, MODEL_FILE, file_name
-from qatkit.run.build import held_out
+from qatkit.records.run_files import CONFIG_FILE, FLOAT_FILE, file_name
+from qatkit.run.build import opened_data
 from qatkit.run.folder import Run
 from qatkit.run.memory import check_inputs
 from qatkit.tasks import task_of
-from qatkit_verify.dotted import resolve
 from qatkit_verify.errors import ConfigError, one_line
+from qatkit_verify.feeds import Array, by_name, input_names, rows
 from qatkit_verify.files import whole
-from qatkit_verify.fitting import UNIT, sides
-from qatkit_verify.session import open_session, run_images, run_outputs
+from qatkit_verify.session import open_session, run_outputs
 
 _UPGRADE_TOLERANCE = 1e-3  # of the range of the outputs
-# What a model.json leaves out where it is as usual.
-_USUAL = {"fit": "crop", "channel_order": "RGB", "layout": "NCHW", "pixels": UNIT}
 # Groups of the configuration that an ONNX file's run has no use for; all but `mode="static"` calibrate nothing.
 _NO_PART = ("model", "quantizer", "algorithm", "schedule", "trainer", "checkpoint", "resume")
+_CLASSES, _ANY = "classification", "outputs"  # tasks
 
 
 def quantized(config: Config, folder: Path, file: FloatFile, made: Path) -> int:
@@ -52,134 +49,190 @@ def quantized(config: Config, folder: Path, file: FloatFile, made: Path) -> int:
     """
     mode = config.mode
     assert mode is not None
-    run, data = Run(config, folder), _data(config, file)
+    data = _data(config, file)
+    batch = None if data.of_arrays else file.inputs[0].shape[0]
+    config, notes = _checked(config, file, made / FLOAT_FILE, data, batch)
+    run = Run(config, folder)
     checks_of(config, labelled=data.labelled)
-    shape = data.inputs.timed(file.shape[0] or 1)
+    given = data.inputs.timed(batch or 1)
     without = _NO_PART if mode == "static" else (*_NO_PART, "calibration")
-    _check_output(config, file, made / FLOAT_FILE, data)
     with run.stage("quantize", f"quantizing: {mode}"):
-        batches = _batches(config, file.shape[0], data)
-        left = make(config, made / FLOAT_FILE, made / file_name(mode), shape, batches)
+        left = make(config, made / FLOAT_FILE, made / file_name(mode), given, _batches(config, batch, data))
     run.folder.mkdir(parents=True, exist_ok=True)
     save_config(config, run.folder / CONFIG_FILE, without=without)
     for name in (FLOAT_FILE, file_name(mode)):
         with whole(run.files / name) as temporary:
             shutil.copyfile(made / name, temporary)
-    notes = _notes(file, data, left.notes)
-    return finish(run, data, Made(mode, file.path.name, shape, left.names, notes, without))
+    notes = [*_upgrade_note(file), *notes, *data.notes, *left.notes]
+    for note in notes:
+        print(note, file=sys.stderr, flush=True)
+    return finish(run, data, Made(mode, file.path.name, given, left.names, notes, without))
+
+
+def with_task(config: Config, file: FloatFile) -> tuple[Config, tuple[str, ...]]:
+    """Chooses the task of a run that imports a file: the one that its data and outputs are for.
+
+    Returns:
+        The configuration with it, and what the report has to say of that.
+    """
+    if config.task != _CLASSES:
+        return config, ()
+    data = opened_data(config)
+    with readable(file.path) as plain:
+        session = open_session(plain, threads=config.verify.threads)
+    names = [one.name for one in file.inputs]
+    try:
+        outputs = run_outputs(session, by_name(names, data.first_batch(1)) | dict(file.fixed))
+    except ConfigError:
+        raise
+    except Exception as error:  # ONNX Runtime's exceptions have no public common base
+        raise _does_not_run(file, data.inputs.text, error) from error
+    config = replace(config, task=_task_for(config, data, outputs))
+    return config, _unused_labels(config, data, outputs[0], 1)
 
 
 def _data(config: Config, file: FloatFile) -> DataModule:
     """The data, found to fit the file."""
-    batch, channels = file.shape[0], file.image[0]
-    source, beside = resolve(config.data.source, "data.source"), _beside(file)
-    asked = config.data if beside else replace(config.data, image_size=file.size(config.data.image_size))
-    data = DataModule(
-        asked,
-        source,
-        config.seed,
-        beside,
-        progress=config.trainer.progress,
-        held_out=held_out(config),
-        task=task_of(config.task, config.verify.decision),
-    )
-    if data.of_arrays:
-        allowed = "a source of pictures: train.py recipe=onnx_ptq onnx=FILE takes arrays"
-        raise ConfigError("data.source", config.data.source, allowed)
-    if channels not in (None, data.preprocessing.channels):
-        given = list(data.preprocessing.mean)
-        raise ConfigError(
-            "data.mean", given, f"{channels} numbers: the input of {config.onnx} has {channels} channels"
-        )
+    data = opened_data(as_run(config))
+    if not data.of_arrays:
+        file.images(layout_of(file.path, config.data.layout))
     check_inputs(config, data)
     chosen = config.calibration
     if config.mode == "static":
-        data.check_calibration(chosen.images, batch or chosen.batch_size)
+        batch = None if data.of_arrays else file.inputs[0].shape[0]
+        data.check_calibration(chosen.images, batch or data.rows(chosen.batch_size))
     return data
 
 
-def _beside(file: FloatFile) -> Preprocessing | None:
-    """The preprocessing in the model.json of the bundle that a file lies in, if it fits the file's input."""
-    values = preprocessing_beside(file.path)
-    if values is None:
-        return None
-    channels, height, width = file.image
-    found = Preprocessing.from_dict(values)
-    high, wide = sides(found.image_size)
-    fits = height in (None, high) and width in (None, wide) and channels in (None, found.channels)
-    return found if fits and file.layout == found.layout else None
+def _checked(
+    config: Config, file: FloatFile, path: Path, data: DataModule, batch: int | None
+) -> tuple[Config, list[str]]:
+    """One run: the file runs, as it did before an upgrade, and gives the outputs that the task wants.
 
-
-def _check_output(config: Config, file: FloatFile, path: Path, data: DataModule) -> None:
-    """One run on noise: the file runs, as it did before an upgrade, and gives the outputs that the task wants."""
-    batch = file.shape[0] or 2  # a batch of one says nothing of one that is dynamic
+    Returns:
+        The configuration with the task that the outputs are for, and what the report has to say of that.
+    """
     session = open_session(path, threads=config.verify.threads)
-    images = np.random.default_rng(0).standard_normal((batch, *data.inputs.shape), dtype=np.float32)
-    try:
-        every = run_outputs(session, images)
-    except Exception as error:  # ONNX Runtime's exceptions have no public common base
-        shape = [batch, *data.inputs.shape]
-        allowed = f"a model that runs on images {shape} ({one_line(error)})"
-        raise ConfigError("onnx", config.onnx, allowed) from error
-    outputs = np.asarray(every[0], np.float32)
-    task, width = data.task, data.num_classes if data.labelled else None
-    name = task.names.outputs
-    if not task.fits(outputs.shape, batch, width):
-        given = "it gives" if data.labelled else f"of {batch} images it gives"
-        allowed = f"{name} {task.shape_text(width)}; {given} {list(outputs.shape)}"
+    given, outputs = _outputs(session, file, data, batch)
+    first, count = outputs[0], rows(given)
+    config = replace(config, task=_task_for(config, data, outputs))
+    notes = list(_unused_labels(config, data, first, count))
+    data.task = task = task_of(config.task, config.verify.decision)
+    width, name = data.num_classes if data.labelled else None, task.names.outputs
+    if not task.fits(first.shape, count, width):
+        told = "it gives" if data.labelled else f"of {count} samples it gives"
+        allowed = f"{name} {task.shape_text(width)}; {told} {list(first.shape)}"
         raise ConfigError("onnx", config.onnx, allowed)
-    if not np.isfinite(outputs).all():
-        raise ConfigError("onnx", config.onnx, f"finite {name}; on noise it gives NaN or infinity")
-    data.task = task.suited(every, [one.name for one in session.get_outputs()], batch)
+    if not np.isfinite(first).all():
+        on = "the first samples" if data.of_arrays else "noise"
+        raise ConfigError("onnx", config.onnx, f"finite {name}; on {on} it gives NaN or infinity")
+    data.task = task.suited(outputs, [one.name for one in session.get_outputs()], count)
     if file.upgraded is not None:
-        _check_upgrade(config, file, images, outputs, name)
+        _check_upgrade(config, file, session, data, given)
+    return config, notes
 
 
-def _check_upgrade(
-    config: Config, file: FloatFile, images: NDArray[np.float32], outputs: NDArray[np.float32], name: str
-) -> None:
+def _outputs(
+    session: Any, file: FloatFile, data: DataModule, batch: int | None
+) -> tuple[Any, Sequence[Array]]:
+    """A batch, and the file's outputs for it; of one sample where it takes no more.
+
+    Raises:
+        ConfigError: it runs on none.
+    """
+    while True:
+        count = data.rows(batch or 2)  # a batch of one says nothing of one that is dynamic
+        given = data.first_batch(count) if data.of_arrays else _noise(count, data)
+        try:
+            found = run_outputs(session, given)
+        except Exception as error:  # ONNX Runtime's exceptions have no public common base
+            if data.one_at_a_time():
+                continue
+            text = data.inputs.text if data.of_arrays else f"images {list(given.shape)}"
+            raise _does_not_run(file, text, error) from error
+        by_sample = found[0].ndim > 0 and len(found[0]) % count == 0
+        if by_sample or not data.one_at_a_time():
+            return given, found
+
+
+def _noise(count: int, data: DataModule) -> Array:
+    return np.random.default_rng(0).standard_normal((count, *data.inputs.shape), dtype=np.float32)
+
+
+def _does_not_run(file: FloatFile, inputs: str, error: Exception) -> ConfigError:
+    return ConfigError("onnx", file.path, f"a model that runs on {inputs} ({one_line(error)})")
+
+
+def _task_for(config: Config, data: DataModule, outputs: Sequence[Array]) -> str:
+    """The name of the task: as it is set, or outputs of any meaning where they are no logits of the data's classes."""
+    if config.task != _CLASSES or config.verify.decision != VerifyConfig().decision:
+        return config.task if config.task != _CLASSES else _ANY
+    alone = data.labelled or (len(outputs) == 1 and not data.of_arrays)
+    return _CLASSES if alone and outputs[0].ndim == 2 and outputs[0].dtype.kind == "f" else _ANY
+
+
+def _unused_labels(config: Config, data: DataModule, first: Array, count: int) -> tuple[str, ...]:
+    """A note where the data have labels that the file's first output can't be compared with."""
+    if config.task != _ANY or not data.labelled:
+        return ()
+    samples = "1 sample" if count == 1 else f"{count} samples"
+    return (
+        f"the first output, {list(first.shape)} of {samples}, is no row of logits: its figures are those of "
+        "task=outputs, without the labels",
+    )
+
+
+def _check_upgrade(config: Config, file: FloatFile, session: Any, data: DataModule, given: Any) -> None:
     """The converter of opsets has mistakes of its own; the file as it was tells."""
-    session = open_session(file.path, threads=config.verify.threads)
-    difference = float(np.abs(run_images(session, images) - outputs).max())
-    if difference > _UPGRADE_TOLERANCE * float(np.ptp(outputs)):
-        reason = f"upgraded from {file.opset}, its {name} differ by {difference:.3g}"
-        allowed = f"a file of opset {file.upgraded} or higher ({reason}): export it again"
-        raise ConfigError("onnx", config.onnx, allowed)
+    given = data.first_batch(1) if file.fixed else given  # fixed inputs have no rows
+    named = by_name(input_names(session), given)
+    with readable(file.path) as plain:
+        before = open_session(plain, threads=config.verify.threads)
+    pairs = zip(run_outputs(before, named | dict(file.fixed)), run_outputs(session, named), strict=True)
+    for (exact, found), output in zip(pairs, session.get_outputs(), strict=True):
+        if exact.dtype.kind != "f" or np.array_equal(exact, found, equal_nan=True):
+            continue
+        difference = _largest_difference(exact, found)
+        if not difference <= _UPGRADE_TOLERANCE * float(np.ptp(exact[np.isfinite(exact)])):
+            name = data.task.names.outputs if len(session.get_outputs()) == 1 else f"output '{output.name}'"
+            reason = f"upgraded from {file.opset}, its {name} differ by {difference:.3g}"
+            allowed = f"a file of opset {file.upgraded} or higher ({reason}): export it again"
+            raise ConfigError("onnx", config.onnx, allowed)
 
 
-def _batches(config: Config, batch: int | None, data: DataModule) -> Iterator[NDArray[np.float32]]:
+def _largest_difference(exact: Array, found: Array) -> float:
+    """Where both are finite; infinite where they nowhere are, or of other shapes."""
+    if exact.shape != found.shape or not (known := np.isfinite(exact) & np.isfinite(found)).any():
+        return float("inf")
+    return float(np.abs(exact[known].astype(np.float64) - found[known]).max())
+
+
+def _batches(config: Config, batch: int | None, data: DataModule) -> Iterable[Any]:
     """What the mode measures ranges on; of the file's own size where that is fixed, and full."""
     if config.mode == "float16":
-        return iter(range_batches(data, batch or 1))
-    if config.mode != "static":
-        return iter(())
-    size = batch or config.calibration.batch_size
-    batches = shown(
-        data.calibration_batches(config.calibration.images, size), "calibrating", config.trainer.progress
-    )
-    return (torch.as_tensor(images).numpy() for images, _ in batches if batch in (None, len(images)))
+        return range_batches(data, batch or 1)
+    return _Calibration(config, batch, data) if config.mode == "static" else ()
 
 
-def _notes(file: FloatFile, data: DataModule, more: Iterable[str]) -> list[str]:
-    """What the reader of the report has to know of the file; printed too."""
-    notes = []
+@dataclass(frozen=True)
+class _Calibration:
+    """The batches that calibrate, read again whenever they are gone through.
+
+    Attributes:
+        batch: of the file, where that is fixed.
+    """
+
+    config: Config
+    batch: int | None
+    data: DataModule
+
+    def __iter__(self) -> Iterator[Any]:
+        size = self.batch or self.config.calibration.batch_size
+        loader = self.data.calibration_batches(self.config.calibration.images, size)
+        batches = shown(loader, "calibrating", self.config.trainer.progress)
+        return (samples for samples, _ in batches if self.batch is None or len(samples) == size)
+
+
+def _upgrade_note(file: FloatFile) -> Iterable[str]:
     if file.upgraded is not None:
-        notes.append(
-            f"{file.path.name} has opset {file.opset}: upgraded to {file.upgraded} before it was quantized"
-        )
-    beside = _beside(file)
-    if beside is not None and beside != data.preprocessing:
-        told, used = beside.as_dict(), data.preprocessing.as_dict()
-        keys = [key for key in {**told, **used} if told.get(key) != used.get(key)]
-        notes.append(
-            f"the {MODEL_FILE} beside {file.path.name} says {_listed(told, keys)}; "
-            f"this run's images have {_listed(used, keys)}, and its accuracy is of those"
-        )
-    notes += [*data.notes, *more]
-    for note in notes:
-        print(note, file=sys.stderr, flush=True)
-    return notes
-
-
-def _listed(values: Mapping[str, object], keys: Iterable[str]) -> str:
-    return ", ".join(f"{key} {values.get(key, _USUAL.get(key))}" for key in keys)
+        yield f"{file.path.name} has opset {file.opset}: upgraded to {file.upgraded} before it was quantized"

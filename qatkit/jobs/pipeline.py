@@ -73,20 +73,23 @@ STAGES_BY_MODE: Sequence[Stage] = (FirstExportByMode(), OpenFolder(), TrainFloat
 
 
 @with_other_ranks(False)  # but in trainings: the first process does the rest for all
-def train(config: Config, module_type: type[QATModule] = QATModule) -> int:
+def train(config: Config, module_type: type[QATModule] = QATModule, *, notes: tuple[str, ...] = ()) -> int:
     """The whole chain. Returns 0, or 1 when the file falls short of a bound in `config.verify`, the first one or the
     finished one.
+
+    Args:
+        notes: what the report has to say of the configuration.
 
     Raises:
         ConfigError: anything that the user can put right, before any long work.
     """
-    with begun(config) as (run, data, model):
+    with begun(config, notes) as (run, data, model):
         stages = STAGES if config.export.mode == "static" else STAGES_BY_MODE
         return carry_out(stages, begin(run, data, model, module_type))
 
 
 @contextmanager
-def begun(config: Config) -> Iterator[tuple[Run, DataModule, nn.Module]]:
+def begun(config: Config, notes: tuple[str, ...] = ()) -> Iterator[tuple[Run, DataModule, nn.Module]]:
     """What every run starts from, checked as far as it can be before anything long; nothing is written.
 
     Within, the run's folder is its own.
@@ -102,11 +105,11 @@ def begun(config: Config) -> Iterator[tuple[Run, DataModule, nn.Module]]:
     with protected(config.export.encrypt):
         folder = folder_of(config)
         with locked(folder) if main_process() else nullcontext():
-            yield _start(config, folder)
+            yield _start(config, folder, notes)
 
 
-def _start(config: Config, folder: Path) -> tuple[Run, DataModule, nn.Module]:
-    run = Run(config, folder, notes=resumed_from(folder, config))
+def _start(config: Config, folder: Path, notes: tuple[str, ...]) -> tuple[Run, DataModule, nn.Module]:
+    run = Run(config, folder, notes=(*notes, *resumed_from(folder, config)))
     lightning.seed_everything(config.seed, verbose=False)
     data = data_of(config)
     check_images(config, folder, data.fingerprint)

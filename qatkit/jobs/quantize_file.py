@@ -1,32 +1,40 @@
-"""A user's float ONNX file: checked, upgraded, quantized by a mode, verified and reported like a trained model.
+"""A user's float ONNX file by a mode: checked, quantized, verified and reported like a trained model.
 
-    float file → check, upgrade → `qatkit.jobs.float_file` → `qatkit.jobs.by_mode`
-
-What needs a module is absent from the report: no simulation, no control, and parity compares the file with
-itself, optimizations on against off, and with the float file.
+    static              float file → check → `qatkit.jobs.pipeline`, which imports it and writes it back
+    the other modes     float file → check, upgrade → `qatkit.jobs.float_file` → `qatkit.jobs.by_mode`
 
 Here is what can be said of the settings and of the file by themselves. torch is imported once nothing is wrong with
 them: a file that can't be used is refused at once.
+
+What needs a module is absent from the report of the other modes: no simulation, no control, and parity compares the
+file with itself, optimizations on against off, and with the float file.
 """
 
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from qatkit.config.compose import load_config
+from qatkit.config.data_folders import FOLDERS, data_folder
 from qatkit.config.rules import validate
-from qatkit.config.schema import Config, VerifyConfig
+from qatkit.config.schema import Config, ModelConfig, ScheduleConfig, VerifyConfig
 from qatkit.encryption.vault import protected
-from qatkit.export.read_float_file import FloatFile, read_float_file
-from qatkit.records.preprocessing_file import preprocessing_beside
+from qatkit.importing.float_file import FloatFile, for_tools, layout_of, read_float_file
 from qatkit.records.run_files import CONFIG_FILE, FLOAT_FILE, REPORT_FILE, file_name
 from qatkit.run.backend import backend_of
 from qatkit.run.find import output_dir
 from qatkit.run.lock import locked
 from qatkit_verify.errors import ConfigError
-from qatkit_verify.fitting import as_typed
+
+_MODEL = "onnx/"  # of a model's name: a file (`qatkit.models.onnx_files`)
+_CALIBRATED = ScheduleConfig(epochs=0, float_epochs=0, distill=0.0, batch_norm="fold", enable_fake_quant=0.0)
+# What of its keys names no file of the user's, so its samples are known to be pictures before it is called.
+_OURS, _ARRAYS = "qatkit.data.", "qatkit.data.arrays."
 
 
 def quantize(config: Config) -> int:
@@ -35,32 +43,83 @@ def quantize(config: Config) -> int:
     Raises:
         ConfigError: anything that the user can put right, before any long work; nothing is written.
     """
+    return _by_graph(config) if config.mode == "static" else by_tools(config)
+
+
+def as_run(config: Config) -> Config:
+    """Returns the configuration with which train.py imports the file, calibrates it and does not train it."""
+    model = ModelConfig(name=f"{_MODEL}{config.onnx}", kwargs=config.model.kwargs)
+    task = config.task
+    if task == "classification" and config.verify.decision != VerifyConfig().decision:
+        task = "outputs"  # which alone takes a decision
+    return replace(config, onnx=None, model=model, schedule=_CALIBRATED, task=task)
+
+
+def _by_graph(config: Config) -> int:
+    """The stages of train.py with the file as the model."""
     validate(config)
     config = replace(config, verify=replace(config.verify))  # a fixed batch becomes that of the latency
     assert config.onnx is not None and config.mode is not None
-    folder = _new_folder(config)
+    folder = _new_folder(config, file_name(config.mode))
+    with protected(config.export.encrypt):
+        file = _read(config)
+        _check_runs(file)
+        from qatkit.jobs import float_file, pipeline
+
+        run, notes = float_file.with_task(as_run(config), file)
+    batch = file.inputs[0].shape[0] if _of_pictures(config) else None
+    if batch not in (None, 1):
+        run = _of_batch(run, batch)
+    resume = "auto" if list(folder.glob("*.ckpt")) else None
+    return pipeline.train(replace(run, output_dir=str(folder), resume=resume), notes=notes)
+
+
+def _of_batch(run: Config, batch: int) -> Config:
+    """The configuration for a file of so many images per run, which a new file, without dynamic axes, takes too."""
+    whole = run.calibration.images // batch * batch
+    calibration = replace(run.calibration, images=whole, batch_size=batch)
+    return replace(run, calibration=calibration, export=replace(run.export, dynamic_batch=False))
+
+
+def by_tools(config: Config) -> int:
+    """Quantizes `config.onnx` by ONNX Runtime's own tools; `mode="static"`, where a rescue starts, too.
+
+    Returns and raises as `quantize`.
+    """
+    validate(config)
+    config = replace(config, verify=replace(config.verify))  # a fixed batch becomes that of the latency
+    assert config.onnx is not None and config.mode is not None
+    folder = _new_folder(config, file_name(config.mode))
+    with _prepared(config, folder) as (file, made):
+        from qatkit.jobs.float_file import quantized
+
+        return quantized(config, folder, file, made)
+
+
+@contextmanager
+def _prepared(config: Config, folder: Path) -> Iterator[tuple[FloatFile, Path]]:
+    """The file, upgraded, and a temporary folder with it as it was written; the run's folder is its own within."""
     with (
         protected(config.export.encrypt),
         locked(folder),
         tempfile.TemporaryDirectory() as made,
     ):
-        file = _read(config)
+        file = for_tools(_read(config), config.export.opset)
         file.write(Path(made) / FLOAT_FILE)
-        from qatkit.jobs.float_file import quantized
-
-        return quantized(config, folder, file, Path(made))
+        yield file, Path(made)
 
 
-def _new_folder(config: Config) -> Path:
-    folder = output_dir(config)
-    if (folder / REPORT_FILE).exists() or list(folder.glob("*.ckpt")):
-        raise ConfigError("output_dir", folder, reason="the folder holds another run; choose another folder")
-    assert config.onnx is not None and config.mode is not None
-    for name in (FLOAT_FILE, file_name(config.mode)):
-        if (folder / name).exists() and not _begun(config, folder):
+def _new_folder(config: Config, name: str) -> Path:
+    """The run's folder, in which a file called `name` will be made."""
+    folder, begun = output_dir(config), False
+    for existing in (FLOAT_FILE, name):
+        if (folder / existing).exists() and not (begun := begun or _begun(config, folder)):
             raise ConfigError(
-                "output_dir", folder, reason=f"the folder holds a {name}; choose another folder"
+                "output_dir", folder, reason=f"the folder holds a {existing}; choose another folder"
             )
+    other = list(folder.glob("*.ckpt")) and not _begun(config, folder)
+    if (folder / REPORT_FILE).exists() or other:
+        raise ConfigError("output_dir", folder, reason="the folder holds another run; choose another folder")
     return folder
 
 
@@ -70,36 +129,74 @@ def _begun(config: Config, folder: Path) -> bool:
         before = load_config(folder / CONFIG_FILE)
     except ConfigError:
         return False
-    return (before.onnx, before.mode) == (config.onnx, config.mode)
+    onnx = before.model.name.removeprefix(_MODEL) if before.onnx is None else before.onnx
+    return (onnx, before.mode) == (config.onnx, config.mode)
 
 
 def _read(config: Config) -> FloatFile:
     """The file, once it and the settings are found to fit each other."""
-    assert config.onnx is not None
-    if config.backend.overrides:
-        raise ConfigError("backend.overrides", ", ".join(config.backend.overrides), "{} with onnx=FILE")
+    assert config.onnx is not None and config.mode is not None
+    if config.mode != "static" and config.backend.overrides:
+        listed = ", ".join(config.backend.overrides)
+        raise ConfigError("backend.overrides", listed, f"{{}} with mode={config.mode}")
     if config.verify.control:
         raise ConfigError("verify.control", True, "false: nothing is fine-tuned of an ONNX file")
-    backend_of(config)
-    file = read_float_file(Path(config.onnx), config.export.opset, _layout(config))
-    batch, asked = file.shape[0], config.data.image_size
-    if asked is not None and file.size(asked) != as_typed(asked):
-        raise ConfigError("data.image_size", asked, f"null or {file.size(asked)}, the input of {config.onnx}")
-    if batch not in (None, config.verify.latency_batch):
-        if config.verify.latency_batch != VerifyConfig().latency_batch:
-            allowed = f"{batch}, the fixed batch of {config.onnx}"
-            raise ConfigError("verify.latency_batch", config.verify.latency_batch, allowed)
-        config.verify.latency_batch = batch
-    images = config.calibration.images
-    if config.mode == "static" and batch is not None and batch > images:
-        raise ConfigError("calibration.images", images, f"at least {batch}, the file's batch")
     if config.backend.reduce_range is True and config.mode in ("float16", "weight_only"):
         allowed = f"false with mode={config.mode}, which multiplies in float"
         raise ConfigError("backend.reduce_range", True, allowed)
+    backend_of(config)
+    _use_library(config.model.kwargs)
+    if config.data.source in FOLDERS:
+        data_folder(config.data.source, config.data.root)
+    file = read_float_file(Path(config.onnx), config.model.kwargs.get("fix"))
+    if _of_pictures(config):
+        _check_images(config, file)
     return file
 
 
-def _layout(config: Config) -> str:
-    """Axes of the file's input: as the command line says, or a bundle's model.json beside the file."""
-    told = preprocessing_beside(Path(str(config.onnx))) or {}
-    return config.data.layout or str(told.get("layout", "nchw")).lower()
+def _of_pictures(config: Config) -> bool:
+    """Whether the samples are known to be pictures; of a source of the user's only its call will tell."""
+    source = config.data.source
+    return source.startswith(_OURS) and not source.startswith(_ARRAYS)
+
+
+def _use_library(options: dict[str, Any]) -> None:
+    """Takes `model.kwargs` of a file.
+
+    Raises:
+        ConfigError: a key that a file does not have, or a library that can't be used.
+    """
+    for key in options.keys() - {"fix", "states", "custom_ops"}:
+        raise ConfigError(f"model.kwargs.{key}", options[key], "fix, states or custom_ops with onnx=FILE")
+    if options.get("custom_ops") is not None:
+        from qatkit_verify.session import use_library
+
+        use_library(options["custom_ops"])
+
+
+def _check_images(config: Config, file: FloatFile) -> None:
+    """Refuses settings that the images of the file don't fit; a fixed batch becomes that of the latency."""
+    image = file.images(layout_of(file.path, config.data.layout))
+    image.size(config.data.image_size, config.onnx)
+    batch, verify = image.shape[0], config.verify
+    if batch not in (None, verify.latency_batch):
+        if verify.latency_batch != VerifyConfig().latency_batch:
+            allowed = f"{batch}, the fixed batch of {config.onnx}"
+            raise ConfigError("verify.latency_batch", verify.latency_batch, allowed)
+        verify.latency_batch = batch
+    images = config.calibration.images
+    if config.mode == "static" and batch is not None and batch > images:
+        raise ConfigError("calibration.images", images, f"at least {batch}, the file's batch")
+
+
+def _check_runs(file: FloatFile) -> None:
+    """Refuses a file that ONNX Runtime does not load."""
+    from qatkit.encryption.vault import readable
+    from qatkit_verify.session import open_session
+
+    with readable(file.path) as plain:
+        try:
+            open_session(plain, threads=1, optimize=False)
+        except ConfigError as error:
+            reason = error.problem.partition("can't load it: ")[2]
+            raise ConfigError("onnx", file.path, f"a model that ONNX Runtime runs ({reason})") from error

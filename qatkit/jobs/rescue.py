@@ -138,7 +138,7 @@ class _Climb:
                 write_float_file(self.model, config, self.data.inputs, temporary)
         name, title, about = NAIVE
         say(f"rescue: {title} ({about})")
-        row, report = self._measured(name, title, naive(config, str(source)), quantize_file.quantize)
+        row, report = self._measured(name, title, naive(config, str(source)), quantize_file.by_tools)
         if report:
             self.rungs.append(replace(rung_result(FLOAT, FLOAT, "", report, key="float"), meets=True))
         self._add(replace(row, meets=self._meets(row)))

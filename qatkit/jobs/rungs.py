@@ -19,6 +19,7 @@ from qatkit.config.schema import (
     BackendConfig,
     CalibrationConfig,
     Config,
+    ModelConfig,
     PrecisionConfig,
     RescueConfig,
     ScheduleConfig,
@@ -89,6 +90,7 @@ def naive(config: Config, float_file: str) -> Config:
         _plain(config),
         onnx=float_file,
         mode="static",
+        model=ModelConfig(),
         backend=backend,
         calibration=_minmax(config.calibration),
     )

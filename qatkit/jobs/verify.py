@@ -30,7 +30,6 @@ from qatkit.records.run_files import (
     CHECKPOINT_FILE,
     CONFIG_FILE,
     FLOAT_FILE,
-    INT8_FILE,
     PAGE_FILE,
     PLACEMENT_FILE,
     REPORT_FILE,
@@ -124,7 +123,7 @@ def conclude(run: Run, subject: Subject, told: Results, files: Sequence[str]) ->
 def _climb(config: Config, results: Results) -> str:
     """What to type where the file is too far from float, and nobody has climbed yet."""
     far = [line for line in results.shortfalls if line.startswith(("verify.max_drop", "verify.min_float_"))]
-    if not far or results.ladder is not None or config.onnx is not None:
+    if not far or results.ladder is not None or config.mode is not None:
         return ""
     wanted, target, bounds = ["rescue=ladder"], config.target, config.verify
     if results.labelled and bounds.max_drop is not None and 0 <= bounds.max_drop < target.max_drop:
@@ -183,7 +182,7 @@ def conclude_module(state: State) -> int:
     subject = _subject(state, written.converted.graph)
     placed = [PLACEMENT_FILE] if run.placed is not None else []
     files = [*written.files, *placed, CHECKPOINT_FILE, CONFIG_FILE]
-    return hand_over(run, data, conclude(run, subject, told, files), INT8_FILE)
+    return hand_over(run, data, conclude(run, subject, told, files), run.int8_name)
 
 
 def float_on_purpose(module: QATModule, model: nn.Module) -> list[str]:
@@ -214,7 +213,7 @@ def _subject(state: State, converted: fx.GraphModule) -> Subject:
         predictors["control"] = predictor(settled_graph(control.graph.to(device)), data.task)
     return Subject(
         folder=run.folder,
-        files={"float": run.files / FLOAT_FILE, "int8": run.files / INT8_FILE},
+        files={"float": run.files / FLOAT_FILE, "int8": run.files / run.int8_name},
         batches=lambda: data.test_subset_of(run.config.verify.images),
         timed=data.inputs.timed,
         settings=run.config.verify,

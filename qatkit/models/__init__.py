@@ -14,14 +14,16 @@ A dotted path names a builder of the user's.
 
 from __future__ import annotations
 
-from qatkit.models.build import build, has_weights, ports, states, weights_classes, weights_preprocessing
+from qatkit.models.build import build, declared, has_weights, states, weights_classes, weights_preprocessing
 from qatkit.models.checkpoint import read_checkpoint
+from qatkit.models.onnx_files import Declared
 from qatkit.models.torchvision_models import replace_heads
 
 __all__ = [
+    "Declared",
     "build",
+    "declared",
     "has_weights",
-    "ports",
     "read_checkpoint",
     "replace_heads",
     "states",

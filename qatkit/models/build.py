@@ -18,7 +18,6 @@ from torch import nn
 
 from qatkit.config.fields import limit_of
 from qatkit.config.schema import ModelConfig
-from qatkit.data.arrays import Port
 from qatkit.data.preprocessing import Preprocessing
 from qatkit.data.rollout import States
 from qatkit.models import hf_models, lite, onnx_files, timm_models, torchvision_models
@@ -71,9 +70,10 @@ def weights_preprocessing(config: ModelConfig) -> Preprocessing | None:
     return found
 
 
-def ports(config: ModelConfig) -> tuple[Port, ...]:
-    """Returns the inputs of a model that declares them, as an ONNX file does; none of another."""
-    return onnx_files.ports(config) if config.name.startswith(onnx_files.PREFIX) else ()
+def declared(config: ModelConfig, layout: str | None) -> onnx_files.Declared:
+    """Returns what a model says of its inputs by itself, as an ONNX file does; nothing of another."""
+    of_file = config.name.startswith(onnx_files.PREFIX)
+    return onnx_files.declared(config, layout) if of_file else onnx_files.Declared()
 
 
 def states(config: ModelConfig) -> States | None:

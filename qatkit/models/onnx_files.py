@@ -9,18 +9,23 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from torch import nn
 
 from qatkit.config.schema import ModelConfig
 from qatkit.data.arrays import Port
+from qatkit.data.preprocessing import Preprocessing
 from qatkit.data.rollout import States
 from qatkit.encryption.vault import readable
+from qatkit.importing.float_file import layout_of
+from qatkit.importing.inputs import ImageInput, file_inputs, fixed_inputs, image_input
+from qatkit.importing.read import read
+from qatkit.records.preprocessing_file import preprocessing_beside
 from qatkit_verify.errors import ConfigError
+from qatkit_verify.fitting import sides
 
 if TYPE_CHECKING:
-    from qatkit.data.preprocessing import Preprocessing
     from qatkit_verify.free_run import FreeRun
 
 PREFIX = "onnx/"
@@ -35,29 +40,58 @@ def builder(name: str) -> Callable[..., Any]:
     return functools.partial(_imported, _path(name))
 
 
-def ports(config: ModelConfig) -> tuple[Port, ...]:
-    """Returns the inputs that the file is called with.
+class Declared(NamedTuple):
+    """What a model says of its inputs by itself.
+
+    Attributes:
+        ports: its inputs; none where it does not say.
+        image: the axes of its images; None where it does not say, or takes something else.
+        preprocessing: of the images that its bundle was made with.
+    """
+
+    ports: tuple[Port, ...] = ()
+    image: ImageInput | None = None
+    preprocessing: Preprocessing | None = None
+
+
+def declared(config: ModelConfig, layout: str | None) -> Declared:
+    """Returns what the file says of its inputs, and the model.json beside it of its images.
+
+    Args:
+        config: the model group.
+        layout: of images, nchw | nhwc; None: as the model.json says.
 
     Raises:
-        ConfigError: there is no such file, it can't be read, or it does not say what an input is.
+        ConfigError: there is no such file, it can't be read, it does not say what an input is, or a model.json that
+            can't be used.
     """
-    from qatkit.importing.build import file_inputs
-    from qatkit.importing.read import read
-
     path = _path(config.name)
-    return tuple(Port(*one) for one in file_inputs(path, read(path), config.kwargs.get("fix") or {}))
+    inputs = file_inputs(path, read(path), config.kwargs.get("fix") or {})
+    image = image_input(inputs, layout_of(path, layout))
+    told = None if image is None else _beside(path, image)
+    return Declared(tuple(Port(*one) for one in inputs), image, told)
+
+
+def _beside(path: Path, image: ImageInput) -> Preprocessing | None:
+    """The preprocessing in the model.json of the bundle that a file lies in, if it fits the file's input."""
+    values = preprocessing_beside(path)
+    if values is None:
+        return None
+    channels, height, width = image.image
+    found = Preprocessing.from_dict(values)
+    high, wide = sides(found.image_size)
+    fits = height in (None, high) and width in (None, wide) and channels in (None, found.channels)
+    return found if fits and image.layout == found.layout else None
 
 
 def states(config: ModelConfig) -> States | None:
     """Returns the outputs of the file that are inputs of its next step; None where no such are named.
 
     Raises:
-        ConfigError: as `ports` and `qatkit.importing.states.file_states`.
+        ConfigError: as `declared` and `qatkit.importing.states.file_states`.
     """
     if "states" not in config.kwargs:
         return None
-    from qatkit.importing.build import fixed_inputs
-    from qatkit.importing.read import read
     from qatkit.importing.states import file_states
 
     path = _path(config.name)

@@ -8,7 +8,7 @@
     control.ckpt
     placement.json     of a measured placement: what is another than in the backend's table, and the times
     NAME.partial       what an algorithm has finished, until last.ckpt holds it
-    model.int8.onnx    what ships, and the float file it is measured against
+    model.int8.onnx    what ships, and the float file it is measured against; model.MODE.onnx where a mode was asked for
     model.float.onnx
     model.json         preprocessing and classes, for whoever deploys
     ranges.json        every quantized tensor's range
@@ -47,16 +47,16 @@ MODEL_FILE, RANGES_FILE, TABLE_FILE = "model.json", "ranges.json", "tensorrt.tab
 REPORT_FILE, PAGE_FILE = "report.json", "report.html"
 # Of an analysis: what its longest part has measured so far, and the folder of its pictures.
 SENSITIVITY_FILE, PICTURES = "sensitivity.json", "pictures"
-# What the deployment team takes away: files of the run, and a folder or an archive that stands by itself.
-BUNDLE = (INT8_FILE, FLOAT_FILE, MODEL_FILE, RANGES_FILE)
+# What the deployment team takes away beside the INT8 file, and a folder or an archive that stands by itself.
+BESIDE_INT8 = (FLOAT_FILE, MODEL_FILE, RANGES_FILE)
 HANDED_OVER = (BUNDLE_FOLDER, BUNDLE_ZIP, SEALED_BUNDLE) = ("bundle", "bundle.zip", "bundle.zip.encrypted")
 
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic")
 
 
-def file_name(mode: str) -> str:
-    """Of the ONNX file that one of `qatkit.export.ort_modes` makes."""
-    return f"model.{mode}.onnx"
+def file_name(mode: str | None) -> str:
+    """Returns the name of the quantized file: by the mode that it was asked for by, else that of every run."""
+    return INT8_FILE if mode is None else f"model.{mode}.onnx"
 
 
 def last_checkpoint(folder: Path) -> Path | None:

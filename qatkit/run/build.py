@@ -20,10 +20,12 @@ from qatkit.graph.captured import Captured
 from qatkit.graph.phase import inference
 from qatkit.graph.signature import output_leaves
 from qatkit.importing import ImportedModel, prove_import
+from qatkit.models.onnx_files import PREFIX
 from qatkit.quant.fake_quantize import FakeQuantize
 from qatkit.quant.observers import HistogramObserver, Observer
 from qatkit.quant.weight_fake_quantize import Quantizers, WeightFakeQuantize
 from qatkit.run.backend import backend_of
+from qatkit.run.declared_images import check_channels, other_images
 from qatkit.run.folder import main_process, say
 from qatkit.run.loop.fit import batches_a_step
 from qatkit.run.memory import Cost, check_inputs, check_model, measured
@@ -61,21 +63,31 @@ def data_of(config: Config) -> DataModule:
 
 
 def opened_data(config: Config) -> DataModule:
-    """The data of a run as they are, whatever it will do with them."""
-    source = resolve(config.data.source, "data.source")
-    preprocessing = models.weights_preprocessing(config.model)
-    progress = config.trainer.progress and main_process()
-    return DataModule(
+    """The data of a run as they are, whatever it will do with them.
+
+    Raises:
+        ConfigError: as `DataModule`, or images of other channels than the model declares.
+    """
+    told = models.declared(config.model, config.data.layout)
+    size = None
+    if told.image is not None:
+        size = told.image.size(config.data.image_size, config.model.name.removeprefix(PREFIX))
+    data = DataModule(
         config.data,
-        source,
+        resolve(config.data.source, "data.source"),
         config.seed,
-        preprocessing,
-        progress=progress,
+        models.weights_preprocessing(config.model) or told.preprocessing,
+        progress=config.trainer.progress and main_process(),
         held_out=held_out(config),
         task=task_of(config.task, config.verify.decision),
-        ports=models.ports(config.model),
+        ports=told.ports,
         states=models.states(config.model),
+        image_size=size,
     )
+    if not data.of_arrays:
+        check_channels(config, told.image, data.preprocessing)
+        data.notes = (*other_images(config.model, told.preprocessing, data.preprocessing), *data.notes)
+    return data
 
 
 def held_out(config: Config) -> int | None:

@@ -28,9 +28,8 @@ from qatkit.importing.write_back import write_back, write_given
 from qatkit.models import onnx_files
 from qatkit.quant.spec import WHOLE
 from qatkit.records.run_files import (
-    BUNDLE,
+    BESIDE_INT8,
     FLOAT_FILE,
-    INT8_FILE,
     RANGES_FILE,
     TABLE_FILE,
     model_json,
@@ -204,9 +203,9 @@ def write_files(run: Run, data: DataModule, model: Captured, module: QATModule) 
     config, folder = run.config, run.folder
     converted = module.convert()
     with run.stage("export", "exporting"):
-        note = write_file(converted.graph, config, data.inputs, run.files / INT8_FILE)
+        note = write_file(converted.graph, config, data.inputs, run.files / run.int8_name)
         write_float_file(model, config, data.inputs, run.files / FLOAT_FILE)
-        about = finish_file(run.files / INT8_FILE, config, data)
+        about = finish_file(run.files / run.int8_name, config, data)
     write_model_json(folder, about)
     ranges = calibration_ranges(module.graph)
     write_text(folder / RANGES_FILE, json.dumps(ranges, indent=1) + "\n")
@@ -218,4 +217,4 @@ def write_files(run: Run, data: DataModule, model: Captured, module: QATModule) 
         extra.append(TABLE_FILE)
         if missing:
             notes.append(f"{TABLE_FILE} lacks {', '.join(missing)}: {FLOAT_FILE} has no such tensor")
-    return Written(converted, (*BUNDLE, *extra), tuple(notes))
+    return Written(converted, (run.int8_name, *BESIDE_INT8, *extra), tuple(notes))

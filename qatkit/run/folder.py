@@ -26,6 +26,7 @@ from qatkit.records.run_files import (
     CONFIG_FILE,
     REPORT_FILE,
     STAGE_CHECKPOINTS,
+    file_name,
     last_checkpoint,
 )
 from qatkit.run.find import find_resume, output_dir
@@ -65,6 +66,11 @@ class Run:
     def files(self) -> Path:
         """Where the ONNX files are while the run is at work: in its folder, or with a key in memory until `keep`."""
         return self.folder if key_held() is None else self.scratch
+
+    @property
+    def int8_name(self) -> str:
+        """The name of the INT8 file that is made of a module."""
+        return file_name(self.config.mode)
 
     def stored(self) -> Mapping[str, Any] | None:
         """Returns what the run's checkpoint says of it; None while there is no checkpoint.

@@ -27,6 +27,11 @@ def refused(path: Path) -> None:
     by_hand(path, nodes=nodes)
 
 
+def truncated(path: Path) -> None:
+    by_hand(path)
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
 def quantized(path: Path) -> None:
     nodes = [
         helper.make_node("DynamicQuantizeLinear", ["input"], ["q", "s", "z"]),
@@ -86,6 +91,16 @@ def started(script: str, *typed: str, cwd: Path) -> tuple[int, str, set[str]]:
             "checkpoint=nothing.ckpt: expected a checkpoint written by train.py",
         ),
         ("export.py", ["onnx=x.onnx", "mode=int4"], "mode=int4: expected one of dynamic, static"),
+        (
+            "export.py",
+            ["onnx=x.onnx", "mode=static", "calibration.imagess=3"],
+            "calibration.imagess=3: the key does not exist",
+        ),
+        (
+            "export.py",
+            ["onnx=x.onnx", "mode=float16", "schedule.lr=1"],
+            "schedule.lr=1: the key cannot be set",
+        ),
     ],
 )
 def test_what_the_command_line_says_needs_no_torch(
@@ -101,28 +116,46 @@ def test_what_the_command_line_says_needs_no_torch(
     ("write", "says", "unwanted"),
     [
         (lambda path: None, "a float ONNX file that exists", {"onnx_ir", "onnxruntime"}),
-        (lambda path: path.write_text("no model"), "an ONNX file (", {"onnx_ir", "onnxruntime"}),
+        (
+            lambda path: path.write_text("no model"),
+            "the file can't be read as ONNX (",
+            {"onnx_ir", "onnxruntime"},
+        ),
+        (truncated, "the file can't be read as ONNX (", {"onnx_ir", "onnxruntime"}),
         (quantized, "a float model; this one is quantized already", {"onnx_ir", "onnxruntime"}),
         (
             lambda path: by_hand(path, kind=TensorProto.UINT8),
             "a model of one input, float32 images [N, C, H, W] of 1 or 3 channels; its input 'input' is uint8 [",
-            {"onnx_ir", "onnxruntime"},
+            {"onnxruntime"},
         ),
         (with_branches, "a model with its Conv, Gemm and MatMul in the main graph", set()),
         (refused, "a model that ONNX Runtime runs (", set()),
     ],
-    ids=["missing", "damaged", "quantized", "bytes", "branches", "refused"],
+    ids=["missing", "damaged", "truncated", "quantized", "bytes", "branches", "refused"],
 )
 def test_what_is_wrong_with_a_file_is_said_without_torch(
     write: Callable[[Path], object], says: str, unwanted: set[str], tmp_path: Path
 ) -> None:
+    """By mode=static, which imports the file, where that refuses it too."""
     write(tmp_path / "file.onnx")
+    mode = "dynamic" if write is with_branches else "static"
     status, said, imported = started(
-        "export.py", "onnx=file.onnx", "mode=static", "data.image_size=8", cwd=tmp_path
+        "export.py", "onnx=file.onnx", f"mode={mode}", "data.image_size=8", cwd=tmp_path
     )
     assert status == 2
-    assert said.startswith(f"error: onnx=file.onnx: expected {says}")
+    assert said.removeprefix("error: onnx=file.onnx: ").removeprefix("expected ").startswith(says)
     assert not imported & (TRAINING | unwanted)
+
+
+@pytest.mark.parametrize("mode", ["dynamic", "static"])
+@pytest.mark.parametrize("data", ["arrays", "pictures", "imagenet"])
+def test_a_missing_folder_of_data_is_said_without_torch(data: str, mode: str, tmp_path: Path) -> None:
+    by_hand(tmp_path / "file.onnx")
+    typed = ["onnx=file.onnx", f"mode={mode}", f"data={data}", "data.root=nowhere"]
+    status, said, imported = started("export.py", *typed, cwd=tmp_path)
+    assert status == 2 and said.startswith("error: data.root=nowhere: expected a folder ")
+    assert "there is no such folder" in said
+    assert not imported & (TRAINING | FILES)
 
 
 JOB = """

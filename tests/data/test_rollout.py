@@ -33,7 +33,7 @@ def _made(root: Path, model: ModelConfig, source: Any = arrays, **changes: Any) 
     config = DataConfig(
         source="qatkit.data.arrays.arrays", root=str(root), workers=0, batch_size=2, eval_batch_size=2
     )
-    given = {"ports": models.ports(model), "states": models.states(model)} | changes
+    given = {"ports": models.declared(model, None).ports, "states": models.states(model)} | changes
     return DataModule(config, source, 0, task=task_of("outputs"), **given)
 
 

@@ -147,7 +147,7 @@ def test_a_pattern_without_a_match_names_near_ones(pattern: str, near: str) -> N
 
 
 def test_everything_in_float_leaves_nothing_to_quantize() -> None:
-    with pytest.raises(ConfigError, match="no Conv or Linear that could be quantized"):
+    with pytest.raises(ConfigError, match="no Conv, Linear, LSTM, GRU or RNN that could be quantized"):
         prepared(Mlp(), ROWS, overrides={"op/linear": FLOAT})
 
 

@@ -137,7 +137,7 @@ def test_freeze_batch_norm_stops_statistics_for_good() -> None:
 
 
 def test_a_model_without_weights_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no Conv or Linear"):
+    with pytest.raises(ConfigError, match="no Conv, Linear, LSTM"):
         prepare_qat(fuse(nn.Sequential(nn.ReLU()), noise(2, 3)).graph, FBGEMM, noise(2, 3))
 
 

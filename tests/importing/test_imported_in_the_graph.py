@@ -16,7 +16,7 @@ from qatkit import QATModule, export_onnx
 from qatkit.graph.nodes import site
 from qatkit.graph.trace import trace
 from qatkit.importing import import_onnx, prove_import
-from qatkit.importing.build import file_inputs
+from qatkit.importing.inputs import file_inputs
 from qatkit.importing.read import read
 from qatkit_verify.errors import ConfigError
 

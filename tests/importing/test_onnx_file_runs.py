@@ -129,7 +129,10 @@ def test_a_run_edits_the_file_and_uses_its_names(tmp_path: Path) -> None:
         ),
         (("model.weights=DEFAULT",), "model.weights=DEFAULT: expected null with model.name=onnx/"),
         (("+model.kwargs={fix:{rate:1}}",), "onnx.fix=rate: expected an input of detector.onnx (image)"),
-        (("data.image_size=9", "data.mean=[0.5,0.5,0.5]", "data.std=[0.5,0.5,0.5]"), "node '/stem/Conv'"),
+        (
+            ("data.image_size=9", "data.mean=[0.5,0.5,0.5]", "data.std=[0.5,0.5,0.5]"),
+            "data.image_size=9: expected null or",
+        ),
         (("schedule.distill=0", "schedule.epochs=1"), "schedule.distill=1, which learns from float"),
         (
             ("+model.kwargs={custom_ops:no.so}", "export.bundle=true"),

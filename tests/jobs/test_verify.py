@@ -120,7 +120,7 @@ def test_a_file_without_a_module_is_held_against_itself(tmp_path: Path) -> None:
     """Static, by ONNX Runtime's tool; a bound that can be met only by equal logits finds the first tensor."""
     config = settings(trained(), "static", tmp_path / "run")
     config.verify = VerifyConfig(latency_runs=3, threads=1, audit=False, min_agreement=1.0, max_drop=-50)
-    status = quantize_file.quantize(config)
+    status = quantize_file.by_tools(config)
     report = report_of(tmp_path / "run")
     assert status == 1 and report["shortfalls"][0].startswith("verify.max_drop=-50")
     assert report["mends"][0] == "mode=weight_only or mode=float16"

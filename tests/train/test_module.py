@@ -281,7 +281,7 @@ def test_unusable_arguments_are_refused() -> None:
         _module(replace(SCHEDULE, batch_norm="both"))
     with pytest.raises(ConfigError, match=r"backend.overrides=nothing.here"):
         _module(overrides={"nothing.here": OverrideConfig(float=True)})
-    with pytest.raises(ConfigError, match="no Conv or Linear"):
+    with pytest.raises(ConfigError, match="no Conv, Linear, LSTM"):
         QATModule(nn.Sequential(nn.ReLU()), noise(2, 4))
 
 

@@ -78,6 +78,9 @@ class RequestedSettings:
 
     def _longer(self) -> str:
         """More fine-tuning than there was."""
+        if self.get("mode") is not None:  # of export.py, which trains nothing
+            file = str(self.get("model.name")).removeprefix("onnx/")
+            return f"train.py recipe=onnx_qat onnx={file}, which fine-tunes"
         epochs, steps = self.get("schedule.epochs"), self.get("schedule.max_steps")
         if not epochs and not self._labelled:
             return "schedule=qat_sgd schedule.distill=1 (schedule=qat_adamw for a transformer), which learns from float"

@@ -1,0 +1,30 @@
+"""The folders that our sources of data read, so that a missing one is found before torch is imported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from qatkit_verify.errors import ConfigError
+
+# What has to be in the folder, by the source's dotted path.
+FOLDERS = {
+    "qatkit.data.image_folder": "a folder with train/CLASS/* and val/CLASS/* (or test/CLASS/*) images",
+    "qatkit.data.one_picture_each": "a folder with one picture a class (jpg or png), at least two",
+    "qatkit.data.pictures": (
+        "a folder of pictures (jpg, png, webp, bmp, ...), at least two, in it or in folders below"
+    ),
+    "qatkit.data.arrays.arrays": (
+        "a folder of .npz or .npy files, whose arrays are named after the model's inputs"
+    ),
+}
+
+
+def data_folder(source: str, root: str | None) -> Path:
+    """Returns the folder of a source that is in `FOLDERS`.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
+    if root is None or not Path(root).is_dir():
+        raise ConfigError("data.root", root, f"{FOLDERS[source]}; there is no such folder")
+    return Path(root)

@@ -1,0 +1,79 @@
+"""What a mode leaves float, and how a report says it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import onnx_ir as ir
+
+from qatkit.export.for_ort_tools import RECURRENT
+from qatkit.verify.graph_view import operand, stored
+
+_LISTED = 5
+
+
+class LeftFloat(NamedTuple):
+    """What a mode leaves float.
+
+    Attributes:
+        names: of operators.
+        notes: what the reader of the report has to know of them.
+    """
+
+    names: list[str]
+    notes: list[str]
+
+
+def left_float(
+    mode: str,
+    made: ir.Model,
+    *,
+    on_purpose: Sequence[str] = (),
+    unheld: Sequence[str] = (),
+    wrong: Sequence[str] = (),
+) -> LeftFloat:
+    """Returns what a mode left float.
+
+    Args:
+        mode: its name.
+        made: what it made.
+        on_purpose: operators that it is not for.
+        unheld: operators whose values float16 can't hold.
+        wrong: operators whose weights came out wrong.
+    """
+    kind = "float32" if mode == "float16" else "float"
+    notes = [
+        *_note(mode, unheld, f"{kind}, whose values float16 can't hold", _LISTED),
+        *_note(mode, wrong, f"{kind}, whose weights would come out wrong"),
+        *_note(mode, recurrent_in_branches(made), f"{kind}, in branches and bodies that depend on values"),
+    ]
+    return LeftFloat([*on_purpose, *unheld, *wrong], notes)
+
+
+def recurrent_in_branches(model: ir.Model) -> list[str]:
+    """Returns the LSTM, GRU and RNN in branches and bodies whose weights are stored in float32, by name."""
+    found = []
+    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        if node.graph is model.graph or node.op_type not in RECURRENT or node.domain:
+            continue
+        if any(_is_float32(operand(node, place)) for place in (1, 2)):
+            found.append(node.name or f"{node.outputs[0].name} ({node.op_type})")
+    return found
+
+
+def _is_float32(value: ir.Value | None) -> bool:
+    maker = None if value is None else value.producer()
+    if maker is not None and maker.op_type == "Constant":
+        tensor = maker.attributes["value"].as_tensor() if "value" in maker.attributes else None
+    else:
+        tensor = stored(value)
+    return tensor is not None and tensor.dtype == ir.DataType.FLOAT
+
+
+def _note(mode: str, names: Sequence[str], stays: str, most: int | None = None) -> list[str]:
+    if not names:
+        return []
+    listed = ", ".join(names[:most]) + (", ..." if len(names[:most]) < len(names) else "")
+    verb = "operator stays" if len(names) == 1 else "operators stay"
+    return [f"{mode}: {len(names)} {verb} {stays}: {listed}"]

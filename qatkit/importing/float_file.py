@@ -1,0 +1,192 @@
+"""A float ONNX file as export.py takes it, checked without torch and, as far as possible, without ONNX Runtime.
+
+What the file alone can tell is asked first (damage, quantized nodes, inputs), then, for the modes of ONNX Runtime's
+tools, what its graph must have: `qatkit.export.float_graph`, which upgrades it as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qatkit.export.quiet import quiet
+from qatkit.importing.inputs import FileInput, ImageInput, file_inputs, fixed_inputs, image_input
+from qatkit.importing.read import MAX_BYTES, read
+from qatkit.records.preprocessing_file import preprocessing_beside
+from qatkit.records.run_files import REPORT_FILE, changed_since_its_report
+from qatkit_verify.errors import ConfigError, one_line
+from qatkit_verify.fitting import LAYOUTS
+
+if TYPE_CHECKING:
+    import onnx
+    import onnx_ir as ir
+
+_QUANTIZED = (
+    "Quantize",
+    "Dequantize",
+    "Dynamic",
+    "QLinear",
+    "QGemm",
+    "QAttention",
+    "ConvInteger",
+    "MatMulInteger",
+)
+_WEIGHTS = {
+    **dict.fromkeys(("Conv", "ConvTranspose"), (1,)),
+    **dict.fromkeys(("Gemm", "MatMul"), (0, 1)),
+    **dict.fromkeys(("LSTM", "GRU", "RNN"), (1, 2)),
+}
+
+
+@dataclass(frozen=True)
+class FloatFile:
+    """A float model.
+
+    Attributes:
+        path: where it was read from.
+        model: its weights are in memory; what is fixed is a constant.
+        inputs: that are not fixed.
+        fixed: inputs that are constants, by name.
+        opset: what the file has.
+        upgraded: the opset of `model`, where that is a higher one.
+    """
+
+    path: Path
+    model: ir.Model
+    inputs: tuple[FileInput, ...]
+    fixed: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    opset: int = 0
+    upgraded: int | None = None
+
+    def images(self, layout: str) -> ImageInput:
+        """Returns the input of a file that takes images.
+
+        Raises:
+            ConfigError: it takes something else.
+        """
+        found = image_input(self.inputs, layout)
+        if found is not None:
+            return found
+        allowed = f"a model of one input, float32 images [{', '.join(layout.upper())}] of 1 or 3 channels"
+        hint = "data=arrays takes any inputs"
+        if len(self.inputs) != 1:
+            names = ", ".join(one.name for one in self.inputs) or "none"
+            raise ConfigError("onnx", self.path, f"{allowed}; it has {names} ({hint})")
+        (only,) = self.inputs
+        other = next(one for one in LAYOUTS if one != layout)
+        if image_input(self.inputs, other) is not None:
+            hint = f"data.layout={other} is for such a file"
+        dims = ", ".join("?" if size is None else str(size) for size in only.shape)
+        raise ConfigError(
+            "onnx", self.path, f"{allowed}; its input '{only.name}' is {only.dtype} [{dims}] ({hint})"
+        )
+
+    def write(self, target: Path) -> None:
+        """Writes the model into one file, whole or not at all.
+
+        Raises:
+            ConfigError: the checker or ONNX Runtime refuses it.
+        """
+        from qatkit.export.write_model import write_model
+
+        try:
+            write_model(self.model, target)
+        except ValueError as error:
+            raise ConfigError("onnx", self.path, f"a model that ONNX Runtime runs ({error})") from error
+
+
+def layout_of(path: Path, typed: str | None) -> str:
+    """Returns the axes of a file's images: as the configuration says, or a bundle's model.json beside the file."""
+    told = preprocessing_beside(path) or {}
+    return typed or str(told.get("layout", "nchw")).lower()
+
+
+def read_float_file(path: Path, fixed: Mapping[str, Any] | None = None) -> FloatFile:
+    """Reads and checks `path`.
+
+    Args:
+        path: an ONNX file, with its external data beside it where it has some.
+        fixed: inputs by name that become constants.
+
+    Raises:
+        ConfigError: anything about the file that can't be used, in one line.
+    """
+    if path.is_file() and changed_since_its_report(path):
+        allowed = (
+            f"the file that the {REPORT_FILE} beside it describes; this one was damaged or changed since"
+        )
+        raise ConfigError("onnx", path, allowed)
+    model = read(path, most=MAX_BYTES, check=partial(_check_float, path))
+    try:
+        with quiet():
+            return _checked(path, model, fixed or {})
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever a damaged file makes of the libraries that read it
+        raise ConfigError(
+            "onnx", path, reason=f"the file can't be read as ONNX ({one_line(error)})"
+        ) from error
+
+
+def _check_float(path: Path, graph: onnx.GraphProto) -> None:
+    """Refuses a file that is quantized already, in branches and bodies too."""
+    for node in graph.node:
+        if node.op_type.startswith(_QUANTIZED):
+            told = f"a float model; this one is quantized already (it has {node.op_type})"
+            raise ConfigError("onnx", path, told)
+        for attribute in node.attribute:
+            for inner in ([attribute.g] if attribute.HasField("g") else []) + list(attribute.graphs):
+                _check_float(path, inner)
+
+
+def _checked(path: Path, model: ir.Model, fixed: Mapping[str, Any]) -> FloatFile:
+    _check_finite(path, model.graph)
+    values = fixed_inputs(path, model.graph, fixed)
+    inputs = tuple(file_inputs(path, model, values))
+    for name, value in values.items():
+        _fix(model.graph, name, value)
+    return FloatFile(path, model, inputs, values, model.opset_imports.get("", 0))
+
+
+def _fix(graph: ir.Graph, name: str, value: NDArray[Any]) -> None:
+    """Makes an input a constant."""
+    import onnx_ir as ir
+
+    given = next(one for one in graph.inputs if one.name == name)
+    graph.inputs.remove(given)
+    given.const_value = ir.tensor(value, name=name)
+    graph.register_initializer(given)
+
+
+def _check_finite(path: Path, graph: ir.Graph) -> None:
+    """Weights that are to be quantized; a mask, a pad or a bound may be infinite."""
+    import onnx_ir as ir
+
+    for node in graph:
+        places = _WEIGHTS.get(node.op_type, ()) if node.domain in ("", "ai.onnx") else ()
+        for value in (node.inputs[place] for place in places if place < len(node.inputs)):
+            tensor = value.const_value if value is not None and value.is_initializer() else None
+            if tensor is None or tensor.dtype != ir.DataType.FLOAT or np.isfinite(tensor.numpy()).all():
+                continue
+            assert value is not None
+            reason = f"'{value.name}' of '{node.name}' ({node.op_type}) holds NaN or infinity"
+            raise ConfigError("onnx", path, f"finite weights; {reason}")
+
+
+def for_tools(file: FloatFile, opset: int) -> FloatFile:
+    """Returns the file as ONNX Runtime's quantization tools take it: of `opset` or higher, with weights to quantize.
+
+    Raises:
+        ConfigError: it has none, hides them in branches, or can't be upgraded.
+    """
+    from qatkit.export.float_graph import float_graph
+
+    with quiet():
+        model = float_graph(file.path, file.model, opset)
+    return replace(file, model=model, upgraded=opset if file.opset < opset else None)

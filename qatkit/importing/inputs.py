@@ -1,0 +1,161 @@
+"""The inputs of an ONNX file: their types and axes, which axis holds the batch, and those that are fixed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.fitting import as_typed, sides
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+_FIX = "onnx.fix"
+
+
+class FileInput(NamedTuple):
+    """An input of a file: its type by NumPy's name, its axes (None: open), and which of them holds the batch."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | None, ...]
+    axis: int | None
+
+
+@dataclass(frozen=True)
+class ImageInput:
+    """The only input of a file, where it takes images.
+
+    Attributes:
+        shape: in the order of `layout`, the batch first; None where an axis is open.
+        layout: nchw | nhwc.
+    """
+
+    shape: tuple[int | None, ...]
+    layout: str = "nchw"
+
+    @property
+    def image(self) -> tuple[int | None, int | None, int | None]:
+        """(channels, height, width) of an image."""
+        one, two, three = self.shape[1:]
+        return (three, one, two) if self.layout == "nhwc" else (one, two, three)
+
+    def size(self, asked: int | Sequence[int] | None, file: object) -> int | list[int] | None:
+        """Returns the size of an image as it is typed: as the file says, and what it leaves open as `asked`.
+
+        A file that says one side alone, where nothing is asked for, takes squares.
+
+        Args:
+            asked: `data.image_size`.
+            file: its name, for messages.
+
+        Raises:
+            ConfigError: the file says another size.
+        """
+        _, height, width = self.image
+        typed = (None, None) if asked is None else sides(asked)
+        high, wide = height or typed[0] or width, width or typed[1] or height
+        found = None if high is None or wide is None else as_typed((high, wide))
+        if asked is not None and found != as_typed(asked):
+            raise ConfigError("data.image_size", asked, f"null or {found}, the input of {file}")
+        return found
+
+
+def image_input(inputs: Sequence[FileInput], layout: str) -> ImageInput | None:
+    """Returns the only input of a file that takes float32 images of 1 or 3 channels; None of another file."""
+    if len(inputs) != 1 or inputs[0].dtype != "float32" or len(inputs[0].shape) != 4:
+        return None
+    found = ImageInput(inputs[0].shape, layout)
+    return found if found.image[0] in (None, 1, 3) else None
+
+
+def file_inputs(file: Path, model: ir.Model, fixed: Iterable[str], any_batch: bool = True) -> list[FileInput]:
+    """Returns the inputs of a file that are not fixed, in its order.
+
+    Raises:
+        ConfigError: an input is no tensor of numbers, or the file does not say its type and shape.
+    """
+    left = [value for value in model.graph.inputs if value.name not in set(fixed)]
+    axes = batch_axes(left, widened(left, any_batch))
+    found = []
+    for value in left:
+        if not _is_tensor(value):
+            raise ConfigError("onnx", file, reason=f"input '{value.name}' is no tensor of numbers")
+        if value.dtype is None or value.shape is None:
+            raise ConfigError(
+                "onnx", file, f"a file that gives the type and the shape of its input {value.name}"
+            )
+        sizes = tuple(size if isinstance(size, int) else None for size in value.shape)
+        found.append(FileInput(str(value.name), str(value.dtype.numpy()), sizes, axes[str(value.name)]))
+    return found
+
+
+def _is_tensor(value: ir.Value) -> bool:
+    import onnx_ir as ir
+
+    plain = value.type is None or isinstance(value.type, ir.TensorType)
+    return plain and value.dtype != ir.DataType.STRING
+
+
+def widened(inputs: Sequence[ir.Value], any_batch: bool) -> bool:
+    """Whether a file of one sample per run is let take several."""
+    return any_batch and bool(inputs) and all(_one_sample(value) for value in inputs)
+
+
+def batch_axes(inputs: Sequence[ir.Value], widened: bool) -> dict[str, int | None]:
+    """Returns the axis of each input that holds the batch: where the first input's first open size stands again."""
+    shapes = {str(value.name): list(value.shape) if value.shape is not None else [] for value in inputs}
+    if widened:
+        return dict.fromkeys(shapes, 0)
+    first = next((shape for shape in shapes.values() if shape), [])
+    symbol = next((size for size in first if not isinstance(size, int)), None)
+    if symbol is None or first[0] == 1:  # behind a first axis of 1 an open one is time, or a height
+        return dict.fromkeys(shapes)
+    if symbol.value is None:  # sizes without names
+        return {name: _first_or_only(shape) for name, shape in shapes.items()}
+    return {name: shape.index(symbol) if symbol in shape else None for name, shape in shapes.items()}
+
+
+def _first_or_only(shape: Sequence[Any]) -> int | None:
+    """Returns the first axis where its size is open, else the only one whose size is."""
+    axes = [axis for axis, size in enumerate(shape) if not isinstance(size, int)]
+    return axes[0] if axes[:1] == [0] or len(axes) == 1 else None
+
+
+def _one_sample(value: ir.Value) -> bool:
+    """Whether an input has a batch axis in front that is fixed to 1."""
+    return value.shape is not None and len(value.shape) > 1 and value.shape[0] == 1
+
+
+def fixed_inputs(file: Path, graph: ir.Graph, fixed: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
+    """Returns the inputs that become constants, in the types of the file.
+
+    Raises:
+        ConfigError: a name of no input, or a value that it can't take.
+    """
+    known = {str(value.name): value for value in graph.inputs}
+    found = {}
+    for name, given in fixed.items():
+        if name not in known:
+            raise ConfigError(_FIX, name, f"an input of {file.name} ({', '.join(known)})")
+        kind, sizes = known[name].dtype, known[name].shape
+        allowed = f"a value of type {kind} and shape {sizes} for input {name}"
+        try:
+            value = np.asarray(given, None if kind is None else kind.numpy())
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ConfigError(_FIX, f"{name}: {given}", allowed) from error
+        if sizes is not None and not _fits(value, sizes):
+            raise ConfigError(_FIX, f"{name}: {given}", allowed)
+        found[name] = value
+    return found
+
+
+def _fits(value: NDArray[Any], sizes: ir.Shape) -> bool:
+    known = [size if isinstance(size, int) else None for size in sizes]
+    return value.ndim == len(known) and all(a in (None, b) for a, b in zip(known, value.shape, strict=True))

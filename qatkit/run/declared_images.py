@@ -1,0 +1,44 @@
+"""What a model declares of its images, against what a run makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from qatkit.config.schema import Config, ModelConfig
+from qatkit.data.preprocessing import Preprocessing
+from qatkit.importing.inputs import ImageInput
+from qatkit.models.onnx_files import PREFIX
+from qatkit.records.run_files import MODEL_FILE
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.fitting import UNIT
+
+# What a model.json leaves out where it is as usual.
+_USUAL = {"fit": "crop", "channel_order": "RGB", "layout": "NCHW", "pixels": UNIT}
+
+
+def check_channels(config: Config, image: ImageInput | None, used: Preprocessing) -> None:
+    """Refuses, by ConfigError, images of other channels than the model declares."""
+    wanted = None if image is None else image.image[0]
+    if wanted in (None, used.channels):
+        return
+    file = config.model.name.removeprefix(PREFIX)
+    allowed = f"{wanted} numbers: the input of {file} has {wanted} channels"
+    raise ConfigError("data.mean", list(used.mean), allowed)
+
+
+def other_images(model: ModelConfig, told: Preprocessing | None, used: Preprocessing) -> tuple[str, ...]:
+    """Returns a note where images are prepared in another way than the bundle of the model says."""
+    if told in (None, used):
+        return ()
+    assert told is not None
+    said, done = told.as_dict(), used.as_dict()
+    keys = [key for key in {**said, **done} if said.get(key) != done.get(key)]
+    return (
+        f"the {MODEL_FILE} beside {Path(model.name).name} says {_listed(said, keys)}; "
+        f"this run's images have {_listed(done, keys)}, and its accuracy is of those",
+    )
+
+
+def _listed(values: Mapping[str, object], keys: Iterable[str]) -> str:
+    return ", ".join(f"{key} {values.get(key, _USUAL.get(key))}" for key in keys)
