@@ -34,6 +34,7 @@ _QUANTIZED = (
     "QuantizeLinear",
 )
 _STANDARD = ("", "ai.onnx")
+_RECURRENT = ("LSTM", "GRU", "RNN")
 
 
 class FileInput(NamedTuple):
@@ -48,7 +49,7 @@ class FileInput(NamedTuple):
 def file_inputs(file: Path, model: ir.Model, fixed: Iterable[str], any_batch: bool = True) -> list[FileInput]:
     """Returns the inputs of a file that are not fixed, in its order."""
     left = [value for value in model.graph.inputs if value.name not in set(fixed)]
-    axes = _batch_axes(left, _widened(left, any_batch))
+    axes = _batch_axes(left, any_batch and _one_image_per_run(left, model.graph))
     found = []
     for value in left:
         if value.dtype is None or value.shape is None:
@@ -60,8 +61,27 @@ def file_inputs(file: Path, model: ir.Model, fixed: Iterable[str], any_batch: bo
     return found
 
 
-def _widened(inputs: Sequence[ir.Value], any_batch: bool) -> bool:
-    return any_batch and bool(inputs) and all(_one_image(value) for value in inputs)
+def _one_image_per_run(inputs: Sequence[ir.Value], graph: ir.Graph) -> bool:
+    """Whether all inputs have a first axis of 1 that holds the batch: that of a recurrence's state holds layers."""
+    return (
+        bool(inputs)
+        and all(_one_image(value) for value in inputs)
+        and _initial_states(graph).isdisjoint(str(value.name) for value in inputs)
+    )
+
+
+def _initial_states(graph: ir.Graph) -> set[str]:
+    """Returns the inputs of a graph that start its recurrences in the standard's layout, [layers, batch, hidden]."""
+    found = set()
+    for node in graph:
+        if node.op_type not in _RECURRENT or node.attributes.get_int("layout", 0):
+            continue
+        for value in node.inputs[5:7]:  # initial_h and initial_c
+            while value is not None and (producer := value.producer()) is not None:
+                value = producer.inputs[0] if producer.inputs else None
+            if value is not None:
+                found.add(str(value.name))
+    return found
 
 
 def built(file: Path, fixed: Mapping[str, Any], any_batch: bool, library: Path | None) -> ImportedModel:
@@ -89,7 +109,7 @@ def _attempt(
     given = fixed_inputs(file, model.graph, fixed)
     constants = {name: array(value) for name, value in given.items() if value.dtype.kind not in "OUS"}
     inputs = [value for value in model.graph.inputs if value.name not in given]
-    widened = _widened(inputs, any_batch)
+    widened = any_batch and _one_image_per_run(inputs, model.graph)
     outputs = [str(value.name) for value in model.graph.outputs]
     made = ImportedModel(file, [str(value.name) for value in inputs], outputs, widened)
     made.fixed = given
