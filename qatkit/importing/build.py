@@ -11,7 +11,7 @@ from onnx_ir.passes import common
 from torch import nn
 
 from qatkit.export.quiet import quiet
-from qatkit.importing.inputs import batch_axes, fixed_inputs, widened
+from qatkit.importing.inputs import batch_axes, fixed_inputs, one_sample_per_run
 from qatkit.importing.island import Island, Region
 from qatkit.importing.islands import DOMAIN, RANDOM, cut_islands
 from qatkit.importing.operators import Node, UnsupportedError, module_of
@@ -61,7 +61,7 @@ def _attempt(
     given = fixed_inputs(file, model.graph, fixed)
     constants = {name: array(value) for name, value in given.items() if value.dtype.kind not in "OUS"}
     inputs = [value for value in model.graph.inputs if value.name not in given]
-    several = widened(inputs, any_batch)
+    several = any_batch and one_sample_per_run(inputs, model.graph)
     outputs = [str(value.name) for value in model.graph.outputs]
     made = ImportedModel(file, [str(value.name) for value in inputs], outputs, several)
     made.fixed = given

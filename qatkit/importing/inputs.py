@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 _FIX = "onnx.fix"
+_RECURRENT = ("LSTM", "GRU", "RNN")
 
 
 class FileInput(NamedTuple):
@@ -82,7 +83,7 @@ def file_inputs(file: Path, model: ir.Model, fixed: Iterable[str], any_batch: bo
         ConfigError: an input is no tensor of numbers, or the file does not say its type and shape.
     """
     left = [value for value in model.graph.inputs if value.name not in set(fixed)]
-    axes = batch_axes(left, widened(left, any_batch))
+    axes = batch_axes(left, any_batch and one_sample_per_run(left, model.graph))
     found = []
     for value in left:
         if not _is_tensor(value):
@@ -103,9 +104,31 @@ def _is_tensor(value: ir.Value) -> bool:
     return plain and value.dtype != ir.DataType.STRING
 
 
-def widened(inputs: Sequence[ir.Value], any_batch: bool) -> bool:
-    """Whether a file of one sample per run is let take several."""
-    return any_batch and bool(inputs) and all(_one_sample(value) for value in inputs)
+def one_sample_per_run(inputs: Sequence[ir.Value], graph: ir.Graph) -> bool:
+    """Whether all inputs have a first axis of 1 that holds the batch: that of a recurrence's state holds layers."""
+    return (
+        bool(inputs)
+        and all(_one_sample(value) for value in inputs)
+        and _initial_states(graph).isdisjoint(str(value.name) for value in inputs)
+    )
+
+
+def _initial_states(graph: ir.Graph) -> set[str]:
+    """Returns the inputs of a graph that start its recurrences in the standard's layout, [layers, batch, hidden]."""
+    recurrent = [
+        node for node in graph if node.op_type in _RECURRENT and not node.attributes.get_int("layout", 0)
+    ]
+    initial = [_source(value) for node in recurrent for value in node.inputs[5:7] if value is not None]
+    return {str(value.name) for value in initial}
+
+
+def _source(value: ir.Value) -> ir.Value:
+    """Returns what a value is computed from along the first inputs of nodes."""
+    node = value.producer()
+    while node is not None and node.inputs and node.inputs[0] is not None:
+        value = node.inputs[0]
+        node = value.producer()
+    return value
 
 
 def batch_axes(inputs: Sequence[ir.Value], widened: bool) -> dict[str, int | None]:

@@ -13,7 +13,7 @@ from qatkit import models
 from qatkit.calibration.cache import table as calibration_ranges
 from qatkit.config.schema import Config
 from qatkit.data import DataModule
-from qatkit.data.inputs import Inputs
+from qatkit.data.inputs import ArrayInputs, Inputs
 from qatkit.export.add_integer_ends import to_integer_io
 from qatkit.export.tensorrt_table import split_parts, tensorrt_table
 from qatkit.export.torch_to_onnx import export_onnx
@@ -78,6 +78,7 @@ def write_file(graph: nn.Module, config: Config, inputs: Inputs, path: Path) -> 
             if fixed:
                 raise
             note = f"the INT8 file is a new one, not the given one edited: {error.problem}"
+    _check_fixed_batch(config, inputs)
     example, wanted = example_batch(config, inputs), config.export
     export_onnx(
         graph,
@@ -89,6 +90,16 @@ def write_file(graph: nn.Module, config: Config, inputs: Inputs, path: Path) -> 
         weights_for_amx=wanted.weights_for_amx,
     )
     return note
+
+
+def _check_fixed_batch(config: Config, inputs: Inputs) -> None:
+    """Refuses, by ConfigError, a file of one batch size whose runs can't be cut into batches along first axes."""
+    if config.export.dynamic_batch or not isinstance(inputs, ArrayInputs):
+        return
+    for name, axis in inputs.axes.items():
+        if axis not in (0, None):
+            reason = f"'{name}' has its batch on axis {axis}: a file of one batch size has it on axis 0; expected true"
+            raise ConfigError("export.dynamic_batch", False, reason=reason)
 
 
 def _only_edited(graph: nn.Module, config: Config) -> bool:

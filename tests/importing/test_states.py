@@ -1,16 +1,23 @@
-"""States that a file can't have are refused with both names."""
+"""States of files: which inputs they may be, and which of their axes holds the batch."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from onnx import TensorProto
+from onnx_models import FLOAT, save
+from small_nets import Net, floats
 from state_net import gru_weights, save_gru
 
 from qatkit import models
-from qatkit.config.schema import ModelConfig
+from qatkit.config.schema import Config, ExportConfig, ModelConfig
+from qatkit.data.inputs import ArrayInputs
+from qatkit.importing import import_onnx, prove_import
+from qatkit.run.export import write_file
 from qatkit_verify.errors import ConfigError
 
 WEIGHTS = gru_weights()
@@ -77,3 +84,31 @@ def test_one_output_is_no_state_of_two_inputs(tmp_path: Path) -> None:
     onnx.save(model, str(path))
     with pytest.raises(ConfigError, match="the inputs 'h' and 'h2' both take the output 'hN'"):
         _states(path, states={"h": "hN", "h2": "hN"})
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_layers_of_a_state_are_no_batch(layers: int, tmp_path: Path) -> None:
+    """A file of one stream has a state [layers, 1, hidden]: its first axis is 1, too, where there is one layer."""
+    net, steps = Net(), "x"
+    parts = net.add("Split", "h", outputs=layers, axis=0) if layers > 1 else "h"
+    for index in range(layers):
+        given = [net.constant(floats(1, 24, size)) for size in (4 if index == 0 else 8, 8)]
+        state = parts + (str(index) if index else "")
+        ran = net.add("GRU", steps, *given, "", "", state, hidden_size=8, outputs=2)
+        steps = net.add("Squeeze", ran, net.constant(np.array([1])))
+    shapes = {"x": (FLOAT, [1, 1, 4]), "h": (FLOAT, [layers, 1, 8])}
+    file = save(tmp_path / "gru.onnx", net.nodes, shapes, [steps, f"{ran}1"], net.constants)
+    config = ModelConfig(f"onnx/{file}")
+    assert [(one.name, one.axis) for one in models.declared(config, None).ports] == [("x", None), ("h", None)]
+    feeds = {"x": floats(1, 1, 4), "h": floats(layers, 1, 8)}
+    assert min(prove_import(import_onnx(file), feeds).values()) > 100
+
+
+def test_one_batch_size_needs_first_axes(tmp_path: Path) -> None:
+    samples = {"x": torch.zeros(1, 6), "h": torch.zeros(2, 1, 8)}
+    inputs = ArrayInputs(samples, {"x": 0, "h": 1})
+    config = Config(export=ExportConfig(dynamic_batch=False))
+    message = r"export\.dynamic_batch=False: 'h' has its batch on axis 1: .*; expected true"
+    with pytest.raises(ConfigError, match=message):
+        write_file(torch.nn.Identity(), config, inputs, tmp_path / "model.onnx")
+    assert not (tmp_path / "model.onnx").exists()
