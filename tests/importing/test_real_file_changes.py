@@ -20,7 +20,8 @@ from unchanged import Changes, changes
 from written import Written, outputs
 
 from qatkit import QATModule
-from qatkit.importing import import_onnx, write_back
+from qatkit.importing import import_onnx
+from qatkit.importing.write_back import write_back
 
 pytestmark = [
     pytest.mark.slow,
