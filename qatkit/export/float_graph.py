@@ -13,6 +13,7 @@ from qatkit.verify.graph_view import element_type, operand, weight, weight_of, w
 from qatkit_verify.errors import ConfigError, one_line
 
 _ASYMMETRIC = 10  # the last opset whose Resize (and Upsample) knows no coordinate_transformation_mode
+_REPLACED = {"Upsample": "Resize", "Scatter": "ScatterElements"}  # by the converter, under new names
 _RECURRENT = ("LSTM", "GRU", "RNN")
 _IR_VERSION = 7  # the first of opset 13; from 4 on, weights need not be listed as inputs
 
@@ -94,9 +95,21 @@ def upgraded(path: Path, model: onnx.ModelProto, before: int, opset: int) -> ir.
     except Exception as error:
         reason = f"opset {opset} or higher; it has {before} and can't be upgraded ({one_line(error)})"
         raise ConfigError("onnx", path, reason) from error
+    _restore_names(model, found.graph)
     if before <= _ASYMMETRIC:
         _keep_asymmetric(found.graph)
     return found
+
+
+def _restore_names(model: onnx.ModelProto, graph: ir.Graph) -> None:
+    """Gives nodes that the converter replaced by others the names of their nodes and of their results."""
+    made = {value.name for node in graph for value in node.outputs}
+    lost = [node for node in model.graph.node if node.op_type in _REPLACED and node.output[0] not in made]
+    known = {name for node in model.graph.node for name in node.output}
+    new = [n for n in graph if n.op_type in _REPLACED.values() and n.outputs[0].name not in known]
+    if len(new) == len(lost):
+        for before, after in zip(lost, new, strict=True):
+            after.name, after.outputs[0].name = before.name, before.output[0]
 
 
 def _keep_asymmetric(graph: ir.Graph) -> None:

@@ -133,6 +133,11 @@ def _kth(x, k: int, dim: int = -1, keepdim: bool = False):  # type: ignore[no-un
     return tuple(part if keepdim else op.Squeeze(part, [dim]) for part in found)
 
 
+def _sort(x, stable: bool | None = None, dim: int = -1, descending: bool = False):  # type: ignore[no-untyped-def]
+    """Values in order, with their places; of equal ones TopK has those first that come first."""
+    return op.TopK(x, op.Gather(op.Shape(x), [dim], axis=0), axis=dim, largest=int(descending), sorted=1)
+
+
 def _median(x, dim: int, keepdim: bool = False):  # type: ignore[no-untyped-def]
     """The lower one of the two in the middle."""
     return _kth(x, (int(x.shape[dim]) + 1) // 2, dim, keepdim)
@@ -195,6 +200,7 @@ def translations() -> dict[Callable[..., object], Callable[..., object]]:
         aten.adaptive_max_pool3d.default: _adaptive_max,
         aten.kthvalue.default: _kth,
         aten.median.dim: _median,
+        aten.sort.stable: _sort,
         aten.searchsorted.Tensor: _search,
         aten._cdist_forward.default: _distances,
         aten.hypot.default: _hypot,

@@ -199,6 +199,8 @@ class Placer:
             readers = list(node.users)
         else:
             readers = [u for u in node.users if self._demands(u, node) or u in self.moved]
+        if node.op == "placeholder":  # what is given back as it came is no result
+            readers = [user for user in readers if user.op != "output"]
         if node in self.moved:
             return None
         if not readers or not is_float_tensor(node):

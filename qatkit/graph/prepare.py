@@ -153,13 +153,24 @@ def _weight_specs(placement: Placement, chosen: Overrides, backend: Backend) -> 
 
 def _insert(graph_module: fx.GraphModule, point: Point, quantizer: FakeQuantize) -> None:
     quantizer.train(graph_module.training)
-    graph_module.add_submodule(point.name, quantizer)
+    name = point.name
+    while _holds_another(graph_module, name):
+        name += "_"
+    graph_module.add_submodule(name, quantizer)
     last = point.absorbed or point.node
     with graph_module.graph.inserting_after(last):
-        new = graph_module.graph.call_module(point.name, (point.node,))
-    new.meta = {"site": point.name, QUANTIZES: site(point.node), "value": point.node.meta["value"]}
+        new = graph_module.graph.call_module(name, (point.node,))
+    new.meta = {"site": name, QUANTIZES: site(point.node), "value": point.node.meta["value"]}
     for reader in point.readers:
         reader.replace_input_with(last, new)
+
+
+def _holds_another(graph_module: fx.GraphModule, path: str) -> bool:
+    """Whether the model has something of its own at the path of a quantizer."""
+    try:
+        return not isinstance(graph_module.get_submodule(path), FakeQuantize)
+    except AttributeError:
+        return False
 
 
 def _separate_calls(graph_module: fx.GraphModule) -> None:

@@ -1,6 +1,7 @@
 """From a float ONNX file to a PyTorch module with the file's nodes as submodules.
 
-    read.py        the file as onnx_ir holds it: sorted, local functions inlined
+    read.py        the file as onnx_ir holds it: sorted, local functions inlined, sparse weights dense
+    fused.py       operators without 8-bit kernels, taken apart
     inputs.py      its inputs: types, axes, the batch axis of each, those that are fixed
     float_file.py  the file as export.py takes it, checked without torch
     islands.py     the nodes that PyTorch has no form for, and the regions that they make

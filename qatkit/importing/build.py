@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
-from onnx_ir.passes import common
 from torch import nn
 
-from qatkit.export.quiet import quiet
 from qatkit.importing.inputs import batch_axes, fixed_inputs, one_sample_per_run
 from qatkit.importing.island import Island, Region
 from qatkit.importing.islands import DOMAIN, RANDOM, cut_islands
 from qatkit.importing.operators import Node, UnsupportedError, module_of
+from qatkit.importing.operators.elementwise import drops
 from qatkit.importing.operators.table import Array
 from qatkit.importing.operators.values import array
 from qatkit.importing.paths import Paths
 from qatkit.importing.patterns import join_patterns
 from qatkit.importing.program import ImportedModel, Operator, Program, Refused, Step
-from qatkit.importing.read import read
+from qatkit.importing.read import infer_shapes, read
 from qatkit_verify.errors import ConfigError, one_line
 
 _PASSING = ("Identity", "Dropout")
@@ -66,7 +66,7 @@ def _attempt(
     made = ImportedModel(file, [str(value.name) for value in inputs], outputs, several)
     made.fixed = given
     made.batch_axes = batch_axes(inputs, several)
-    _infer_shapes(model)
+    infer_shapes(model)  # ranks, by which BatchNorm and PReLU are different modules
     regions = cut_islands(file, model, given, unsupported, several)
     join_patterns(model.graph)
     versions = {
@@ -77,15 +77,6 @@ def _attempt(
     for path in _paths(made.program):
         _add(made, path, builder.modules[path])
     return made, builder.unsupported
-
-
-def _infer_shapes(model: ir.Model) -> None:
-    """Ranks of values, where onnx can tell: BatchNorm and PReLU are different modules by rank."""
-    try:
-        with quiet():
-            common.ShapeInferencePass()(model)
-    except Exception:
-        return
 
 
 class _NeverError(UnsupportedError):
@@ -127,9 +118,7 @@ class _Builder:
     def _steps(self, node: ir.Node) -> Iterable[Step]:
         given = self._node(node)
         if node.op_type in _PASSING and given.domain == "":
-            self.aliases[given.outputs[0]] = given.inputs[0]
-            if given.inputs[0] in self.known:
-                self.known[given.outputs[0]] = self.known[given.inputs[0]]
+            yield from self._passed(given)
             return
         if given.domain == DOMAIN:
             yield self._island(node, given)
@@ -140,6 +129,19 @@ class _Builder:
         constants = [self.known.get(name) if name else None for name in given.inputs]
         if not self._folded(given, constants):
             yield self._step(given, constants)
+
+    def _passed(self, node: Node) -> Iterable[Step]:
+        """A node that gives its first input back; a Dropout that nobody trains gives its mask too, which keeps all."""
+        constants = [self.known.get(name) if name else None for name in node.inputs]
+        if node.op_type == "Dropout" and drops(node, constants):
+            reason = "Dropout in training mode draws random numbers: no two runs would give the same"
+            raise self._refused(node, _NeverError(reason))
+        if node.outputs[0]:
+            self.aliases[node.outputs[0]] = node.inputs[0]
+            if node.inputs[0] in self.known:
+                self.known[node.outputs[0]] = self.known[node.inputs[0]]
+        if any(node.outputs[1:]):
+            yield self._step(replace(node, outputs=("", *node.outputs[1:])), constants)
 
     def _node(self, node: ir.Node) -> Node:
         domain = "" if node.domain in _STANDARD else node.domain

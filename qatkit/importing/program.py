@@ -28,6 +28,8 @@ from qatkit.importing.operators.values import array, one_int, tensor
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.session import use_library
 
+_SIZES = 16  # numbers of an output that are made one by one, at most
+
 
 class Operator(nn.Module):
     """One node that is computed by the function of its operator.
@@ -172,7 +174,9 @@ class ImportedModel(nn.Module):
         """
         values = self.values(dict(zip(self.inputs, args, strict=False)) | kwargs)
         found = {
-            name: tensor(values[source])
+            name: _of_sizes(values[source])
+            if source not in self.program.constants
+            else tensor(values[source])
             for name, source in zip(self.outputs, self.program.outputs, strict=True)
         }
         return found if len(found) > 1 else next(iter(found.values()))
@@ -258,6 +262,15 @@ def import_onnx(
     model = built(Path(path), fixed or {}, any_batch, library)
     model.custom_ops = library
     return model
+
+
+def _of_sizes(value: Value) -> Tensor:
+    """An output; numbers that follow from sizes are made one by one, so that a recorded graph follows the sizes."""
+    if not isinstance(value, np.ndarray) or value.ndim > 1 or value.size > _SIZES:
+        return tensor(value)
+    kind = tensor(value).dtype
+    numbers = [torch.full((1,), one, dtype=kind) for one in value.reshape(-1).tolist()]
+    return torch.cat(numbers) if value.ndim else numbers[0].reshape(())
 
 
 def _last_readers(program: Program) -> dict[int, list[str]]:

@@ -19,7 +19,7 @@ from qatkit.graph.convert.integer_modules import QuantizeDequantize
 from qatkit.graph.nodes import facts, module_of, owner, site
 from qatkit.graph.quantizers import QUANTIZES
 from qatkit.importing.program import ImportedModel, Program, Step
-from qatkit.importing.written_file import BARRIER, Chain, Pair, refused
+from qatkit.importing.written_file import BARRIER, Chain, Layout, Pair, refused
 
 INPUT, CONSTANT = "input ", "constant"  # regions that are no nodes of the file
 
@@ -137,7 +137,7 @@ class Regions:
 
     def back(self, node: fx.Node) -> tuple[fx.Node, Chain]:
         """The node of a region that `node` has its values from, and the chain behind it."""
-        chain: list[Pair | str] = []
+        chain: list[Pair | Layout | str] = []
         while (links := _link(node)) is not None:
             chain[:0] = links
             node = node.all_input_nodes[0]
@@ -145,7 +145,7 @@ class Regions:
 
     def _ahead(self, node: fx.Node, path: str) -> Chain:
         """Pairs that a region has behind a node that only moves what it reads."""
-        chain: list[Pair | str] = []
+        chain: list[Pair | Layout | str] = []
         while facts(node).keeps_range and len(node.users) == 1:
             links, user = self._forward(next(iter(node.users)))
             if user is None or self.region.get(user) != path:
@@ -154,8 +154,8 @@ class Regions:
             node = user
         return tuple(chain)
 
-    def _forward(self, node: fx.Node) -> tuple[list[Pair | str], fx.Node | None]:
-        chain: list[Pair | str] = []
+    def _forward(self, node: fx.Node) -> tuple[list[Pair | Layout | str], fx.Node | None]:
+        chain: list[Pair | Layout | str] = []
         while (links := _link(node)) is not None:
             chain += links
             if len(node.users) != 1:
@@ -181,7 +181,7 @@ def region_of(step: Step) -> str:
 
 def _joined(chain: Chain) -> Chain:
     """A chain in which no pair follows itself, and none right behind another, of which ONNX Runtime would make one."""
-    found: list[Pair | str] = []
+    found: list[Pair | Layout | str] = []
     for link in chain:
         if found and found[-1] == link:
             continue

@@ -44,7 +44,7 @@ from qatkit.importing.regions import (
     shape,
 )
 from qatkit.importing.rewired import Rewired
-from qatkit.importing.written_file import BARRIER, Chain, Pair, WrittenFile, refused
+from qatkit.importing.written_file import BARRIER, Chain, Layout, Pair, WrittenFile, refused
 from qatkit.importing.written_forms import Form, has_another_form
 from qatkit.importing.written_weights import WrittenWeights
 from qatkit_verify.errors import ConfigError, one_line
@@ -111,6 +111,8 @@ class _Writer:
         self.regions = Regions(model, converted)
         self.outer = [step for step in model.program.steps if step.path]
         self.makers = {name: step for step in model.program.steps for name in step.outputs if name}
+        inner = self.regions.steps.values()  # in branches too
+        self.inside = {name: step for step in inner for name in step.outputs if name}
         self.file = WrittenFile(model, self._opset())
         self.weights = WrittenWeights(self.file)
         self.rewired = Rewired(self.file)
@@ -185,8 +187,7 @@ class _Writer:
 
     def _resolve(self, name: str) -> str:
         """The region that makes a value of the file; "" for what no region makes (sizes, constants)."""
-        while name in self.makers:
-            step = self.makers[name]
+        while (step := self.makers.get(name) or self.inside.get(name)) is not None:
             if region_of(step) in self.regions.nodes:
                 return region_of(step)
             if step.branches:  # one of them gives what it reads
@@ -212,15 +213,23 @@ class _Writer:
             return
         own = self.model.get_submodule(step.path)
         for place, wanted in dict(self._matched(step, edges)).items():
-            if isinstance(own, Island):
-                if wanted:
-                    value = self._source(step.inputs[place], wanted)
-                    self.rewired.island(own, step.inputs[place], self.file.link(value, wanted))
-                continue
-            if chain := self._fitted(step, place, wanted):
+            nodes = own.region.nodes if isinstance(own, Island) else (next(n for n in step.outputs if n),)
+            chain = wanted if isinstance(own, Island) else self._fitted(step, place, wanted)
+            if any(_keeps_layout(self.file.maker(name)) for name in nodes):
+                chain = self._in_layout(step, place, chain, edges)
+            if chain:
                 name = step.inputs[place]
-                value = self._source(name, chain)
-                self.rewired.reads(step, name, place, self.file.link(value, chain))
+                value = self.file.link(self._source(name, chain), chain)
+                if isinstance(own, Island):
+                    self.rewired.island(own, name, value)
+                else:
+                    self.rewired.reads(step, name, place, value)
+
+    def _in_layout(self, step: Step, place: int, chain: Chain, edges: Sequence[Edge]) -> Chain:
+        """A chain that ONNX Runtime moves the channels of images in front of, and not behind."""
+        maker = self._resolve(step.inputs[place])
+        axes = len(shape(next(edge.source for edge in edges if edge.maker == maker))) - 2
+        return (*chain, Layout(axes)) if axes in (1, 2, 3) else chain
 
     def _captured(self, step: Step, edges: Sequence[Edge]) -> None:
         """Lets the branches of an If read what the one that was taken reads."""
@@ -315,6 +324,8 @@ class _Writer:
         for place, ((name, source), (node, chain)) in enumerate(zip(named, found, strict=True)):
             if self.regions.region[node] == CONSTANT or not chain:
                 continue
+            if self.file.graph.outputs[place].is_graph_input():
+                continue  # the values of an input under its own name, which nothing may quantize
             if self._resolve(source) != self.regions.region[node]:
                 raise refused(self.model.file, f"output '{name}' is not what the converted graph gives there")
             self._output(place, self.file.link(self._source(source, chain), chain), source)
@@ -355,6 +366,13 @@ def _differs(module: nn.Module, own: nn.Module) -> bool:
         a.shape != b.shape or not torch.equal(a, b)
         for a, b in zip(module.parameters(), own.parameters(), strict=True)
     )
+
+
+def _keeps_layout(node: ir.Node) -> bool:
+    """Whether ONNX Runtime computes a node wrongly, or not at all, once it has moved channels to the end."""
+    if node.op_type == "Resize":
+        return node.attributes.get_string("mode", "nearest") == "cubic" or "axes" in node.attributes
+    return node.op_type == "Pad" and len(node.inputs) > 3 and node.inputs[3] is not None
 
 
 def _factor(step: Step) -> bool:

@@ -14,14 +14,14 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from onnx_ir.passes import common
 
 from qatkit.importing.island_graph import name_of
 from qatkit.importing.operators.table import Array
 from qatkit.importing.program import ImportedModel
-from qatkit.importing.read import read
+from qatkit.importing.read import infer_shapes, read
 from qatkit_verify.errors import ConfigError
 
+_OTHER_FLOATS = (ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 _SIZES = ("Shape", "Size")  # they read no value, so the bytes serve them as well
 _PASSING = ("Identity", "Dropout")
 _LONGEST = 100  # characters of a name that is derived from another
@@ -48,7 +48,20 @@ class Pair:
 
 
 BARRIER = "barrier"  # an operator that no fusion of ONNX Runtime looks through
-Chain = tuple[Pair | str, ...]  # what stands between two operators, in the order in which it runs
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A pool of single positions, which gives what it reads, and which ONNX Runtime moves no Transpose through.
+
+    Attributes:
+        axes: of its positions.
+    """
+
+    axes: int
+
+
+Chain = tuple[Pair | Layout | str, ...]  # what stands between two operators, in the order in which it runs
 
 
 def refused(file: Path, reason: str) -> ConfigError:
@@ -75,7 +88,7 @@ class WrittenFile:
         ):  # the names by which reports and overrides call them; the audit reads them in the file
             node.name = name_of(node)
         if any(value.type is None for value in self.graph.outputs):
-            common.ShapeInferencePass()(self.model)  # onnx's checker asks for their types
+            infer_shapes(self.model)  # onnx's checker asks for their types
         self._taken = _names(self.graph)
         for name, value in model.fixed.items():
             self._fix(name, value)
@@ -146,6 +159,8 @@ class WrittenFile:
 
     def link(self, value: ir.Value, chain: Chain) -> ir.Value:
         """`value` behind pairs and barriers, each of which is there once."""
+        if chain and (kind := _other_float(value)) is not None:
+            return self._converted(value, kind, chain)
         for count in range(1, len(chain) + 1):
             key = id(value), chain[:count]
             source = self._links.get((id(value), chain[: count - 1]), value) if count > 1 else value
@@ -153,7 +168,31 @@ class WrittenFile:
                 self._links[key] = self._one_link(source, chain[count - 1], str(value.name))
         return self._links[id(value), chain] if chain else value
 
-    def _one_link(self, value: ir.Value, link: Pair | str, base: str) -> ir.Value:
+    def _converted(self, value: ir.Value, kind: ir.DataType, chain: Chain) -> ir.Value:
+        """A chain on floats of another width than float32, which scales do not have: before the Cast that makes them,
+        or between two.
+        """
+        maker = value.producer()
+        if maker is not None and maker.op_type == "Cast" and len(value.uses()) + value.is_graph_output() < 2:
+            before = maker.inputs[0]
+            if before is not None and _other_float(before) is None:
+                maker.replace_input_with(0, self.link(before, chain))
+                return value
+        key = id(value), chain
+        if key not in self._links:
+            base = str(value.name)
+            single = self.node(value, "Cast", [value], base, [ir.AttrInt64("to", int(ir.DataType.FLOAT))])
+            single.type, single.shape = ir.TensorType(ir.DataType.FLOAT), value.shape
+            quantized = self.link(single, chain)
+            to = [ir.AttrInt64("to", int(kind))]
+            self._links[key] = self.node(quantized, "Cast", [quantized], base, to)
+        return self._links[key]
+
+    def _one_link(self, value: ir.Value, link: Pair | Layout | str, base: str) -> ir.Value:
+        if isinstance(link, Layout):
+            return self.node(
+                value, "AveragePool", [value], base, [ir.AttrInt64s("kernel_shape", [1] * link.axes)]
+            )
         if isinstance(link, str):
             return self.node(value, "Sum", [value], base)
         kind = np.dtype(link.dtype)
@@ -269,6 +308,15 @@ def _in_branches(graph: ir.Graph) -> dict[str, ir.Value]:
     made = [value for node in ir.traversal.RecursiveGraphIterator(graph) for value in node.outputs]
     count = Counter(value.name for value in made)
     return {str(value.name): value for value in made if count[value.name] == 1}
+
+
+def _other_float(value: ir.Value) -> ir.DataType | None:
+    """The type of floats that are no float32, as far as the file or a Cast says."""
+    maker = value.producer()
+    kind = value.dtype
+    if kind is None and maker is not None and maker.op_type == "Cast":
+        kind = ir.DataType(maker.attributes.get_int("to", int(ir.DataType.FLOAT)))
+    return kind if kind in _OTHER_FLOATS else None
 
 
 def _first(node: ir.Node) -> str:

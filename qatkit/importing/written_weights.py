@@ -28,7 +28,7 @@ from qatkit.importing.program import Step
 from qatkit.importing.written_file import WrittenFile, refused
 
 _FLOAT = 1  # of onnx.TensorProto
-_PRODUCTS = ("Conv", "FusedConv", "Gemm", "MatMul", "BatchNormalization")
+_PRODUCTS = ("Conv", "Gemm", "MatMul", "BatchNormalization")
 
 
 class WrittenWeights:
@@ -92,7 +92,7 @@ class WrittenWeights:
         return found
 
     def _product(self, step: Step, node: ir.Node, module: Quantized) -> None:
-        if node.op_type not in _PRODUCTS or node.domain not in ("", "ai.onnx", "com.microsoft"):
+        if node.op_type not in _PRODUCTS or node.domain not in ("", "ai.onnx"):
             raise refused(
                 self.file.path, f"node '{step.name}': {node.op_type} with an int8 weight has no form"
             )

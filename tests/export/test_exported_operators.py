@@ -148,6 +148,7 @@ GROUPS: dict[str, tuple[tuple[int, ...], dict[str, nn.Module | Function]]] = {
     }),
     "orders": (IMAGE, {
         "sort": lambda x: x.sort(1)[0], "top": lambda x: x.topk(2, 1, largest=False)[0], "sum": lambda x: x.cumsum(1),
+        "stable": lambda x: torch.sort(x.round(), dim=1, descending=True, stable=True)[1].float(),
         "median": lambda x: x.median(1)[0], "third": lambda x: x.kthvalue(3, 2, keepdim=True)[0],
         "bucket": lambda x: torch.bucketize(x, torch.tensor([-1.0, 0.0, 1.0])).float(),
         "search": lambda x: torch.searchsorted(torch.tensor([-1.0, 0.0, 1.0]), x, right=True).float(),

@@ -151,7 +151,7 @@ BAD_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "text": (text, "the file can't be read as ONNX ("),
     "empty": (empty, "an ONNX file with a graph; this one holds no operator"),
     "lost weights": (lost_weights, "its external data is missing: weights.bin"),
-    "short weights": (short_weights, "the file can't be read as ONNX ("),
+    "short weights": (short_weights, "its external data weights.bin ends before all values of "),
     "too large": (too_large, "a model of at most 2 GB, external data included"),
     "quantized": (quantized, "a float model; this one is quantized already (it has DequantizeLinear)"),
     "dynamic": (dynamically_quantized, "a float model; this one is quantized already (it has DynamicQuantizeLinear)"),

@@ -8,6 +8,7 @@ of the operators' table are leaves: they are nodes of the graph, and run with th
 
 from __future__ import annotations
 
+import keyword
 import operator
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -78,6 +79,8 @@ class Recorder(TorchFunctionMode):
     def placeholder(self, name: str, tensor: Tensor) -> None:
         """An input of the graph."""
         node = self.graph.placeholder(name)
+        if not name.isidentifier() or keyword.iskeyword(name) or name == "self":
+            node.target = node.name  # a parameter of the function that the graph becomes
         self.depends.add(node)
         self.aliases.bind(tensor, (node,), ())
 

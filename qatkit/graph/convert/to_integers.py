@@ -172,7 +172,8 @@ def _two_dimensional(node: fx.Node) -> None:
     reader = before if is_quantizer(before) and len(before.users) == 1 else node
     _read_rows(reader)
     with graph.inserting_before(reader):
-        flat = graph.call_method("flatten", (reader.args[0], 0, -2))
+        rows = ("unsqueeze", (reader.args[0], 0)) if len(shape) == 1 else ("flatten", (reader.args[0], 0, -2))
+        flat = graph.call_method(*rows)
     reader.args = (flat,)
     flat.meta = {"site": f"{site(node)}.flatten", "value": torch.empty(0, device="meta")}
     free = list(shape)

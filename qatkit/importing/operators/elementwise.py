@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qatkit.importing.operators.table import Array, Node, Value, function, module
-from qatkit.importing.operators.values import TYPES, operand, tensor
+from qatkit.importing.operators.values import TYPES, operand, sizes_of, tensor
 
 _UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "Abs": torch.abs, "Acos": torch.acos, "Acosh": torch.acosh, "Asin": torch.asin, "Asinh": torch.asinh,
@@ -306,6 +306,21 @@ def is_infinite(node: Node, x: Value) -> Tensor:
     x = tensor(x)
     found = torch.isposinf(x) if node.get("detect_positive", 1) else torch.zeros_like(x, dtype=torch.bool)
     return found | torch.isneginf(x) if node.get("detect_negative", 1) else found
+
+
+def drops(node: Node, constants: Sequence[Array | None]) -> bool:
+    """Returns whether a Dropout may drop values: in training mode, or if an input says so, by a ratio above 0."""
+    if len(node.inputs) < 3 or not node.inputs[2]:
+        return False
+    ratio, training = constants[1], constants[2]
+    idle = ratio is not None and not ratio.any()
+    return not idle and (training is None or bool(training.any()))
+
+
+@function("Dropout")
+def dropout(node: Node, x: Value, *settings: Value) -> tuple[Value, Array]:
+    """What it is given, and a mask that keeps all of it."""
+    return x, np.ones(sizes_of(x), np.bool_)
 
 
 @function("DequantizeLinear")

@@ -35,7 +35,7 @@ def gather(node: Node, x: Value, places: Value) -> Tensor:
     x = tensor(x, places if isinstance(places, Tensor) else None)
     axis = node.get("axis", 0) % x.ndim
     if isinstance(places, Tensor):
-        flat = torch.index_select(x, axis, places.reshape(-1))
+        flat = torch.index_select(x, axis, _from_front(places.reshape(-1), x.shape[axis]))
         return flat.reshape(*x.shape[:axis], *places.shape, *x.shape[axis + 1 :])
     known = np.asarray(places)
     known = np.where(known < 0, known + x.shape[axis], known)
@@ -122,12 +122,13 @@ def scatter_nd(node: Node, x: Value, places: Value, updates: Value) -> Tensor:
 
 @function("OneHot", known=(1,))
 def one_hot(node: Node, places: Value, depth: Value, values: Value) -> Tensor:
-    """One value at a place of a new axis, another elsewhere."""
+    """One value at a place of a new axis, another elsewhere; a place outside of the axis has none."""
     index, count, pair = tensor(places).long(), one_int(depth), tensor(values)
-    axis = node.get("axis", -1)
-    hot = torch.nn.functional.one_hot(torch.remainder(index, count), count)
-    hot = hot.movedim(-1, axis if axis >= 0 else axis + index.ndim + 1).to(pair.dtype)
-    return pair[0] + hot * (pair[1] - pair[0])
+    axis = node.get("axis", -1) % (index.ndim + 1)
+    numbers = torch.arange(count, device=index.device)
+    numbers = numbers.reshape([-1 if i == axis else 1 for i in range(index.ndim + 1)])
+    hot = torch.unsqueeze(_from_front(index, count), axis) == numbers
+    return torch.where(hot, pair[1], pair[0])
 
 
 @function("NonZero")

@@ -70,12 +70,11 @@ def _with(made: Any, weight: Array, bias: Array | None) -> nn.Module:
 
 
 @module("Conv")
-@module("FusedConv", domain="com.microsoft")
 def convolution(node: Node, constants: Sequence[Array | None]) -> nn.Module | None:
     """A torch convolution; zeros around the input are its own where both sides have as many."""
     weight = constants[1]
     bias, known = _bias(node, constants, 2)
-    if weight is None or not known or not 3 <= weight.ndim <= 5 or len(constants) > 3:
+    if weight is None or not known or not 3 <= weight.ndim <= 5:
         return None
     axes, settings = weight.ndim - 2, _settings(node, weight.ndim - 2)
     pads = _pads(node, axes)
@@ -89,8 +88,7 @@ def convolution(node: Node, constants: Sequence[Array | None]) -> nn.Module | No
         **settings,
     )
     found = _with(made, weight, bias)
-    found = found if even else Padded(found, pads)
-    return found if node.op_type == "Conv" else _activated(node, found)
+    return found if even else Padded(found, pads)
 
 
 def _bias(node: Node, constants: Sequence[Array | None], place: int) -> tuple[Array | None, bool]:
@@ -98,18 +96,6 @@ def _bias(node: Node, constants: Sequence[Array | None], place: int) -> tuple[Ar
     given = len(node.inputs) > place and bool(node.inputs[place])
     found = constants[place] if len(constants) > place else None
     return found, found is not None or not given
-
-
-class Activated(nn.Sequential):
-    """A convolution and its activation, which the file has as one operator."""
-
-    one_operator = True
-
-
-def _activated(node: Node, inner: nn.Module) -> nn.Module | None:
-    kinds: dict[str, Any] = {"Relu": nn.ReLU, "Sigmoid": nn.Sigmoid, "Tanh": nn.Tanh, "": nn.Identity}
-    kind = kinds.get(node.get("activation", ""))
-    return None if kind is None else Activated(inner, kind())
 
 
 @function("Conv")

@@ -25,11 +25,7 @@ _BATCH_NORMS: dict[int, type[Any]] = {
 def batch_norm_module(node: Node, constants: Sequence[Array | None]) -> nn.Module | None:
     """A torch BatchNorm with the statistics of the file."""
     rank = node.ranks[0] if node.ranks else None
-    if (
-        any(value is None for value in constants[1:5])
-        or rank not in _BATCH_NORMS
-        or node.get("training_mode", 0)
-    ):
+    if any(value is None for value in constants[1:5]) or rank not in _BATCH_NORMS or _unknown(node):
         return None
     scale, bias, mean, variance = (torch.from_numpy(np.array(c, np.float32)) for c in constants[1:5])
     made = _BATCH_NORMS[rank](
@@ -40,11 +36,13 @@ def batch_norm_module(node: Node, constants: Sequence[Array | None]) -> nn.Modul
     return made
 
 
-def _trains(node: Node) -> str:
-    return "it is in training mode" if node.get("training_mode", 0) else ""
+def _unknown(node: Node) -> str:
+    if node.get("training_mode", 0):
+        return "it is in training mode"
+    return "" if node.get("spatial", 1) else "BatchNormalization of each position has no form in PyTorch here"
 
 
-@function("BatchNormalization", refuses=_trains)
+@function("BatchNormalization", refuses=_unknown)
 def batch_norm(node: Node, x: Value, scale: Value, bias: Value, mean: Value, variance: Value) -> Tensor:
     """With statistics that are computed."""
     x = tensor(x)

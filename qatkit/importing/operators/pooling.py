@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,7 +55,7 @@ def _with_places(node: Node) -> str:
 
 def _dilated(node: Node) -> str:
     dilated = any(size != 1 for size in node.get("dilations") or ())
-    return "AveragePool with dilations has no form in PyTorch here" if dilated else ""
+    return f"{node.op_type} with dilations has no form in PyTorch here" if dilated else ""
 
 
 @function("MaxPool", refuses=_with_places)
@@ -109,14 +110,17 @@ def global_max_pool(node: Node, x: Value) -> Tensor:
     return torch.amax(x, list(range(2, x.ndim)), keepdim=True)
 
 
-@function("LpPool")
+@function("LpPool", refuses=_dilated)
 def lp_pool(node: Node, x: Value) -> Tensor:
     """The norm of each window."""
     x, p = tensor(x), node.get("p", 2)
     kernel, stride, _, pads = _window(node, x)
+    axes = len(kernel)
+    if node.get("ceil_mode", 0):  # zeros as far as the last window reaches
+        for axis, size in enumerate(x.shape[2:]):
+            both = pads[axis] + pads[axis + axes]
+            count = _count(size, kernel[axis], stride[axis], 1, both, True)
+            pads[axis + axes] += max(0, (count - 1) * stride[axis] + kernel[axis] - size - both)
     powers = F.pad(torch.abs(x) ** p, _for_torch(pads))
-    means: Tensor = _AVERAGE[len(kernel) - 1](powers, kernel, stride, 0, bool(node.get("ceil_mode", 0)))
-    count = 1
-    for size in kernel:
-        count *= size
-    return (means * count) ** (1.0 / p)
+    means: Tensor = _AVERAGE[axes - 1](powers, kernel, stride, 0)
+    return (means * math.prod(kernel)) ** (1.0 / p)

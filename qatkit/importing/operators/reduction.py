@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -37,9 +38,10 @@ def reduce(node: Node, x: Value, axes: Value = None) -> Tensor:
     """Axes are an attribute, or an input in newer opsets."""
     x = tensor(x)
     found = _axes(node, x, axes)
-    if found is None or not x.ndim:
+    if found is None:
         return x
-    reduced = _REDUCTIONS[node.op_type](x, found, keepdim=bool(node.get("keepdims", 1)))
+    keep = bool(node.get("keepdims", 1)) and x.ndim > 0
+    reduced = _REDUCTIONS[node.op_type](x if x.ndim else x.reshape(1), found or [0], keepdim=keep)
     return reduced.to(x.dtype)
 
 
@@ -53,7 +55,10 @@ def reduce_mean(node: Node, x: Value, axes: Value = None) -> Tensor:
     if found == [2, 3] and x.ndim == 4 and x.is_floating_point():
         pooled = F.adaptive_avg_pool2d(x, 1)
         return pooled if keep else torch.flatten(pooled, 1)
-    return torch.mean(x, found, keepdim=keep)
+    if x.is_floating_point():
+        return torch.mean(x, found, keepdim=keep)
+    count = math.prod(x.shape[axis] for axis in found)
+    return torch.div(torch.sum(x, found, keepdim=keep), count, rounding_mode="trunc").to(x.dtype)
 
 
 @function("ReduceProd", known=(1,))
@@ -62,7 +67,7 @@ def reduce_prod(node: Node, x: Value, axes: Value = None) -> Tensor:
     x = tensor(x)
     keep = bool(node.get("keepdims", 1))
     for axis in reversed(_axes(node, x, axes) or []):
-        x = torch.prod(x, axis, keepdim=keep)
+        x = torch.prod(x, axis, keepdim=keep, dtype=x.dtype)
     return x
 
 
@@ -79,10 +84,11 @@ def arg_extreme(node: Node, x: Value) -> Tensor:
 
 @function("TopK", known=(1,))
 def top_k(node: Node, x: Value, count: Value = None) -> tuple[Tensor, Tensor]:
-    """The largest or smallest values along an axis, with their places."""
+    """The largest or smallest values along an axis, with their places; of equal ones those that come first."""
+    x, axis = tensor(x), node.get("axis", -1)
     k = node.get("k") if count is None else one_int(count)
-    found = torch.topk(tensor(x), k, node.get("axis", -1), bool(node.get("largest", 1)), True)
-    return found[0], found[1]
+    values, places = torch.sort(x, dim=axis, descending=bool(node.get("largest", 1)), stable=True)
+    return values.narrow(axis, 0, k), places.narrow(axis, 0, k)
 
 
 @function("CumSum", known=(1,))

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qatkit.importing.operators.table import Array, Node, UnsupportedError, Value, function
-from qatkit.importing.operators.values import array, axes_of, ints, one_int, sizes_of, tensor
+from qatkit.importing.operators.values import TYPES, array, axes_of, ints, one_int, sizes_of, tensor
 
 _PAD_MODES = ("constant", "reflect", "edge", "wrap")  # as NumPy calls them too
 
@@ -165,15 +165,18 @@ def _for_torch(begin: list[int], end: list[int]) -> list[int]:
 
 
 def _pad_by_values(x: Tensor, begin: list[int], end: list[int], mode: str) -> Tensor:
+    if min(begin + end) < 0:  # what goes is gone before the borders are filled
+        kept = zip(begin, end, x.shape, strict=True)
+        x = x[tuple(slice(max(-low, 0), size - max(-high, 0)) for low, high, size in kept)]
+        begin, end = ([max(side, 0) for side in sides] for sides in (begin, end))
     inner = _for_torch(begin, end)
     torch_mode = {"reflect": "reflect", "edge": "replicate"}.get(mode)
     spatial = x.ndim - 2
-    if torch_mode and x.ndim in (3, 4) and not any(begin[:2] + end[:2]) and min(inner) >= 0:
+    if torch_mode and x.ndim in (3, 4) and not any(begin[:2] + end[:2]):
         return F.pad(x, (inner + [0] * (2 * spatial))[: 2 * spatial], mode=torch_mode)
     for axis, (low, high) in enumerate(zip(begin, end, strict=True)):
         if low or high:
-            places = np.pad(np.arange(x.shape[axis]), (max(low, 0), max(high, 0)), mode=mode)  # type: ignore[call-overload]
-            places = places[max(-low, 0) : len(places) - max(-high, 0)]
+            places = np.pad(np.arange(x.shape[axis]), (low, high), mode=mode)  # type: ignore[call-overload]
             x = torch.index_select(x, axis, torch.from_numpy(places).to(x.device))
     return x
 
@@ -207,6 +210,8 @@ def triangle(node: Node, x: Value, diagonal: Value = None) -> Tensor:
 
 @function("EyeLike")
 def eye_like(node: Node, x: Value) -> Tensor:
-    """Ones on a diagonal, zeros elsewhere."""
+    """Ones on a diagonal, zeros elsewhere; of the type that is named, or that of the tensor."""
     rows, columns = sizes_of(x)
-    return torch.from_numpy(np.eye(rows, columns, node.get("k", 0), dtype=np.float32))
+    made = torch.from_numpy(np.eye(rows, columns, node.get("k", 0), dtype=np.float32))
+    kind = node.get("dtype")
+    return made.to(tensor(x).dtype if kind is None else TYPES[kind])
