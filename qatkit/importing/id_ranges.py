@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import onnx_ir as ir
+from numpy.typing import NDArray
 
 # Operators whose output holds nothing but values of their first input.
 _PASSING = (
@@ -22,7 +26,7 @@ _STANDARD = ("", "ai.onnx")
 
 
 def rows_indexed_by(value: ir.Value) -> int | None:
-    """Returns the rows of the smallest table that a value indexes, by a Gather or a OneHot; None where none is known.
+    """Returns the rows of the smallest table that a value indexes, by a Gather or a one-hot; None where none is known.
 
     What is computed with it on the way (a sum with an offset) ends the search.
     """
@@ -52,7 +56,17 @@ def _rows(node: ir.Node, place: int) -> int | None:
     if node.op_type == "OneHot" and place == 0 and node.inputs[1] is not None:
         depth = ir.convenience.get_const_tensor(node.inputs[1])
         return None if depth is None else int(depth.numpy().reshape(-1)[0])
+    if node.op_type == "Equal" and len(node.inputs) == 2:
+        other = node.inputs[1 - place]
+        classes = None if other is None else ir.convenience.get_const_tensor(other)
+        return None if classes is None else _classes(classes.numpy())
     return None
+
+
+def _classes(compared: NDArray[Any]) -> int | None:
+    """The classes of a one-hot that is written as a comparison with 0, 1, 2, ...; None for another constant."""
+    counted = compared.size > 1 and np.array_equal(compared.reshape(-1), np.arange(compared.size))
+    return compared.size if counted else None
 
 
 def _shape(table: ir.Value) -> list[object]:
