@@ -103,7 +103,10 @@ class DataModule(lightning.LightningDataModule):
         outputs = {} if states is None else dict(states.outputs)
         asked = Request(config, [port for port in ports if port.name not in outputs], outputs, about or {})
         self.splits = splits_of(source, config, seed, asked)
-        if not getattr(self.splits, "batched", True):
+        lone = any(
+            port.axis is None for port in ports if port.name in outputs
+        )  # a state is one of a sequence
+        if lone or not getattr(self.splits, "batched", True):
             ports = [replace(port, axis=None) for port in ports]
         of_arrays = getattr(self.splits, "arrays", False)
         arrays = ArrayBatches(config.source, tuple(ports), outputs) if of_arrays else None
