@@ -55,12 +55,16 @@ class Port:
         dtype: NumPy's name of its type.
         shape: its axes; None where one is open.
         axis: the batch axis; None where it has none.
+        names: of its axes, in the file; "" of one without a name.
+        below: of ids, the rows of the smallest table that they index; None where no table is known.
     """
 
     name: str
     dtype: str
     shape: tuple[int | None, ...]
     axis: int | None
+    names: tuple[str, ...] = ()
+    below: int | None = None
 
 
 class ArrayFiles:

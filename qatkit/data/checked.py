@@ -12,10 +12,11 @@ from PIL import Image
 from torch import Tensor
 
 from qatkit.config.schema import DataConfig
+from qatkit.config.schema.model import AUDIO
 from qatkit.data.arrays import ArrayBatches
 from qatkit.data.image_files import printable
 from qatkit.data.preprocessing import Preprocessing, is_image_tensor
-from qatkit.data.request import Request, is_asked
+from qatkit.data.request import Request, check_own_settings, is_asked
 from qatkit.data.sources import ImageDataset, Source, Splits
 from qatkit.tasks import CLASSIFICATION, Task
 from qatkit_verify.errors import ConfigError
@@ -120,6 +121,7 @@ def _kind(value: Any) -> str:
 def splits_of(source: Source, config: DataConfig, seed: int, request: Request | None = None) -> Splits:
     """Returns the splits of a source, called as its contract says, with the request where it has a parameter for it."""
     check_call("data.source", config.source, source, "root", "download", "seed")
+    check_own_settings(config, source)
     with calling("data.source", config.source, source):
         if is_asked(source):
             return source(config.root, config.download, seed, request=request)  # type: ignore[call-arg]
@@ -159,7 +161,9 @@ def checked_splits(
 
 def check_array_settings(config: DataConfig) -> None:
     """Raises ConfigError for a setting of images, where samples are arrays."""
-    plain = {"augment": "none", "policy": "none", "cache": "none", "bad": "refuse"}
+    plain = {"augment": "none", "policy": "none", "cache": "none"}
+    if config.source != AUDIO:  # which skips files
+        plain["bad"] = "refuse"
     resolved = (
         "image_size",
         "resize",

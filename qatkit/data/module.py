@@ -68,6 +68,7 @@ class DataModule(lightning.LightningDataModule):
         ports: the model's inputs, where they are known and samples are arrays by their names.
         states: of a model whose outputs are inputs of its next step; None: samples have every input.
         image_size: of the model's images where it declares that; `weights_preprocessing` has its own.
+        about: what the model's file says beside its graph.
 
     Attributes:
         inputs: what the model is called with.
@@ -92,6 +93,7 @@ class DataModule(lightning.LightningDataModule):
         ports: Sequence[Port] = (),
         states: States | None = None,
         image_size: int | Sequence[int] | None = None,
+        about: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__()
         check_limits(config, "data")
@@ -99,8 +101,13 @@ class DataModule(lightning.LightningDataModule):
         check_augmentation(config, task)
         self.config, self.seed = config, seed
         outputs = {} if states is None else dict(states.outputs)
-        asked = Request(config, [port for port in ports if port.name not in outputs], outputs)
+        asked = Request(config, [port for port in ports if port.name not in outputs], outputs, about or {})
         self.splits = splits_of(source, config, seed, asked)
+        lone = any(
+            port.axis is None for port in ports if port.name in outputs
+        )  # a state is one of a sequence
+        if lone or not getattr(self.splits, "batched", True):
+            ports = [replace(port, axis=None) for port in ports]
         of_arrays = getattr(self.splits, "arrays", False)
         arrays = ArrayBatches(config.source, tuple(ports), outputs) if of_arrays else None
         if arrays is not None:

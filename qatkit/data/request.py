@@ -7,9 +7,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from qatkit.config.schema.model import AUDIO, DRAWN
+from qatkit_verify.errors import ConfigError
+
 if TYPE_CHECKING:
     from qatkit.config.schema import DataConfig
     from qatkit.data.arrays import Port
+
+# Settings that one source of ours reads; a source of the user's may read any of them.
+_OWN = {"rate": AUDIO, "frame": AUDIO, "hop": AUDIO, "axes": AUDIO, "scale": AUDIO} | {
+    "count": DRAWN,
+    "sizes": DRAWN,
+    "ranges": DRAWN,
+}
 
 
 @dataclass(frozen=True)
@@ -21,11 +31,13 @@ class Request:
         inputs: of the model, without its states; empty where they are not known.
         states: inputs of the model that are outputs of the step before, with these outputs. Items are steps then, and
             both splits have an attribute `lengths`, the number of items of each sequence, in order.
+        about: what the model's file says beside its graph: its metadata, and the inputs that are fixed to one number.
     """
 
     settings: DataConfig
     inputs: Sequence[Port] = ()
     states: Mapping[str, str] = field(default_factory=dict)
+    about: Mapping[str, str] = field(default_factory=dict)
 
 
 def is_asked(source: Callable[..., Any]) -> bool:
@@ -34,3 +46,14 @@ def is_asked(source: Callable[..., Any]) -> bool:
         return "request" in inspect.signature(source).parameters
     except (TypeError, ValueError):  # of a builtin
         return False
+
+
+def check_own_settings(config: DataConfig, source: Callable[..., Any]) -> None:
+    """Raises ConfigError for a setting that this source does not read."""
+    users = is_asked(source) and not config.source.startswith("qatkit.")
+    for key, owner in _OWN.items():
+        value = getattr(config, key)
+        if value is not None and config.source != owner and not users:
+            name = owner.rpartition(".")[2]
+            allowed = f"null with data.source={config.source}; data={name} reads it"
+            raise ConfigError(f"data.{key}", value, allowed)

@@ -58,6 +58,9 @@ class Splits:
         notes: what the report is to say of the images, a line each.
         arrays: whether items are (arrays by the names of the model's inputs, target) instead of images
             (`qatkit.data.arrays`).
+        batched: whether a batch may hold several samples; False where what the model's file declares as the batch is
+            something else.
+        drawn: whether samples were drawn at random, so that no figure says anything of real data.
     """
 
     train: ImageDataset
@@ -66,6 +69,8 @@ class Splits:
     default_preprocessing: Preprocessing | None = None
     notes: tuple[str, ...] = ()
     arrays: bool = False
+    batched: bool = True
+    drawn: bool = False
 
 
 Source = Callable[[str | None, bool, int], Splits]

@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from qatkit.config.schema.model import DRAWN
 from qatkit_verify.bundle.ports import Port
 from qatkit_verify.classification import names_of
 from qatkit_verify.fitting import by_sides
@@ -124,7 +125,9 @@ def _calibration(report: Report, arrays: Mapping[str, Any] | None) -> str:
     if not settings:
         return ""
     samples = "images" if arrays is None else "samples"
-    return f"## Calibration\n\nRanges come from {settings.get('images')} training {samples}."
+    drawn = report["config"].get("data", {}).get("source") == DRAWN
+    kind = f"{samples} drawn at random: they fit no real data" if drawn else f"training {samples}"
+    return f"## Calibration\n\nRanges come from {settings.get('images')} {kind}."
 
 
 def _speed(report: Report) -> str:

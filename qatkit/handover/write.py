@@ -275,4 +275,14 @@ def _manifest(source: BundleSource, new: Path, signer: str | None) -> Manifest:
     requires = {"onnxruntime": oldest_runtime(file), "opset": opset, "ir_version": file.ir_version}
     versions = read_json(new / REPORT_FILE)["versions"]
     kind = FORMAT_OF_ARRAYS if source.data.of_arrays else FORMAT
-    return Manifest(source.name, versions, requires, files, signer, RUNTIME_VERSION, source.options, kind)
+    return Manifest(
+        source.name,
+        versions,
+        requires,
+        files,
+        signer,
+        RUNTIME_VERSION,
+        source.options,
+        kind,
+        source.data.splits.drawn,
+    )

@@ -21,12 +21,16 @@ _RECURRENT = ("LSTM", "GRU", "RNN")
 
 
 class FileInput(NamedTuple):
-    """An input of a file: its type by NumPy's name, its axes (None: open), and which of them holds the batch."""
+    """An input of a file: its type by NumPy's name, its axes (None: open), which of them holds the batch, their names,
+    and the rows of the smallest table that it indexes.
+    """
 
     name: str
     dtype: str
     shape: tuple[int | None, ...]
     axis: int | None
+    names: tuple[str, ...] = ()
+    below: int | None = None
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,8 @@ def file_inputs(file: Path, model: ir.Model, fixed: Iterable[str], any_batch: bo
     Raises:
         ConfigError: an input is no tensor of numbers, or the file does not say its type and shape.
     """
+    from qatkit.importing.id_ranges import rows_indexed_by
+
     left = [value for value in model.graph.inputs if value.name not in set(fixed)]
     axes = batch_axes(left, any_batch and one_sample_per_run(left, model.graph))
     found = []
@@ -93,7 +99,9 @@ def file_inputs(file: Path, model: ir.Model, fixed: Iterable[str], any_batch: bo
                 "onnx", file, f"a file that gives the type and the shape of its input {value.name}"
             )
         sizes = tuple(size if isinstance(size, int) else None for size in value.shape)
-        found.append(FileInput(str(value.name), str(value.dtype.numpy()), sizes, axes[str(value.name)]))
+        names = tuple("" if isinstance(size, int) else str(size.value or "") for size in value.shape)
+        name, kind = str(value.name), str(value.dtype.numpy())
+        found.append(FileInput(name, kind, sizes, axes[name], names, rows_indexed_by(value)))
     return found
 
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
+import numpy as np
 from torch import nn
 
 from qatkit.config.schema import ModelConfig
@@ -47,11 +49,13 @@ class Declared(NamedTuple):
         ports: its inputs; none where it does not say.
         image: the axes of its images; None where it does not say, or takes something else.
         preprocessing: of the images that its bundle was made with.
+        about: its metadata, and the inputs that are fixed to one number.
     """
 
     ports: tuple[Port, ...] = ()
     image: ImageInput | None = None
     preprocessing: Preprocessing | None = None
+    about: Mapping[str, str] = MappingProxyType({})
 
 
 def declared(config: ModelConfig, layout: str | None) -> Declared:
@@ -66,10 +70,11 @@ def declared(config: ModelConfig, layout: str | None) -> Declared:
             can't be used.
     """
     path = _path(config.name)
-    inputs = file_inputs(path, read(path), config.kwargs.get("fix") or {})
+    model, fixed = read(path), config.kwargs.get("fix") or {}
+    inputs = file_inputs(path, model, fixed)
     image = image_input(inputs, layout_of(path, layout))
     told = None if image is None else _beside(path, image)
-    return Declared(tuple(Port(*one) for one in inputs), image, told)
+    return Declared(tuple(Port(*one) for one in inputs), image, told, _about(model.metadata_props, fixed))
 
 
 def _beside(path: Path, image: ImageInput) -> Preprocessing | None:
@@ -82,6 +87,13 @@ def _beside(path: Path, image: ImageInput) -> Preprocessing | None:
     high, wide = sides(found.image_size)
     fits = height in (None, high) and width in (None, wide) and channels in (None, found.channels)
     return found if fits and image.layout == found.layout else None
+
+
+def _about(metadata: Mapping[str, str], fixed: Mapping[str, Any]) -> dict[str, str]:
+    """The inputs that are fixed to one number, before the metadata of the file."""
+    values = {name: np.ravel(one) for name, one in fixed.items()}
+    numbers = {name: str(one[0]) for name, one in values.items() if one.size == 1 and one.dtype.kind in "if"}
+    return {**numbers, **metadata, **numbers}
 
 
 def states(config: ModelConfig) -> States | None:

@@ -83,6 +83,7 @@ def opened_data(config: Config) -> DataModule:
         ports=told.ports,
         states=models.states(config.model),
         image_size=size,
+        about=told.about,
     )
     if not data.of_arrays:
         check_channels(config, told.image, data.preprocessing)

@@ -162,6 +162,17 @@ def test_a_step_that_the_file_does_not_run_is_one_sentence(tmp_path: Path) -> No
         _made(root, model, ports=ports)
 
 
+def test_a_state_without_a_batch_axis_is_of_one_sequence(tmp_path: Path) -> None:
+    model = ModelConfig(f"onnx/{save_gru(tmp_path / 'gru.onnx', WEIGHTS)}", kwargs={"states": {"h": "hN"}})
+    steps = [sequence(4, 1), sequence(3, 2)]
+    ports = (Port("x", "float32", (None, 6), 0), Port("h", "float32", (1, HIDDEN), None))
+    data = _made(_saved(tmp_path / "data", a=steps[0], b=steps[1]), model, ports=ports)
+    batches = [batch for batch, _ in data.image_batches([0, 1, 2, 3], 4)]
+    assert [batch["x"].shape for batch in batches] == [(1, 6)] * 4
+    h = np.concatenate([batch["h"].numpy() for batch in batches])
+    np.testing.assert_allclose(h, gru_run(WEIGHTS, steps[0])[1][:-1], atol=1e-5)
+
+
 def test_a_state_of_open_sizes_has_to_be_given(tmp_path: Path) -> None:
     ports = (Port("x", "float32", (None, 6), 0), Port("h", "float32", (None, None), 0))
     root = _saved(tmp_path / "data", a=sequence(3, 1), b=sequence(3, 2))

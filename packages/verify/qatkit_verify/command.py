@@ -88,6 +88,8 @@ def verified(folder: Path, given: argparse.Namespace) -> Iterator[Found]:
     size = check_files(folder, manifest)
     signed = check_signature(folder, manifest.signer, given.key)
     seen = f"{len(manifest.files)} files, {size / 1e6:.1f} MB, each as in manifest.json; {signed}"
+    if manifest.drawn_data:
+        seen += "; made with random data, so its answers say nothing of real data"
     yield Found("files", OK, seen, figures={"files": len(manifest.files), "bytes": size})
     asked = CheckInputs(folder, manifest, given.threads, given.runs, given.runtime, given.pictures,
                   given.min_speedup, given.max_drop)  # fmt: skip

@@ -11,6 +11,9 @@ from qatkit.quant.granularity import GRANULARITIES
 from qatkit.quant.spec import ACTIVATIONS, SIGNED
 from qatkit_verify.fitting import ALIGNMENTS, FITS, LAYOUTS, ORDERS, PIXELS
 
+WAVE_AXES, SCALES = ("nt", "n1t", "nt1", "t"), ("unit", "int16")  # of sound
+AUDIO, DRAWN = "qatkit.data.audio.audio", "qatkit.data.drawn.drawn"  # sources with settings of their own
+
 
 @dataclass
 class ModelConfig:
@@ -125,10 +128,43 @@ class DataConfig:
     )
     bad: str = setting(
         "refuse",
-        "files that can't be read as images: end the run with a list of them, or leave them out and say so",
+        "files that can't be read as images or sound: end the run with a list of them, or leave them out and say so",
         Choices(("refuse", "skip")),
     )
     download: bool = setting(True, "fetch a data set that is not in root, where the source can")
+    rate: int | None = setting(
+        None,
+        "data=audio: samples per second of the model's input, to which files of other rates are resampled; null: what "
+        "the model's file says (metadata, or a fixed input such as sr), else 16000",
+        COUNT,
+    )
+    frame: int | None = setting(
+        None, "data=audio: audio samples of an input, where the model takes any number of them", COUNT
+    )
+    hop: int | None = setting(
+        None, "data=audio: audio samples from the start of a frame to that of the next; null: frame", COUNT
+    )
+    axes: str | None = setting(
+        None,
+        "data=audio: axes of the input, with n for the batch and t for time; null: found by its shape",
+        Choices(WAVE_AXES),
+    )
+    scale: str | None = setting(
+        None,
+        "data=audio: unit: samples in -1..1 (default of a float input); int16: in -32768..32767 (default of integers)",
+        Choices(SCALES),
+    )
+    count: int | None = setting(None, "data=drawn: samples of each split (default 64)", COUNT)
+    sizes: Any | None = setting(
+        None,
+        "data=drawn: sizes of open axes: {AXIS: SIZE} by names in the file, {INPUT: SIZE} or {INPUT: [SIZE, ...]}; "
+        "null: 224 of pictures, 16000 of sound, else 64",
+    )
+    ranges: Any | None = setting(
+        None,
+        "data=drawn: {INPUT: [LOW, HIGH]}, both included; null: floats are normal(0, 1), ids are rows of the table "
+        "that they index, numbers of 8 bits are any, other integers 0 or 1",
+    )
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from qatkit.config.schema.model import DRAWN
 from qatkit.quant.spec import WHOLE
 from qatkit.records.results import Results
 
@@ -66,6 +67,8 @@ class RequestedSettings:
         if not self.has_module:
             return self.other_modes()
         ways = []
+        if self.get("data.source") == DRAWN:
+            ways.append("real data (data=arrays, data=audio or data=pictures, data.root=DIR)")
         if self.get("calibration.random"):
             ways.append("calibration.random=false (ranges of real images)")
         elif self.get("calibration.search") == "none":

@@ -56,6 +56,7 @@ class Manifest:
         onnxruntime: the version that gave the golden answers; None where the manifest does not say.
         session_options: config entries under which the figures hold; None where the manifest does not say.
         format: of the bundle; an older qatkit-verify refuses a newer one.
+        drawn_data: whether the file was calibrated on, and the golden answers are of, random data.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Manifest:
     onnxruntime: str | None = None
     session_options: Mapping[str, str] | None = None
     format: int = FORMAT
+    drawn_data: bool = False
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -76,6 +78,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         "made_by": dict(manifest.made_by),
         "requires": dict(manifest.requires),
         **_runtime(manifest),
+        **({"drawn_data": True} if manifest.drawn_data else {}),
         "signer": manifest.signer,
         "files": [vars(one) for one in sorted(manifest.files, key=lambda one: one.name)],
         "sha256": _NOTHING,
@@ -141,6 +144,7 @@ def _manifest(stored: Mapping[str, Any]) -> Manifest:
         str(stored["name"]), dict(stored["made_by"]), dict(stored["requires"]), entries, stored["signer"],
         str(version) if (version := stored.get("onnxruntime")) else None,
         _options(stored.get("session_options")), int(stored.get("format", FORMAT)),
+        bool(stored.get("drawn_data", False)),
     )  # fmt: skip
 
 

@@ -1,0 +1,245 @@
+"""Samples that are drawn at random, for a model whose inputs are known and whose data are not at hand.
+
+    type, shape, range of each input ── seed, split, number of the sample ──> arrays by the names of the inputs
+
+A file made so runs, and its size and speed are those of any other. Its ranges fit no real data, and no figure of its
+accuracy says anything of them: the report, the table at the end and the bundle's manifest say so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qatkit.config.schema import DataConfig
+from qatkit.data.arrays import Port
+from qatkit.data.loading import seed_of
+from qatkit.data.request import Request
+from qatkit.data.sources import Splits
+from qatkit.tasks.base import NO_TARGET
+from qatkit_verify.errors import ConfigError, did_you_mean
+
+NOTE = (
+    "the data were drawn at random (data=drawn): ranges fit no real data, and no figure of accuracy or agreement says "
+    "anything of real data; calibrate and verify with real samples (data=arrays, data=audio or data=pictures) before "
+    "the file is used"
+)
+_COUNT = 64  # samples of a split
+_STEPS = 32  # of a sequence, of a model with states
+_PIXELS, _SECOND, _OTHER = (
+    224,
+    16000,
+    64,
+)  # sizes of open axes: a side of a picture, samples of a wave, any other
+_SIZES_FORM = "{AXIS: SIZE}, {INPUT: SIZE} or {INPUT: [SIZE, ...]}"
+_RANGES_FORM = "{INPUT: [LOW, HIGH]}"
+
+
+@dataclass(frozen=True)
+class Draw:
+    """The values of an input.
+
+    Attributes:
+        name: of the input.
+        dtype: NumPy's name of its type.
+        shape: of a sample, with the batch axis.
+        span: both ends, included; None: normal(0, 1).
+        whole: whether the values are whole numbers.
+        constant: whether all samples have the same values, as an input beside the batch has.
+        because: where the range comes from, in words.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    span: tuple[float, float] | None
+    whole: bool
+    constant: bool
+    because: str
+
+    def array(self, *parts: object) -> NDArray[Any]:
+        """Returns the values of a sample, which depend on `parts`."""
+        draw = np.random.default_rng(seed_of("drawn", self.name, *(parts[:1] if self.constant else parts)))
+        if self.span is None:
+            made: NDArray[Any] = draw.standard_normal(self.shape)
+        elif self.whole:
+            low, high = (int(one) for one in self.span)
+            made = draw.integers(
+                low, high, self.shape, np.uint64 if high >= 2**63 else np.int64, endpoint=True
+            )
+        else:
+            made = draw.uniform(*self.span, self.shape)
+        return np.asarray(made).astype(np.float32 if np.dtype(self.dtype).kind == "f" else self.dtype)
+
+    @property
+    def text(self) -> str:
+        """Returns the input in words."""
+        told = "normal(0, 1)" if self.span is None else f"{self.span[0]:.15g}..{self.span[1]:.15g}"
+        because = f" ({self.because})" if self.because else ""
+        return f"{self.name} {self.dtype} {list(self.shape)} {told}{because}"
+
+
+class DrawnArrays:
+    """Samples of some inputs; an item is (arrays by name, target).
+
+    Args:
+        draws: the inputs.
+        count: of samples.
+        parts: a seed and the split, which tell these samples from others.
+
+    Attributes:
+        lengths: samples of each sequence, for models with states.
+        targets: none of any sample.
+    """
+
+    def __init__(self, draws: Sequence[Draw], count: int, *parts: object) -> None:
+        self.draws, self.parts = draws, parts
+        self.lengths = [min(_STEPS, count - start) for start in range(0, count, _STEPS)]
+        self.targets = [NO_TARGET] * count
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> tuple[dict[str, NDArray[Any]], int]:
+        return {one.name: one.array(*self.parts, index) for one in self.draws}, NO_TARGET
+
+
+def drawn(root: str | None, download: bool, seed: int, request: Request | None = None) -> Splits:
+    """Returns samples drawn for the inputs of a model, `data.count` in each split.
+
+    Raises:
+        ConfigError: a model that does not declare its inputs, one that takes text, or settings that don't fit them.
+    """
+    asked = request if request is not None else Request(DataConfig())
+    settings = asked.settings
+    if root is not None:
+        raise ConfigError("data.root", root, "null with data=drawn, which reads no files")
+    ports = asked.inputs
+    if not ports:
+        told = "the model does not declare its inputs; an ONNX file does (train.py recipe=onnx_ptq onnx=FILE)"
+        raise ConfigError("data.source", settings.source, reason=told)
+    _check_names("ranges", settings.ranges, {port.name for port in ports}, _RANGES_FORM)
+    sizes = _Sizes(ports, settings.sizes)
+    batched = any(port.axis is not None for port in ports)
+    draws = [_draw(port, sizes, settings, constant=batched and port.axis is None) for port in ports]
+    count = settings.count or _COUNT
+    train, test = (DrawnArrays(draws, count, seed, part) for part in ("train", "test"))
+    told = (
+        f"drawn, {count} samples to calibrate and as many to verify: {'; '.join(one.text for one in draws)}"
+    )
+    return Splits(train, test, (), notes=(NOTE, told), arrays=True, drawn=True)  # type: ignore[arg-type]
+
+
+def _draw(port: Port, sizes: _Sizes, settings: DataConfig, *, constant: bool) -> Draw:
+    kind = np.dtype(port.dtype)
+    if kind.kind not in "fiub":
+        told = (
+            f"the input '{port.name}' takes {port.dtype}, which can't be drawn: give it by model.kwargs.fix"
+        )
+        raise ConfigError("data.source", settings.source, reason=told)
+    asked = (settings.ranges or {}).get(port.name)
+    whole, because = kind.kind != "f" or port.below is not None, "data.ranges"
+    span: tuple[float, float] | None
+    if asked is not None:
+        span = _span(port, asked)
+        whole = kind.kind != "f"
+    elif port.below is not None:
+        span, because = (0, port.below - 1), "rows of the table that it indexes"
+    elif kind.kind == "f":
+        span, because = None, ""
+    elif kind.kind != "b" and kind.itemsize == 1:
+        span, because = (int(np.iinfo(kind).min), int(np.iinfo(kind).max)), ""
+    else:
+        span, because = (0, 1), "" if kind.kind == "b" else "assumed; data.ranges sets it"
+    return Draw(port.name, port.dtype, sizes.of(port), span, whole, constant, because)
+
+
+def _span(port: Port, asked: Any) -> tuple[float, float]:
+    """The ends that a user gave.
+
+    Raises:
+        ConfigError: no two numbers in order, fractions for an input of integers, or ends beyond its type.
+    """
+    kind = np.dtype(port.dtype)
+    numbers = isinstance(asked, list | tuple) and all(isinstance(one, int | float) for one in asked)
+    if not numbers or len(asked) != 2 or not asked[0] <= asked[1] or not np.isfinite(asked).all():
+        raise ConfigError(f"data.ranges.{port.name}", asked, "[LOW, HIGH], two numbers in order")
+    if kind.kind != "f":
+        low, high = (0, 1) if kind.kind == "b" else (np.iinfo(kind).min, np.iinfo(kind).max)
+        if any(one != int(one) for one in asked) or asked[0] < low or asked[1] > high:
+            allowed = f"two whole numbers from {low} to {high}, of an input of type {port.dtype}"
+            raise ConfigError(f"data.ranges.{port.name}", asked, allowed)
+    return asked[0], asked[1]
+
+
+class _Sizes:
+    """The sizes of open axes; axes of one name have one size.
+
+    Raises:
+        ConfigError: `data.sizes` in another form, with a name of no axis and no input, or with no positive numbers.
+    """
+
+    def __init__(self, ports: Sequence[Port], asked: Any) -> None:
+        axes = {name for port in ports for axis, name in enumerate(port.names) if axis != port.axis} - {""}
+        _check_names("sizes", asked, axes | {port.name for port in ports}, _SIZES_FORM)
+        self.asked: Mapping[str, Any] = asked or {}
+        self.by_name: dict[str, int] = {}
+        for name, value in self.asked.items():
+            listed = value if isinstance(value, list | tuple) else [value]
+            if not listed or not all(type(one) is int and one > 0 for one in listed):
+                raise ConfigError(
+                    f"data.sizes.{name}", value, "a positive integer, or a list of them for an input"
+                )
+
+    def of(self, port: Port) -> tuple[int, ...]:
+        """Returns the shape of a sample of an input."""
+        places = [axis for axis, size in enumerate(port.shape) if size is None and axis != port.axis]
+        listed = self.asked.get(port.name)
+        given = listed if isinstance(listed, list | tuple) else [listed] * len(places)
+        if len(given) != len(places):
+            allowed = f"{len(places)} sizes, of the open axes of the input '{port.name}' but the batch"
+            raise ConfigError(f"data.sizes.{port.name}", listed, allowed)
+        found = [1 if size is None else size for size in port.shape]
+        if port.axis is not None:
+            found[port.axis] = 1
+        for axis, size in zip(places, given, strict=True):
+            found[axis] = self._size(port, axis, places, size)
+        return tuple(found)
+
+    def _size(self, port: Port, axis: int, places: Sequence[int], of_input: int | None) -> int:
+        """The size of an open axis: of its name, of its input, of another axis of its name, or the default."""
+        name = port.names[axis] if port.names else ""
+        named = self.asked.get(name) if name else None
+        if named is not None and name != port.name:
+            if not isinstance(named, int):
+                raise ConfigError(f"data.sizes.{name}", named, "a positive integer, the size of an axis")
+            return named
+        if of_input is not None:
+            return of_input
+        size = self.by_name.get(name) or _default(port, places)
+        if name:
+            self.by_name[name] = size
+        return size
+
+
+def _default(port: Port, places: Sequence[int]) -> int:
+    """The size of an open axis of which nothing is known but its input's shape."""
+    others = [size for axis, size in enumerate(port.shape) if axis not in places and axis != port.axis]
+    if len(port.shape) >= 4:
+        return _PIXELS
+    wave = np.dtype(port.dtype).kind == "f" and len(places) == 1 and all(size == 1 for size in others)
+    return _SECOND if wave else _OTHER
+
+
+def _check_names(key: str, asked: Any, known: set[str], form: str) -> None:
+    """Raises ConfigError for something else than a mapping, or a name that the model does not have."""
+    if asked is not None and not isinstance(asked, Mapping):
+        raise ConfigError(f"data.{key}", asked, form)
+    for name in asked or {}:
+        if name not in known:
+            allowed = f"one of {', '.join(sorted(known))}{did_you_mean(str(name), known)}"
+            raise ConfigError(f"data.{key}", name, allowed)

@@ -1,0 +1,180 @@
+"""The input of a model that takes the samples of a wave: its axis of time, the frame, the rate, the type.
+
+The axis of time is the only one that is neither the batch nor of size 1: [N, T], [N, 1, T], [T], [N, T, 1].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qatkit.config.schema import DataConfig
+from qatkit.data.arrays import LONE, Port
+from qatkit.data.request import Request
+from qatkit.data.sound_files import Samples
+from qatkit_verify.errors import ConfigError
+
+RATE = 16000  # where nothing says another one
+_RATE_NAMES = ("sr", "fs", "samplerate", "samplingrate", "samplerateh", "sampleratehz", "audiosamplerate")
+_RATES = range(1000, 400_000)
+# Of each `data.axes`: how many axes there are, and which is time.
+_NAMED = {"nt": (2, 1), "n1t": (3, 2), "nt1": (3, 1), "t": (1, 0)}
+_LEAST_SPECTRUM = 32  # half a spectrum's samples, from which on 2 ** k + 1 values are no frame of a wave
+_INT16 = 2**15
+
+
+@dataclass(frozen=True)
+class WaveInput:
+    """An input that takes frames.
+
+    Attributes:
+        name: of the input.
+        shape: of a frame, with the batch axis.
+        axis: of time.
+        dtype: NumPy's name of its type.
+        full: the value of a sample of 1.
+        rate: samples per second.
+        hop: samples from the start of a frame to that of the next.
+        because: where the rate comes from, in words.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    axis: int
+    dtype: str
+    full: int
+    rate: int
+    hop: int
+    because: str
+
+    @property
+    def frame(self) -> int:
+        """Returns the samples of a frame."""
+        return self.shape[self.axis]
+
+    @property
+    def batched(self) -> bool:
+        """Returns whether the input has an axis beside that of time, which may hold several frames."""
+        return len(self.shape) > 1
+
+    @property
+    def text(self) -> str:
+        """Returns the frames in words."""
+        levels = f" in -{self.full}..{self.full - 1}" if self.full > 1 else ""
+        told = f"frames of {self.frame} samples{levels} for '{self.name}', one every {self.hop}"
+        return f"{told}, at {self.rate} Hz ({self.because})"
+
+    def array(self, samples: Samples) -> NDArray[Any]:
+        """Returns a frame as the input takes it.
+
+        Args:
+            samples: in [-1, 1].
+        """
+        made: NDArray[Any] = samples
+        if self.full > 1:
+            made = samples * np.float32(self.full)
+        if np.dtype(self.dtype).kind == "i":
+            made = np.rint(made).clip(-self.full, self.full - 1)
+        return made.astype(self.dtype).reshape(self.shape)
+
+
+def wave_input(request: Request) -> WaveInput:
+    """Returns the input that takes a wave; of a model that declares none, one of floats [N, T].
+
+    Raises:
+        ConfigError: several inputs, one that takes no samples of a wave, or settings that don't fit it.
+    """
+    settings = request.settings
+    if len(request.inputs) > 1:
+        names = ", ".join(port.name for port in request.inputs)
+        told = f"the model takes {names}, and audio files give one input: in model.kwargs fix gives others a value "
+        told += "and states names outputs of the step before (+model.kwargs={states:{INPUT:OUTPUT},fix:{INPUT:VALUE}})"
+        raise ConfigError("data.source", settings.source, reason=told)
+    rank, axis = _NAMED[settings.axes or "nt"]
+    port = next(iter(request.inputs), Port(LONE, "float32", (None,) * rank, None if rank == 1 else 0))
+    if settings.axes is None and request.inputs:
+        axis = _time_axis(port, settings)
+    elif not _fits(port, rank, axis):
+        allowed = (
+            f"null, or axes of the input {_described(port)}, whose sizes are 1 but for the batch and time"
+        )
+        raise ConfigError("data.axes", settings.axes, allowed)
+    frame = _frame(port, axis, settings)
+    shape = tuple(frame if place == axis else 1 for place in range(len(port.shape)))
+    rate, because = _rate(settings, request.about)
+    full = _full(port, settings)
+    return WaveInput(port.name, shape, axis, port.dtype, full, rate, settings.hop or frame, because)
+
+
+def _time_axis(port: Port, settings: DataConfig) -> int:
+    """The axis of time, by the shape."""
+    batch = None if len(port.shape) == 1 else port.axis
+    left = [place for place, size in enumerate(port.shape) if size != 1 and place != batch]
+    if len(left) == 2 and batch is None and left[0] == 0 and port.shape[0] is None:
+        del left[0]  # a batch that has another name than that of other inputs
+    if len(left) != 1:
+        what = "a single number" if not left else f"{len(left)} axes that may be time"
+        told = f"the input {_described(port)} has {what}, and a wave has one: data=arrays gives other arrays"
+        named = any(_fits(port, *one) for one in _NAMED.values())
+        told += ", or say by data.axes which axis is time" if left and named else ""
+        raise ConfigError("data.source", settings.source, reason=told)
+    size = port.shape[left[0]]
+    if size is not None and size > _LEAST_SPECTRUM and not (size - 1) & (size - 2):
+        told = f"the input {_described(port)} takes {size} values, which are the spectrum of {2 * (size - 1)} samples"
+        told += " rather than samples of a wave: give it spectra by data=arrays, or say by data.axes that it is a wave"
+        raise ConfigError("data.source", settings.source, reason=told)
+    return left[0]
+
+
+def _fits(port: Port, rank: int, axis: int) -> bool:
+    """Whether an input has so many axes, and all but that of time may have one element."""
+    others = [size for place, size in enumerate(port.shape) if place not in (axis, port.axis)]
+    return len(port.shape) == rank and all(size in (None, 1) for size in others)
+
+
+def _frame(port: Port, axis: int, settings: DataConfig) -> int:
+    fixed = port.shape[axis]
+    if fixed is None and settings.frame is None:
+        allowed = f"a number of samples, since the input {_described(port)} takes any"
+        raise ConfigError("data.frame", None, allowed)
+    if fixed is not None and settings.frame not in (None, fixed):
+        raise ConfigError("data.frame", settings.frame, f"null or {fixed}, for the input {_described(port)}")
+    return fixed or settings.frame or 1
+
+
+def _rate(settings: DataConfig, about: Mapping[str, str]) -> tuple[int, str]:
+    """The rate, and where it comes from."""
+    if settings.rate is not None:
+        return settings.rate, "data.rate"
+    for name, value in about.items():
+        plain = "".join(one for one in name.lower() if one.isalnum())
+        if plain in _RATE_NAMES and value.isdecimal() and int(value) in _RATES:
+            return int(value), f"the model's {name}"
+    return RATE, "assumed; data.rate sets it"
+
+
+def _full(port: Port, settings: DataConfig) -> int:
+    """The value of a sample of 1."""
+    kind = np.dtype(port.dtype)
+    if kind.kind == "f":
+        return _INT16 if settings.scale == "int16" else 1
+    if kind.kind != "i" or kind.itemsize < 2:
+        told = f"the input {_described(port)} is {port.dtype}, and samples of a wave are floats or integers of 16 bits"
+        raise ConfigError("data.source", settings.source, reason=f"{told} or more")
+    if settings.scale == "unit":
+        raise ConfigError(
+            "data.scale", "unit", f"null or int16, for the input {_described(port)} of {port.dtype}"
+        )
+    return _INT16
+
+
+def _described(port: Port) -> str:
+    sizes = [
+        "N" if place == port.axis else "any" if size is None else size
+        for place, size in enumerate(port.shape)
+    ]
+    return f"'{port.name}' [{', '.join(map(str, sizes))}]"

@@ -1,0 +1,77 @@
+"""The tables that an input of a file indexes: ids are below their number of rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+# Operators whose output holds nothing but values of their first input.
+_PASSING = (
+    "Cast",
+    "Expand",
+    "Flatten",
+    "Identity",
+    "Reshape",
+    "Slice",
+    "Split",
+    "Squeeze",
+    "Tile",
+    "Transpose",
+    "Unsqueeze",
+)
+_STANDARD = ("", "ai.onnx")
+
+
+def rows_indexed_by(value: ir.Value) -> int | None:
+    """Returns the rows of the smallest table that a value indexes, by a Gather or a one-hot; None where none is known.
+
+    What is computed with it on the way (a sum with an offset) ends the search.
+    """
+    found, waiting, seen = list[int](), [value], set[ir.Value]()
+    while waiting:
+        here = waiting.pop()
+        if here in seen:
+            continue
+        seen.add(here)
+        for node, place in here.uses():
+            if node.domain not in _STANDARD:
+                continue
+            rows = _rows(node, place)
+            found += [] if rows is None else [rows]
+            if node.op_type in _PASSING and place == 0:
+                waiting += node.outputs
+    return min(found, default=None)
+
+
+def _rows(node: ir.Node, place: int) -> int | None:
+    """The rows of the table that a node looks a value up in."""
+    if node.op_type == "Gather" and place == 1 and node.inputs[0] is not None:
+        axis = node.attributes["axis"].as_int() if "axis" in node.attributes else 0
+        sizes = _shape(node.inputs[0])
+        size = sizes[axis] if sizes and -len(sizes) <= axis < len(sizes) else None
+        return size if isinstance(size, int) and size > 0 else None
+    if node.op_type == "OneHot" and place == 0 and node.inputs[1] is not None:
+        depth = ir.convenience.get_const_tensor(node.inputs[1])
+        return None if depth is None else int(depth.numpy().reshape(-1)[0])
+    if node.op_type == "Equal" and len(node.inputs) == 2:
+        other = node.inputs[1 - place]
+        classes = None if other is None else ir.convenience.get_const_tensor(other)
+        return None if classes is None else _classes(classes.numpy())
+    return None
+
+
+def _classes(compared: NDArray[Any]) -> int | None:
+    """The classes of a one-hot that is written as a comparison with 0, 1, 2, ...; None for another constant."""
+    counted = compared.size > 1 and np.array_equal(compared.reshape(-1), np.arange(compared.size))
+    return compared.size if counted else None
+
+
+def _shape(table: ir.Value) -> list[object]:
+    """The sizes of a table; of a constant those of its values."""
+    held = ir.convenience.get_const_tensor(table)
+    if held is not None:
+        return list(held.shape)
+    return [] if table.shape is None else list(table.shape)
