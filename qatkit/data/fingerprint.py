@@ -3,19 +3,40 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from torchvision.datasets import DatasetFolder
 
 from qatkit.data.checked import CheckedImages
 from qatkit.data.image_files import ImageFiles
+from qatkit.data.loading import seeded_permutation
 from qatkit_verify.pictures import open_regular_file
 
+_FEW = 16  # items whose contents are read to know a dataset again
 
-def fingerprint(classes: Sequence[str], labels: Sequence[Any], contents: Sequence[str]) -> str:
-    """Returns hex digits for a dataset of these classes, labels and contents."""
+
+def fingerprint(
+    images: CheckedImages, chosen: Sequence[int], classes: Sequence[str], ends: Mapping[int, str], seed: int
+) -> str:
+    """Returns hex digits for a dataset: of its classes, labels and contents.
+
+    The contents of a few items count, unless a source draws new ones whenever it is asked.
+
+    Args:
+        images: the dataset.
+        chosen: the indices of the items that count.
+        classes: names of the labels.
+        ends: digests of both ends of files by index, where all files were looked at: then all contents count.
+        seed: of the choice of a few.
+    """
+    if ends:
+        contents = [ends[index] for index in chosen]
+    else:
+        few = [chosen[position] for position in seeded_permutation(len(chosen), "fingerprint", seed)[:_FEW]]
+        contents, again = ([digest(images, index) for index in few] for _ in range(2))
+        contents = contents if contents == again else []
+    labels = [images.targets[index] for index in chosen]
     return hashlib.sha256(repr((classes, labels, contents)).encode()).hexdigest()[:16]
 
 

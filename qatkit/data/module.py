@@ -29,7 +29,6 @@ from qatkit.data.loading import (
     balanced,
     capped,
     held_out_subset,
-    seeded_permutation,
     steps_per_epoch,
 )
 from qatkit.data.pace import pace_of
@@ -45,7 +44,6 @@ from qatkit_verify.errors import ConfigError
 from qatkit_verify.fitting import as_typed
 from qatkit_verify.free_run import StepSequence
 
-_FEW = 16  # images whose contents are read to know a dataset again
 _HELD_OUT = 1000  # images, at most, where nothing else is asked for
 
 
@@ -132,7 +130,7 @@ class DataModule(lightning.LightningDataModule):
         self.notes = (*self.splits.notes, *found.notes)
         self._train = capped(self._train_images.groups, found.train, config.train_images, "train", seed)
         self._test = capped(self._test_images.groups, found.test, config.test_images, "test", seed)
-        self.fingerprint = self._fingerprint(found.ends)
+        self.fingerprint = fingerprint(self._train_images, self._train, self.classes, found.ends, seed)
         self.held_out = self._hold_out(held_out)
         self.inputs = self._inputs()
         self._loader: TrainLoader | None = None
@@ -182,19 +180,6 @@ class DataModule(lightning.LightningDataModule):
     def rows(self, wanted: int) -> int:
         """Returns how many samples a batch may have: `wanted`, or one where the model takes no more."""
         return wanted if self._arrays is None or self._arrays.batched else 1
-
-    def _fingerprint(self, ends: Mapping[int, str]) -> str:
-        """Of files that were looked at, both ends of each count; of others the contents of a few, unless a source
-        draws new ones whenever it is asked.
-        """
-        if ends:
-            contents = [ends[index] for index in self._train]
-        else:
-            few = seeded_permutation(len(self._train), "fingerprint", self.seed)[:_FEW]
-            contents, again = (self.digests([self._train[position] for position in few]) for _ in range(2))
-            contents = contents if contents == again else []
-        labels = [self._train_images.targets[index] for index in self._train]
-        return fingerprint(self.splits.classes, labels, contents)
 
     def _hold_out(self, count: int | None) -> list[int]:
         """Takes images out of the train split."""
