@@ -1,13 +1,15 @@
 """verify.every: which epoch of a fine-tuning is kept is decided by the file that it gives, in ONNX Runtime.
 
+    before the first step,
     every so many epochs  weights, or their average ─ BatchNorm statistics ─ scales aligned ─> what would ship
                           ─ convert ─> file ─ ONNX Runtime ─> metric on training images held out ─ the best so far?
     at the end            the best one is the module
 
 The first file is exported, the others are the same one with other values (`qatkit.choose.judge.Files`). Of images
-without labels float's decision stands in for the label. Of equal epochs the later one is kept. What is judged is a
-function of the checkpoint: a run that is killed while it judges has a checkpoint of that step, and judges again. A
-float control has no file of its own kind; its epochs are judged on the same images in PyTorch.
+without labels float's decision stands in for the label. Of equal epochs the later one is kept; the start is, where
+training made every epoch worse. What is judged is a function of the checkpoint: a run that is killed while it judges
+has a checkpoint of that step, and judges again. A float control has no file of its own kind; its epochs are judged on
+the same images in PyTorch.
 """
 
 from __future__ import annotations
@@ -91,6 +93,7 @@ class Choosing(Judging):
     """
 
     module: QATModule
+    judges_start = True
 
     def __init__(
         self, run: Run, module: QATModule, data: DataModule, checkpoint: Path, interval: int, title: str

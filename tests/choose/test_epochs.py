@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from qatkit.run.build import data_of, qat_module
 from qatkit.run.folder import Run
 from qatkit.train.learner import Batch
 from qatkit.train.module import QATModule
+from qatkit.verify.accuracy import accuracy
 from qatkit_verify.errors import ConfigError
 
 HELD_OUT = 200
@@ -83,7 +85,7 @@ def test_the_kept_epoch_is_the_one_whose_file_is_best(tmp_path: Path) -> None:
         figures.append(_top1(run.folder / "model.onnx", data_of(config)))
     config = _config(tmp_path / "chosen", epochs=epochs)
     module, run = _trained(config)
-    rows = run.curves["QAT"]
+    rows = run.curves["QAT"][1:]  # behind the start
     assert [row["score"] for row in rows] == pytest.approx(figures)
     best = max(range(epochs), key=lambda i: (figures[i], i))
     assert best != epochs - 1 and len(set(figures)) > 2  # or the last one would do
@@ -123,7 +125,7 @@ def test_held_out_images_are_not_trained_tested_or_calibrated_on(tmp_path: Path)
     for others in (torch.cat(seen), of_test, calibrating):
         assert not own & {one.numpy().tobytes() for one in others}
     assert not set(data.held_out) & set(data.calibration_indices(400))
-    assert module.curve[0]["step"] == 12
+    assert [row["step"] for row in module.curve] == [0, 12]
 
 
 @pytest.mark.parametrize(
@@ -173,12 +175,12 @@ def test_of_a_stopped_run_the_average_is_exported(tmp_path: Path) -> None:
 def test_a_run_stopped_while_it_judges_judges_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, _ = _trained(_config(tmp_path / "whole", epochs=2))
     config = _config(tmp_path / "stopped", epochs=2)
-    monkeypatch.setattr("qatkit.choose.epochs.accuracy", _interrupted)
-    for _ in range(2):
+    for judged in (1, 0):  # the start, and nothing
+        monkeypatch.setattr("qatkit.choose.epochs.accuracy", _interrupted_after(judged))
         with pytest.raises(SystemExit):
             _trained(config)
         stored = torch.load(tmp_path / "stopped" / "last.ckpt", weights_only=True)
-        assert stored["global_step"] == 12 and "curve" not in stored
+        assert stored["global_step"] == 12 and [row["step"] for row in stored["curve"]] == [0]
     monkeypatch.undo()
     module, _ = _trained(config)
     assert [row["score"] for row in module.curve] == [row["score"] for row in whole.curve]
@@ -188,8 +190,16 @@ def test_a_run_stopped_while_it_judges_judges_again(tmp_path: Path, monkeypatch:
     )
 
 
-def _interrupted(*_: Any) -> None:
-    raise KeyboardInterrupt
+def _interrupted_after(judged: int) -> Callable[..., Any]:
+    """Returns `accuracy`, which is interrupted after so many calls."""
+    calls = iter(range(judged))
+
+    def interrupted(*args: Any, **options: Any) -> Any:
+        if next(calls, None) is None:
+            raise KeyboardInterrupt
+        return accuracy(*args, **options)
+
+    return interrupted
 
 
 def test_a_whole_run_reports_the_curve_and_what_it_cost(
@@ -202,7 +212,9 @@ def test_a_whole_run_reports_the_curve_and_what_it_cost(
     curves = {one["stage"]: one for one in report["curves"]}
     assert list(curves) == ["float", "QAT", "float control"]
     qat = curves["QAT"]
-    assert qat["chosen"] and qat["images"] == HELD_OUT and [one["epoch"] for one in qat["epochs"]] == [1, 2]
+    assert (
+        qat["chosen"] and qat["images"] == HELD_OUT and [one["epoch"] for one in qat["epochs"]] == [0, 1, 2]
+    )
     kept = [one for one in qat["epochs"] if one["kept"]]
     data = data_of(config)
     assert [one["top1"] for one in kept] == [pytest.approx(_top1(tmp_path / "run" / "model.int8.onnx", data))]
@@ -227,7 +239,31 @@ def test_without_labels_floats_answers_choose(tmp_path: Path) -> None:
     config = _config(tmp_path / "run", distill=1.0)
     config.data = replace(config.data, source=f"{__name__}.unlabelled")
     module, run = _trained(config)
-    assert 0 <= module.curve[0]["score"] <= 100 and run.curves["QAT"][0]["kept"]
+    rows = run.curves["QAT"]
+    assert all(0 <= row["score"] <= 100 for row in rows) and sum(row["kept"] for row in rows) == 1
+    answers = module.teacher[0]
+    batches = [images for images, _ in data_of(config).held_out_batches()]
+    export_onnx(module.convert().graph, batches[0][:2], tmp_path / "model.onnx")
+    session = ort.InferenceSession(str(tmp_path / "model.onnx"))
+    with torch.no_grad():
+        same = [
+            (session.run(None, {"input": images.numpy()})[0].argmax(1) == answers(images).argmax(1).numpy())
+            for images in batches
+        ]
+    assert 100 * np.concatenate(same).mean() == pytest.approx(max(row["score"] for row in rows))
+
+
+def test_the_start_is_kept_where_training_made_it_worse(tmp_path: Path) -> None:
+    config = _config(tmp_path / "run", distill=1.0, lr=1.0, optimizer="adamw")
+    config.task, config.data = "outputs", replace(config.data, source=f"{__name__}.unlabelled")
+    module, run = _trained(config)
+    start, worse = run.curves["QAT"]
+    assert start["kept"] and start["step"] == 0 and start["score"] > worse["score"] and not worse["kept"]
+    weights = {n: p.detach() for n, p in module.graph.named_parameters() if n.endswith("weight")}
+    config.schedule.epochs, config.verify.every = 0, None
+    untrained, _ = _trained(replace(config, output_dir=str(tmp_path / "untrained")))
+    same = dict(untrained.graph.named_parameters())
+    assert weights and all(torch.equal(value, same[name]) for name, value in weights.items())
 
 
 def unlabelled(root: str | None, download: bool, seed: int) -> Any:

@@ -103,7 +103,7 @@ class VerifyConfig:
     every: int | None = setting(
         None,
         "epochs of fine-tuning from one export to the next, whose accuracy in ONNX Runtime on held_out images decides "
-        "which epoch is kept; null: the last one",
+        "which epoch, or the start, is kept; null: the last one",
         COUNT,
     )
     validation: bool = setting(

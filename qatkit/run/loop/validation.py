@@ -38,6 +38,8 @@ class Judging(Callback, ABC):
         interval: optimizer steps from one to the next; there is one at the end of the training too.
     """
 
+    judges_start = False  # whether there is one before the first step, too
+
     def __init__(self, module: Learner, checkpoint: Path, interval: int) -> None:
         self.module, self.path, self.interval = module, checkpoint, interval
 
@@ -71,7 +73,11 @@ class Judging(Callback, ABC):
     def _due(self, trainer: lightning.Trainer) -> bool:
         step = trainer.global_step
         boundary = step % self.interval == 0 or step == trainer.max_steps
-        return step > 0 and boundary and all(row["step"] != step for row in self.module.curve)
+        return (
+            (step > 0 or self.judges_start)
+            and boundary
+            and all(row["step"] != step for row in self.module.curve)
+        )
 
     def _judge(self, trainer: lightning.Trainer) -> None:
         self.module.check_finite()
@@ -81,8 +87,8 @@ class Judging(Callback, ABC):
         self.module.curve.append({"step": step, **row})
         if trainer.logger is not None:
             trainer.logger.log_metrics({self.module.task.names.main.key: row[SCORE]}, step)
-        # the last interval may be a short one
-        epoch_listener.validated(self.path.stem, -(-step // self.interval), row[SCORE])
+        if step > 0:  # the last interval may be a short one
+            epoch_listener.validated(self.path.stem, -(-step // self.interval), row[SCORE])
 
 
 class Validating(Judging):
