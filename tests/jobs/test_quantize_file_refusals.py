@@ -160,7 +160,7 @@ BAD_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "nothing to quantize": (no_operator, "a model with an operator to quantize: Conv, Gemm, MatMul, LSTM"),
     "unknown operator": (unknown_operator, "a model that ONNX Runtime runs ("),
     "unknown operator in a branch": (unknown_operator_in_a_branch, "a model that ONNX Runtime runs (This is"),
-    "no upgrade": (no_upgrade, "opset 13 or higher; it has 5 and can't be upgraded ("),
+    "no upgrade": (no_upgrade, "a file of opset 7 to "),
     "a branch": (with_branches, "a model with its Conv, Gemm and MatMul in the main graph; its If holds some"),
     "two inputs": (made_with(inputs=[EXTRA]), f"{INPUT}; it has input, mask"),
     "rank": (made_with(shape=["N", 192]),
