@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import io
 import json
 import shutil
@@ -81,7 +82,7 @@ def quark(file: Path, samples: Samples, made: Path) -> None:
     """Quantizes with AMD Quark."""
     from quark.onnx import A8W8_QCONFIG, ModelQuantizer
 
-    ModelQuantizer(A8W8_QCONFIG).quantize_model(str(file), str(made), Reader(samples))
+    ModelQuantizer(copy.deepcopy(A8W8_QCONFIG)).quantize_model(str(file), str(made), Reader(samples))
 
 
 def nncf(file: Path, samples: Samples, made: Path) -> None:
@@ -107,7 +108,10 @@ def compare(file: Path, args: argparse.Namespace, folder: Path) -> dict[str, Any
     for name, run in PEERS.items():
         made = folder / f"{name}.onnx"
         try:
-            with contextlib.redirect_stdout(io.StringIO()):
+            with (
+                contextlib.redirect_stdout(io.StringIO()),
+                contextlib.chdir(folder),
+            ):  # they leave files behind
                 run(file, samples, made)
             open_session(made, threads=1).run(None, dict(samples[0]))
             files[name] = made
@@ -146,7 +150,7 @@ def page(rows: Sequence[Mapping[str, Any]], hardware: str) -> str:
         "# Float ONNX files, beside other tools",
         "",
         "Written by `benchmarks/onnx_peers.py`, which says what the columns are and how it is run; do not edit."
-        f" {hardware}. The best figure among the tools that are at least as fast as another one is what counts.",
+        f" {hardware}. A file of no SQNR is exact: nothing of it is quantized. Compare tools of equal speed.",
         "",
         "| file | data | decision | tool | SQNR, dB | same | size | speed [p10-p90] |",
         "|---|---|---|---|---|---|---|---|",
