@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,10 +35,15 @@ class Graph:
     constants: dict[str, Array]
 
     @classmethod
-    def of(cls, path: Path) -> Graph:
-        """Reads a file."""
+    def of(cls, path: Path, known: Collection[str] = ()) -> Graph:
+        """Reads a file.
+
+        Args:
+            path: of the file.
+            known: first outputs of the nodes without names of the file that it was made of: they have names here.
+        """
         proto = onnx.load(str(path))
-        nodes = {key(node): node for node in proto.graph.node}
+        nodes = {key(node, known): node for node in proto.graph.node}
         makers = {name: node for node in proto.graph.node for name in node.output}
         return cls(path, proto, nodes, makers, _constants(path, proto))
 
@@ -64,14 +70,16 @@ class Changes:
     inputs: list[str] = field(default_factory=list)
 
 
-def key(node: onnx.NodeProto) -> str:
-    """The name of a node."""
-    return str(node.name) or str(node.output[0])
+def key(node: onnx.NodeProto, known: Collection[str] = ()) -> str:
+    """Returns the name of a node, or its first output where it has none or where that is known."""
+    output = str(node.output[0])
+    return output if output in known else str(node.name) or output
 
 
 def changes(source: Path, target: Path) -> Changes:
     """Compares a written file with its source at the same opset."""
-    before, after = Graph.of(source), Graph.of(target)
+    before = Graph.of(source)
+    after = Graph.of(target, {name for name, node in before.nodes.items() if not node.name})
     found = Changes()
     for name, node in before.nodes.items():
         if name not in after.nodes and not _is_constant(node, before):
