@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from qatkit.config.schema import ModelConfig
 from qatkit.data.arrays import Port
 from qatkit.models import declared
 from qatkit.report import this_hardware
+from qatkit_verify.files import write_text
 from qatkit_verify.session import open_session
 
 ROOT = Path(__file__).parent.parent
@@ -255,22 +256,35 @@ def chosen(args: argparse.Namespace) -> Iterator[Path]:
             yield file.resolve()
 
 
-def main() -> int:
-    """Quantizes the files and prints the table; with --record it becomes the page."""
-    args = parsed(arguments("Float ONNX files, quantized without training."))
-    known = (
-        {row["file"]: row for row in json.loads(RECORD.read_text())}
-        if args.record and RECORD.is_file()
-        else {}
-    )
+def run(
+    args: argparse.Namespace,
+    made: Callable[[Path, argparse.Namespace, Path], dict[str, Any]],
+    record: Path,
+    publish: Callable[[Sequence[Mapping[str, Any]]], None],
+) -> None:
+    """Prints the row of each file.
+
+    Args:
+        args: the command line's.
+        made: makes the row of a file in a folder.
+        record: where --record keeps the rows, those of earlier runs too.
+        publish: is given all of them then.
+    """
+    known = {row["file"]: row for row in json.loads(record.read_text())} if record.is_file() else {}
     for file in chosen(args):
         with tempfile.TemporaryDirectory() as folder:
-            known[file.stem] = row = row_of(file, args, Path(folder))
+            known[file.stem] = row = made(file, args, Path(folder))
         print(json.dumps(row), flush=True)
         if args.record:
             rows = [known[name] for name in sorted(known)]
-            RECORD.write_text(json.dumps(rows, indent=1) + "\n")
-            PAGE.write_text(page(rows, this_hardware(2).cpu))
+            write_text(record, json.dumps(rows, indent=1) + "\n")
+            publish(rows)
+
+
+def main() -> int:
+    """Quantizes the files and prints a line of each; with --record they become the page."""
+    args = parsed(arguments("Float ONNX files, quantized without training."))
+    run(args, row_of, RECORD, lambda rows: write_text(PAGE, page(rows, this_hardware(2).cpu)))
     return 0
 
 

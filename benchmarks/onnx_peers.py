@@ -20,10 +20,8 @@ import argparse
 import contextlib
 import copy
 import io
-import json
 import shutil
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -34,11 +32,11 @@ from onnx_files import (
     ROOT,
     Array,
     arguments,
-    chosen,
     parsed,
     quantize,
     ratios,
     read,
+    run,
     samples_of,
 )
 from onnxruntime.quantization import CalibrationDataReader, quantize_static
@@ -47,6 +45,7 @@ from onnxruntime.quantization.shape_inference import quant_pre_process
 from qatkit.report import this_hardware
 from qatkit.tasks.outputs import Outputs
 from qatkit_verify.errors import one_line
+from qatkit_verify.files import write_text
 from qatkit_verify.latency import latency
 from qatkit_verify.session import open_session
 
@@ -105,14 +104,14 @@ def compare(file: Path, args: argparse.Namespace, folder: Path) -> dict[str, Any
         failed["qatkit"] = reason
     else:
         files["qatkit"] = folder / "run" / "model.int8.onnx"
-    for name, run in PEERS.items():
+    for name, tool in PEERS.items():
         made = folder / f"{name}.onnx"
         try:
             with (
                 contextlib.redirect_stdout(io.StringIO()),
                 contextlib.chdir(folder),
             ):  # they leave files behind
-                run(file, samples, made)
+                tool(file, samples, made)
             open_session(made, threads=1).run(None, dict(samples[0]))
             files[name] = made
         except Exception as error:  # whatever a tool raises is its row
@@ -180,15 +179,7 @@ def main() -> int:
     """Compares the files and prints a line of each; with --record they become the page."""
     warnings.simplefilter("ignore")
     args = parsed(arguments("INT8 files of qatkit and of other tools."))
-    known = {row["file"]: row for row in json.loads(RECORD.read_text())} if RECORD.is_file() else {}
-    for file in chosen(args):
-        with tempfile.TemporaryDirectory() as folder:
-            known[file.stem] = row = compare(file, args, Path(folder))
-        print(json.dumps(row), flush=True)
-        if args.record:
-            rows = [known[name] for name in sorted(known)]
-            RECORD.write_text(json.dumps(rows, indent=1) + "\n")
-            PAGE.write_text(page(rows, this_hardware(2).cpu))
+    run(args, compare, RECORD, lambda rows: write_text(PAGE, page(rows, this_hardware(2).cpu)))
     return 0
 
 

@@ -207,7 +207,7 @@ def _samples_of(path: str, rate: int) -> _Read:
 
 
 def _notes(files: Sequence[Sequence[Recording]], wave: WaveInput) -> list[str]:
-    """What the report says of the frames, of files of other rates, and of files that are in both splits."""
+    """Returns the report's notes on the frames, on files of other rates, and on files that are in both splits."""
     train, test = files
     given = [
         f"{len(part)} audio file{'s' if len(part) > 1 else ''} ({_seconds(part, wave)})" for part in files

@@ -391,9 +391,7 @@ class DataModule(lightning.LightningDataModule):
         return [digest(self._train_images, index) for index in indices]
 
     def state_dict(self) -> dict[str, Any]:
-        """Position in training, and of which images. Lightning restores this after every kind of stop; a loader's
-        own state it leaves out where an epoch had just ended.
-        """
+        """Returns the position in training: Lightning leaves a loader's own out where an epoch had just ended."""
         return {"fingerprint": self.fingerprint} | ({} if self._loader is None else self._loader.state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -53,7 +53,7 @@ def read_sound(path: str) -> Sound:
     """Reads a file.
 
     Raises:
-        OSError: there is none.
+        OSError: there is no such file, or it can't be opened.
         ValueError: it has no samples that can be read; the message says why, as the end of a sentence.
         ImportError: a FLAC file, without the package soundfile.
     """

@@ -131,7 +131,7 @@ def _time_axis(port: Port, settings: DataConfig) -> int:
 
 
 def _fits(port: Port, rank: int, axis: int) -> bool:
-    """Whether an input has so many axes, and all but that of time may have one element."""
+    """Returns whether an input has `rank` axes, of which all but the batch and time may have one element."""
     others = [size for place, size in enumerate(port.shape) if place not in (axis, port.axis)]
     return len(port.shape) == rank and all(size in (None, 1) for size in others)
 

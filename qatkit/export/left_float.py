@@ -1,4 +1,4 @@
-"""What a mode leaves float, and how a report says it."""
+"""Lists the operators that a mode leaves float, with notes for the report."""
 
 from __future__ import annotations
 

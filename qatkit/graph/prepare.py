@@ -166,7 +166,7 @@ def _insert(graph_module: fx.GraphModule, point: Point, quantizer: FakeQuantize)
 
 
 def _holds_another(graph_module: fx.GraphModule, path: str) -> bool:
-    """Whether the model has something of its own at the path of a quantizer."""
+    """Returns whether the model has a module or parameter of its own at the path of a quantizer."""
     try:
         return not isinstance(graph_module.get_submodule(path), FakeQuantize)
     except AttributeError:

@@ -69,7 +69,7 @@ def quantize_weights_alone(
 
 
 def is_recurrent(node: fx.Node) -> bool:
-    """Whether a node is an LSTM, GRU or RNN."""
+    """Returns whether a node is an LSTM, GRU or RNN."""
     return op_class(node) in RECURRENT_TYPES
 
 

@@ -131,7 +131,7 @@ class _Builder:
             yield self._step(given, constants)
 
     def _passed(self, node: Node) -> Iterable[Step]:
-        """A node that gives its first input back; a Dropout that nobody trains gives its mask too, which keeps all."""
+        """Yields the steps of a node that returns its first input: the mask of a Dropout, which keeps all, or none."""
         constants = [self.known.get(name) if name else None for name in node.inputs]
         if node.op_type == "Dropout" and drops(node, constants):
             reason = "Dropout in training mode draws random numbers: no two runs would give the same"

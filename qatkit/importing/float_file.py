@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from qatkit.export.quiet import quiet
 from qatkit.importing.inputs import FileInput, ImageInput, file_inputs, fixed_inputs, image_input
-from qatkit.importing.read import MAX_BYTES, read
+from qatkit.importing.read import MAX_BYTES, read, reading
 from qatkit.records.preprocessing_file import preprocessing_beside
 from qatkit.records.run_files import REPORT_FILE, changed_since_its_report
-from qatkit_verify.errors import ConfigError, one_line
+from qatkit_verify.errors import ConfigError
 from qatkit_verify.fitting import LAYOUTS
 
 if TYPE_CHECKING:
@@ -123,15 +123,8 @@ def read_float_file(path: Path, fixed: Mapping[str, Any] | None = None) -> Float
         )
         raise ConfigError("onnx", path, allowed)
     model = read(path, most=MAX_BYTES, check=partial(_check_float, path))
-    try:
-        with quiet():
-            return _checked(path, model, fixed or {})
-    except ConfigError:
-        raise
-    except Exception as error:  # whatever a damaged file makes of the libraries that read it
-        raise ConfigError(
-            "onnx", path, reason=f"the file can't be read as ONNX ({one_line(error)})"
-        ) from error
+    with reading(path):
+        return _checked(path, model, fixed or {})
 
 
 def _check_float(path: Path, graph: onnx.GraphProto) -> None:

@@ -113,7 +113,7 @@ def _is_tensor(value: ir.Value) -> bool:
 
 
 def one_sample_per_run(inputs: Sequence[ir.Value], graph: ir.Graph) -> bool:
-    """Whether all inputs have a first axis of 1 that holds the batch: that of a recurrence's state holds layers."""
+    """Returns whether all inputs have a batch axis of 1 in front; that of a recurrence's state holds layers instead."""
     return (
         bool(inputs)
         and all(_one_sample(value) for value in inputs)
@@ -160,7 +160,7 @@ def _first_or_only(shape: Sequence[Any]) -> int | None:
 
 
 def _one_sample(value: ir.Value) -> bool:
-    """Whether an input has a batch axis in front that is fixed to 1."""
+    """Returns whether an input has more than one axis and a first one of size 1."""
     return value.shape is not None and len(value.shape) > 1 and value.shape[0] == 1
 
 

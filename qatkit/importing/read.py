@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -45,12 +46,19 @@ def read(
     """
     if not path.is_file():
         raise ConfigError("onnx", path, "a float ONNX file that exists")
+    with reading(path), readable(path) as plain:
+        return _read(path, plain, most, check)
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turns whatever a damaged file makes of the libraries that read it into a ConfigError, and keeps them quiet."""
     try:
-        with readable(path) as plain, quiet():
-            return _read(path, plain, most, check)
+        with quiet():
+            yield
     except ConfigError:
         raise
-    except Exception as error:  # whatever a damaged file makes of the libraries that read it
+    except Exception as error:
         raise ConfigError(
             "onnx", path, reason=f"the file can't be read as ONNX ({one_line(error)})"
         ) from error

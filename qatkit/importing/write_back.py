@@ -369,7 +369,7 @@ def _differs(module: nn.Module, own: nn.Module) -> bool:
 
 
 def _keeps_layout(node: ir.Node) -> bool:
-    """Whether ONNX Runtime computes a node wrongly, or not at all, once it has moved channels to the end."""
+    """Returns whether ONNX Runtime fails at a node, or computes it wrongly, once it has moved channels to the end."""
     if node.op_type == "Resize":
         return node.attributes.get_string("mode", "nearest") == "cubic" or "axes" in node.attributes
     return node.op_type == "Pad" and len(node.inputs) > 3 and node.inputs[3] is not None

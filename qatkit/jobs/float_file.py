@@ -201,7 +201,7 @@ def _check_upgrade(config: Config, file: FloatFile, session: Any, data: DataModu
 
 
 def _largest_difference(exact: Array, found: Array) -> float:
-    """Where both are finite; infinite where they nowhere are, or of other shapes."""
+    """Returns the largest difference where both are finite; infinity for other shapes, or where nothing is finite."""
     if exact.shape != found.shape or not (known := np.isfinite(exact) & np.isfinite(found)).any():
         return float("inf")
     return float(np.abs(exact[known].astype(np.float64) - found[known]).max())

@@ -319,7 +319,7 @@ def drops(node: Node, constants: Sequence[Array | None]) -> bool:
 
 @function("Dropout")
 def dropout(node: Node, x: Value, *settings: Value) -> tuple[Value, Array]:
-    """What it is given, and a mask that keeps all of it."""
+    """Returns its input, and a mask that keeps all of it: Dropout outside of training."""
     return x, np.ones(sizes_of(x), np.bool_)
 
 

@@ -25,7 +25,7 @@ class Port:
         name: as the file has it.
         type: NumPy's name of its type.
         shape: its axes; None where one is open.
-        batch_axis: None where there is none or it is unknown.
+        batch_axis: the axis that holds the batch; None for none, or an unknown one.
     """
 
     name: str
