@@ -74,8 +74,8 @@ def _attempt(
     }
     builder = _Builder(file, made, versions, regions, library)
     made.program = builder.program(model.graph, constants)
-    for path in _paths(made.program):
-        _add(made, path, builder.modules[path])
+    for step in made.program.modules():
+        _add(made, step.path, builder.modules[step.path])
     return made, builder.unsupported
 
 
@@ -273,14 +273,6 @@ def _needed(steps: Sequence[Step], outputs: Sequence[str]) -> list[Step]:
             wanted |= {*step.inputs, *step.captured()}
             kept.append(step)
     return kept[::-1]
-
-
-def _paths(program: Program) -> Iterable[str]:
-    for step in program.steps:
-        if step.path:
-            yield step.path
-        for branch in step.branches or ():
-            yield from _paths(branch)
 
 
 def _add(model: nn.Module, path: str, made: nn.Module) -> None:

@@ -12,7 +12,7 @@ axes and other integers that do not depend on the inputs' values are NumPy array
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,6 +117,14 @@ class Program:
     outputs: tuple[str, ...]
     constants: Mapping[str, Array]
 
+    def modules(self) -> Iterator[Step]:
+        """Yields the steps that are modules, those in branches too."""
+        for step in self.steps:
+            if step.path:
+                yield step
+            for branch in step.branches or ():
+                yield from branch.modules()
+
 
 class ImportedModel(nn.Module):
     """A float ONNX file as a PyTorch module (`import_onnx`).
@@ -144,6 +152,14 @@ class ImportedModel(nn.Module):
     def islands(self) -> dict[str, Island]:
         """The regions that ONNX Runtime computes in float, by the paths of their modules."""
         return {path: module for path, module in self.named_modules() if isinstance(module, Island)}
+
+    @property
+    def paths(self) -> dict[str, str]:
+        """The paths of modules by the names of the nodes that they are, and of the tensors that these make."""
+        found: dict[str, str] = {}
+        for step in self.program.modules():
+            found |= dict.fromkeys((*filter(None, step.outputs), step.name), step.path)
+        return found
 
     @property
     def norms_in_parts(self) -> list[str]:

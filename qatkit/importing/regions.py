@@ -7,7 +7,6 @@ one region is moved to the region's edge through what only moves values: before 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import cast
 
@@ -18,7 +17,7 @@ from torch.nn import functional as F
 from qatkit.graph.convert.integer_modules import QuantizeDequantize
 from qatkit.graph.nodes import facts, module_of, owner, site
 from qatkit.graph.quantizers import QUANTIZES
-from qatkit.importing.program import ImportedModel, Program, Step
+from qatkit.importing.program import ImportedModel, Step
 from qatkit.importing.written_file import BARRIER, Chain, Layout, Pair, refused
 
 INPUT, CONSTANT = "input ", "constant"  # regions that are no nodes of the file
@@ -54,13 +53,13 @@ class Regions:
 
     def __init__(self, model: ImportedModel, graph: fx.GraphModule) -> None:
         self.model, self.graph = model, graph
-        self.steps = {step.path: step for step in _flat(model.program)}
+        self.steps = {step.path: step for step in model.program.modules()}
         branched = [step for step in model.program.steps if step.branches]
         self.whole = {
             inner.path: region_of(step)
             for step in branched
             for b in step.branches or ()
-            for inner in _flat(b)
+            for inner in b.modules()
         }
         names = [str(name) for name in graph.meta.get("inputs", ())]
         given = [n for n in graph.graph.nodes if n.op == "placeholder"]
@@ -224,14 +223,6 @@ def _arguments(node: fx.Node) -> list[fx.Node]:
     found: list[fx.Node] = []
     fx.map_arg((node.args, node.kwargs), found.append)
     return found
-
-
-def _flat(program: Program) -> Iterator[Step]:
-    for step in program.steps:
-        if step.path:
-            yield step
-        for branch in step.branches or ():
-            yield from _flat(branch)
 
 
 def shape(node: fx.Node) -> tuple[int, ...]:

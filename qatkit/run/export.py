@@ -146,6 +146,12 @@ def write_float_file(model: nn.Module | Captured, config: Config, inputs: Inputs
     write_file(float_baseline(model, example_batch(config, inputs)), config, inputs, path)
 
 
+def paths_of(model: nn.Module | Captured) -> dict[str, str]:
+    """Returns the sites of an imported file's nodes by their names (`ImportedModel.paths`); none of other models."""
+    source = model.model if isinstance(model, Captured) else model
+    return source.paths if isinstance(source, ImportedModel) else {}
+
+
 def check_weights(config: Config) -> None:
     """Refuses, by ConfigError, quantizers as `quantizers_of` does, weights that the ONNX Runtime here does not run, and
     weights for AMX on a backend without it.

@@ -22,6 +22,7 @@ _RUNS, _QUIET = 40, 0.25
 QUANTIZE, DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
 LAYOUT = "layout"  # what ONNX Runtime puts around kernels of another memory layout
 _REORDERS = ("ReorderInput", "ReorderOutput")
+_BEHIND = 4  # nodes in a row that are looked at for a site: an operator's own, and the pair between two
 
 
 @dataclass(frozen=True)
@@ -45,21 +46,23 @@ def site_kernels(
     path: Path,
     sites: Iterable[str],
     *,
+    paths: Mapping[str, str],
     options: Mapping[str, str],
     threads: int,
     input_shape: Sequence[int] | Mapping[str, Any],
 ) -> list[SiteKernel]:
-    """Profiles a file whose nodes are named after the sites (`qatkit.export.node_names`).
+    """Profiles a file whose nodes are named after the sites (`qatkit.export.node_names`), or as `paths` says.
 
     Args:
         sites: of all nodes of the graph.
+        paths: sites by the names of nodes and tensors of an imported file (`ImportedModel.paths`); empty for others.
         options, threads: as `run_optimized`.
         input_shape: [N, C, H, W], or a batch by the names of the inputs.
 
     Raises:
         ConfigError: the file does not load.
     """
-    origin, known = Origin(read_model(path).graph), set(sites)
+    known = _Sites(Origin(read_model(path).graph), set(sites), paths)
     optimized = run_optimized(
         path, options=options, threads=threads, input_shape=input_shape, runs=_RUNS, quantile=_QUIET
     )
@@ -68,9 +71,8 @@ def site_kernels(
         kernel = optimized.kernels.get(str(node.name))
         if kernel is None:
             continue
-        source = origin.find(node, weight_of(node) if node.op_type in matrix_ops() else None)
-        border = _border(node, source)
-        site = None if border or source is None else site_of(str(source.name), known)
+        border = _border(node, known.origin(node))
+        site = None if border else known.of(node)
         values = math.prod(kernel.output_shapes[0]) if kernel.output_shapes else 0
         found.append(SiteKernel(site, border, values, kernel.microseconds))
     return found
@@ -81,6 +83,40 @@ def _border(node: ir.Node, source: ir.Node | None) -> str:
         return str(node.op_type)
     moved = node.op_type in _REORDERS or (node.op_type == "Transpose" and source is None)
     return LAYOUT if moved else ""
+
+
+class _Sites:
+    """Finds the site that a node of the optimized graph belongs to."""
+
+    def __init__(self, origin: Origin, sites: set[str], paths: Mapping[str, str]) -> None:
+        self._origin, self._sites, self._paths = origin, sites, paths
+
+    def origin(self, node: ir.Node) -> ir.Node | None:
+        """Returns the node of the file that it was made of; None if it is new."""
+        return self._origin.find(node, weight_of(node) if node.op_type in matrix_ops() else None)
+
+    def of(self, node: ir.Node) -> str | None:
+        """Returns the site; None where none is known.
+
+        A node of an imported file may have none where several are one operator (a SiLU is called after its Mul): it
+        belongs to the first one behind it that has a site.
+        """
+        nodes = [node]
+        for _ in range(_BEHIND if self._paths else 1):
+            found = next((site for one in nodes if (site := self._own(one)) is not None), None)
+            if found is not None:
+                return found
+            nodes = [reader for one in nodes for value in one.outputs for reader in value.consumers()]
+        return None
+
+    def _own(self, node: ir.Node) -> str | None:
+        source = self.origin(node)
+        for one in (node,) if source is None else (source, node):
+            names = (str(one.name), *(str(value.name) for value in one.outputs))
+            path = next((self._paths[name] for name in names if name in self._paths), None)
+            if path in self._sites:
+                return path
+        return None if source is None else site_of(str(source.name), self._sites)
 
 
 def site_of(name: str, sites: set[str]) -> str | None:

@@ -32,7 +32,7 @@ from qatkit.graph.overrides import Overrides
 from qatkit.progress import shown
 from qatkit.run.backend import backend_of
 from qatkit.run.build import qat_module
-from qatkit.run.export import write_file, write_float_file
+from qatkit.run.export import paths_of, write_file, write_float_file
 from qatkit.train.module import QATModule
 from qatkit.verify.site_kernels import SiteKernel, site_kernels
 from qatkit_verify.latency import Session, every_session
@@ -235,7 +235,12 @@ class Tournament:
         asked = self.config.verify
         shape = self.inputs.timed(asked.latency_batch)
         return site_kernels(
-            path, self.layouts.sites, options=self.options, threads=asked.threads, input_shape=shape
+            path,
+            self.layouts.sites,
+            paths=paths_of(self.model),
+            options=self.options,
+            threads=asked.threads,
+            input_shape=shape,
         )
 
     def _costs(self) -> precision_costs.Costs:

@@ -27,7 +27,7 @@ from qatkit.graph.overrides import Overrides
 from qatkit.progress import Batches
 from qatkit.records.precision import Precision, PrecisionPoint
 from qatkit.run.build import example_batch
-from qatkit.run.export import write_float_file
+from qatkit.run.export import paths_of, write_float_file
 from qatkit.verify.site_kernels import site_kernels
 from qatkit_verify.classification import NAMES
 from qatkit_verify.latency import quickest
@@ -123,6 +123,7 @@ class Search:
         kernels = site_kernels(
             self.files[name],
             self.layouts.sites,
+            paths=paths_of(self.builder.model),
             options=self.builder.int8.backend.session_options,
             threads=self.config.verify.threads,
             input_shape=self.data.inputs.timed(self.config.verify.latency_batch),
