@@ -110,7 +110,7 @@ def _ways(results: Results, found: Analysis, line: str) -> list[str]:
         ways.append("algorithm=auto")
     weights = {row.site for row in found.estimate if row.kind == "weight"}
     first = next((row.site for row in rows_of(found, ONLY) if row.site in weights), None)
-    return [*ways, f"{override(f'{first}/')} (the most sensitive layer float)"] if first else ways
+    return [*ways, f"{override(first)} (the most sensitive layer float)"] if first else ways
 
 
 def without_labels(results: Results) -> str:

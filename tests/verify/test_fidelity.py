@@ -107,12 +107,16 @@ def test_what_would_mend_it_needs_no_labels() -> None:
 
     calibrated = Config(schedule=ScheduleConfig(epochs=0))
     assert fix(calibrated) == (
-        "calibration=auto, or algorithm=auto (the algorithms that pay), or schedule=qat_sgd schedule.distill=1 "
-        "(schedule=qat_adamw for a transformer), which learns from float"
+        "calibration=auto, or algorithm=auto (the algorithms that pay), or precision=auto (the operators that lose "
+        "most stay float), or schedule=qat_sgd schedule.distill=1 (schedule=qat_adamw for a transformer), which learns "
+        "from float"
     )
     searched = CalibrationConfig(search="tournament")
     trained = Config(calibration=searched, schedule=ScheduleConfig(epochs=2, distill=1.0))
-    assert fix(trained) == "algorithm=auto (the algorithms that pay), or schedule.epochs=4"
+    assert fix(trained) == (
+        "algorithm=auto (the algorithms that pay), or precision=auto (the operators that lose most stay float), or "
+        "schedule.epochs=4"
+    )
 
 
 def test_the_table_the_lines_and_the_page() -> None:

@@ -20,10 +20,12 @@ from qatkit.config.schema import (
 )
 from qatkit.records.results import Audit, Divergence, NodeAudit, Parity, Results, TensorParity
 from qatkit.verify.checks.base import default_checks
+from qatkit.verify.checks.requested import RequestedSettings
 from qatkit.verify.thresholds import shortfalls
 from qatkit_verify.classification import classified
 from qatkit_verify.records import Comparison, Hardware, Latency
 
+_MIXED = "precision=auto (the operators that lose most stay float)"
 CONF = Path(__file__).parents[2] / "conf"
 NODE = NodeAudit("a", "FusedConv", "", "float", "layer1.0.conv1/Conv", "no output pair", True, 10, None)
 FIRST = TensorParity("layer1.0.add_quant/QuantizeLinear_output", 10, 0.5, 9)
@@ -41,6 +43,16 @@ BAD = replace(
 )
 
 
+def test_a_node_of_an_imported_file_is_overridden_by_its_name() -> None:
+    of_a_file = {"model": {"name": "onnx/net.onnx"}, "schedule": {}, "export": {"mode": "static"}}
+    asked = RequestedSettings(replace(GOOD, config=of_a_file))
+    assert asked.override("/head.0/Conv_3") == "'+backend.overrides={/head.0/Conv_3:{float:true}}'"
+    assert asked.override("Conv: 3") == ""  # Hydra takes no quoted keys
+    assert (
+        RequestedSettings(replace(GOOD, config={})).override("fc_quant/Gemm").endswith("{fc:{float:true}}'")
+    )
+
+
 def fixes(results: Results, config: Config, without: tuple[str, ...] = ()) -> dict[str, str]:
     """By the key of the bound."""
     told = {key: value for key, value in asdict(config).items() if key not in without}
@@ -50,7 +62,8 @@ def fixes(results: Results, config: Config, without: tuple[str, ...] = ()) -> di
 
 def test_each_bound_of_a_trained_module() -> None:
     assert fixes(BAD, Config(schedule=ScheduleConfig(epochs=3))) == {
-        "max_drop": "calibration=auto, or algorithm=auto (the algorithms that pay), or schedule.epochs=6",
+        "max_drop": "calibration=auto, or algorithm=auto (the algorithms that pay), or precision=auto (the operators "
+        "that lose most stay float), or schedule.epochs=6",
         "min_agreement": "'+backend.overrides={layer1.0.add:{float:true}}' (leaves 'layer1.0.add/Add' float)",
         "max_size_ratio": "verify.max_size_ratio=0.5 (the ratio of this file: no override leaves any of it float)",
         "min_speedup": "placement=measured (operators that are slower in int8 here stay float), or what the audit"
@@ -135,12 +148,14 @@ def test_a_drop_that_float_shares_is_blamed_on_fine_tuning(control: float, by_tr
     ("typed", "expected"),
     [
         (["schedule=calibrate_only"], "calibration=auto, or algorithm=auto (the algorithms that pay), or "
-         "schedule=qat_sgd (schedule=qat_adamw for a transformer), which fine-tunes"),
-        (["calibration=auto"], "algorithm=auto (the algorithms that pay), or schedule.epochs=4"),
-        (["calibration=auto", "algorithm=auto", "schedule.max_steps=50"], "schedule.max_steps=100"),
+         f"{_MIXED}, or schedule=qat_sgd (schedule=qat_adamw for a transformer), which fine-tunes"),
+        (["calibration=auto"], f"algorithm=auto (the algorithms that pay), or {_MIXED}, or schedule.epochs=4"),
+        (["calibration=auto", "algorithm=auto", "schedule.max_steps=50"],
+         f"{_MIXED}, or schedule.max_steps=100"),
         (["calibration=auto", "algorithm=equalize"],
-         "algorithm=auto (the algorithms that pay), or schedule.epochs=4"),
-        (["calibration=auto", "algorithm=auto"], "schedule.epochs=4"),
+         f"algorithm=auto (the algorithms that pay), or {_MIXED}, or schedule.epochs=4"),
+        (["calibration=auto", "algorithm=auto"], f"{_MIXED}, or schedule.epochs=4"),
+        (["calibration=auto", "algorithm=auto", "precision=auto"], "schedule.epochs=4"),
         (["calibration.random=true", "algorithm=all"],
          "calibration.random=false (ranges of real images), or schedule.epochs=4"),
     ],

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from qatkit.records.results import Audit, Results
 from qatkit.verify.checks.base import Check, Shortfall, Subject, capped
-from qatkit.verify.checks.requested import RequestedSettings, override
+from qatkit.verify.checks.requested import RequestedSettings
 
 if TYPE_CHECKING:
     from qatkit.config.schema import VerifyConfig
@@ -78,7 +78,7 @@ def _fix(audit: Audit, asked: RequestedSettings) -> str:
     node = next((node for node in audit.nodes if node.problem), None)
     if node is None or not asked.has_module:
         return ""
-    line = override(node.source)
+    line = asked.override(node.source)
     return f"{line} (leaves it float: {node.reason})" if line else ""
 
 

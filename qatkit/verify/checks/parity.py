@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from qatkit.records.results import Divergence, Parity, Results
 from qatkit.verify.checks.base import Check, Shortfall, Subject
-from qatkit.verify.checks.requested import RequestedSettings, override
+from qatkit.verify.checks.requested import RequestedSettings
 from qatkit_verify.classification import NAMES
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.records import Comparison, TaskNames
@@ -180,7 +180,7 @@ def _fix(parity: Parity, divergence: Divergence | None, asked: RequestedSettings
         return ""
     if divergence.begins is not None:
         return f"{met} (single values rounded the other way, which add up: no operator is at fault)"
-    line = override(divergence.operator) if divergence.first is not None else ""
+    line = asked.override(divergence.operator) if divergence.first is not None else ""
     if line:
         return f"{line} (leaves '{divergence.operator}' float)"
     if divergence.first is not None:

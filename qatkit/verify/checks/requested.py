@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from qatkit.config.schema.model import DRAWN
 from qatkit.quant.spec import WHOLE
 from qatkit.records.results import Results
 
+_FILES = "onnx/"  # what the names of models that are files begin with
+_UNQUOTED = re.compile(r"[\w./-]+")  # keys that Hydra reads as they are
 # The modes that lose less than another one does, of what is done to the float model as it is.
 _MORE_ACCURATE = {
     "dynamic": ("weight_only", "float16"),
@@ -76,13 +79,22 @@ class RequestedSettings:
         if self.get("export.tensorrt_table") is None:  # its ranges are those of the float weights
             if self.get("algorithm_choice") != "auto" and not self.get("calibration.random"):
                 ways.append("algorithm=auto (the algorithms that pay)")
+            if self._could_mix:
+                ways.append("precision=auto (the operators that lose most stay float)")
             ways.append(self._longer())
         return either(ways)
+
+    @property
+    def _could_mix(self) -> bool:
+        """Whether the same run would take precision=auto, and did not."""
+        searched = self.get("precision.search") != "none" or self.get("precision.front") is not None
+        refused = self.get("calibration.random") or self.get("rescue.climb")
+        return not searched and not refused
 
     def _longer(self) -> str:
         """More fine-tuning than there was."""
         if self.get("mode") is not None:  # of export.py, which trains nothing
-            file = str(self.get("model.name")).removeprefix("onnx/")
+            file = str(self.get("model.name")).removeprefix(_FILES)
             return f"train.py recipe=onnx_qat onnx={file}, which fine-tunes"
         epochs, steps = self.get("schedule.epochs"), self.get("schedule.max_steps")
         if not epochs and not self._labelled:
@@ -90,6 +102,15 @@ class RequestedSettings:
         if not epochs:
             return "schedule=qat_sgd (schedule=qat_adamw for a transformer), which fine-tunes"
         return f"schedule.max_steps={2 * steps}" if steps else f"schedule.epochs={2 * epochs}"
+
+    def override(self, operator: str | None) -> str:
+        """Returns the override that leaves a node of the file in float, as a shell takes it; "" if there is none.
+
+        A node is named after its site ("layer1.0.conv1/Conv"); the site of an imported file's node is its name.
+        """
+        if str(self.get("model.name")).startswith(_FILES):
+            return override(operator or "")
+        return override((operator or "").rpartition("/")[0].removesuffix("_quant"))
 
     def gentler(self, lost: float) -> str:
         """Less of a fine-tuning by which float itself lost so many points: nothing that quantization could fix."""
@@ -107,15 +128,9 @@ class RequestedSettings:
         return f"no backend.overrides that leave {', '.join(self.left_float())} in float"
 
 
-def override(operator: str | None) -> str:
-    """The override that leaves a node of the file ("layer1.0.conv1/Conv") in float, as a shell takes it."""
-    site = site_of_node(operator or "")
-    return f"'+backend.overrides={{{site}:{{float:true}}}}'" if site else ""
-
-
-def site_of_node(name: str) -> str:
-    """The site that a node of the file is named after: "layer1.0.conv1/Conv" of layer1.0.conv1."""
-    return name.rpartition("/")[0].removesuffix("_quant")
+def override(site: str) -> str:
+    """Returns the override that leaves a site in float, as a shell takes it; "" where it would have to be quoted."""
+    return f"'+backend.overrides={{{site}:{{float:true}}}}'" if _UNQUOTED.fullmatch(site) else ""
 
 
 def either(ways: list[str]) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from qatkit.records.results import ALONE, Divergence, InRuntime, Results
 from qatkit.verify.checks.base import Check, Shortfall, Subject
 from qatkit.verify.checks.parity import but_for_ties
-from qatkit.verify.checks.requested import RequestedSettings, either, override
+from qatkit.verify.checks.requested import RequestedSettings, either
 from qatkit_verify.foreign import described
 from qatkit_verify.records import Comparison, Latency, Scores, TaskNames
 from qatkit_verify.runtimes.base import REFERENCE, Runtime, other_runtimes
@@ -243,7 +243,7 @@ def _fix(name: str, divergence: Divergence | None, near: Comparison, asked: Requ
     """An operator that is computed wrongly may stay float; rounding otherwise is nobody's fault."""
     way = f"verify.min_agreement={math.floor(10_000 * near.held) / 10_000} (the agreement of {name})"
     if divergence is not None and divergence.reference == ALONE:
-        line = override(divergence.operator) if asked.has_module else ""
+        line = asked.override(divergence.operator) if asked.has_module else ""
         way = f"{line} (leaves '{divergence.operator}' float)" if line else ""
     return either([way, _without(name)])
 
