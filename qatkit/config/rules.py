@@ -154,6 +154,11 @@ def _check_schedule(config: Config) -> None:
     if schedule.batch_norm_images == 1:
         allowed = "0, or 2 or higher: of one image a BatchNorm has no variance"
         raise ConfigError("schedule.batch_norm_images", 1, allowed)
+    if schedule.relative_lr and schedule.optimizer != "adamw":
+        allowed = (
+            "false with schedule.optimizer=sgd, whose steps follow the size of the gradient (adamw has it)"
+        )
+        raise ConfigError("schedule.relative_lr", True, allowed)
     trains = schedule.epochs > 0 or config.rescue.climb
     if config.verify.every is not None and not trains:
         allowed = "null with schedule.epochs=0, which leaves nothing to choose between"

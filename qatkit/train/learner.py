@@ -18,7 +18,7 @@ from qatkit.graph.nodes import has_auxiliary_heads
 from qatkit.graph.phase import inference
 from qatkit.graph.signature import Example, call, output_leaves
 from qatkit.quant.fake_quantize import Quantizer
-from qatkit.quant.learned.by_shares import BY_SHARES, AdamWAndScales, SGDAndScales
+from qatkit.quant.learned.by_shares import BY_SHARES, RELATIVE, AdamWAndScales, SGDAndScales
 from qatkit.records.scores import SCORE, with_score
 from qatkit.tasks import CLASSIFICATION, Task
 from qatkit.train.weight_average import WeightAverage
@@ -273,9 +273,10 @@ def make_optimizer(model: nn.Module, schedule: ScheduleConfig, lr: float) -> tor
     }
     parameters = [p for p in model.parameters() if p.requires_grad]
     plain = [p for p in parameters if id(p) not in learned]
-    groups = [
-        {"params": [p for p in plain if p.ndim > 1], "weight_decay": schedule.weight_decay},
-        {"params": [p for p in plain if p.ndim <= 1], "weight_decay": 0.0},
+    relative = {RELATIVE: True} if schedule.relative_lr else {}
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in plain if p.ndim > 1], "weight_decay": schedule.weight_decay, **relative},
+        {"params": [p for p in plain if p.ndim <= 1], "weight_decay": 0.0, **relative},
     ]
     for decayed in (False, True):
         found = [p for p in parameters if learned.get(id(p)) is decayed]
@@ -283,7 +284,7 @@ def make_optimizer(model: nn.Module, schedule: ScheduleConfig, lr: float) -> tor
         if found:
             groups.append({"params": found, "weight_decay": decay, "lr": schedule.scale_lr, BY_SHARES: True})
     if schedule.optimizer == "adamw":
-        adamw = AdamWAndScales if learned else torch.optim.AdamW
+        adamw = AdamWAndScales if learned or relative else torch.optim.AdamW
         return adamw(groups, lr=lr, fused=True)  # the other forms read their steps on the host
     sgd = SGDAndScales if learned else torch.optim.SGD
     return sgd(groups, lr=lr, momentum=schedule.momentum)

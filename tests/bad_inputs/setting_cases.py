@@ -170,6 +170,11 @@ _KEYS = [
     bad("quantizer=lsqq", "quantizer=lsqq: "),
     bad("quantizer.weight=qatkit.quant.learned.lsq.LSQFakeQuantize", "quantizer.weight="),
     bad("quantizer.activation=qatkit.quant.learned.lsq.LSQWeightFakeQuantize", "quantizer.activation="),
+    bad(
+        "schedule.relative_lr=true",
+        "schedule.relative_lr=True: expected false with schedule.optimizer=sgd, whose "
+        "steps follow the size of the gradient (adamw has it)",
+    ),
     bad("schedule.scale_lr=0", "schedule.scale_lr=0.0: expected a number above 0"),
     bad("schedule.scale_lr=1", "schedule.scale_lr=1.0: expected a number above 0"),
     bad("verify.checks=[]", "verify.checks=: "),

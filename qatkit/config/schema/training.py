@@ -15,6 +15,11 @@ class ScheduleConfig:
     max_steps: int | None = setting(None, "optimizer steps; ends earlier than epochs when set", COUNT)
     optimizer: str = setting("sgd", "of fine-tuning and of the float model", Choices(("sgd", "adamw")))
     lr: float = setting(1e-3, "learning rate of fine-tuning", POSITIVE)
+    relative_lr: bool = setting(
+        False,
+        "with adamw, lr (and float_lr) is the largest share, about, of the root mean square of an output channel's "
+        "weights by which these move in a step: for weights of very different sizes, as where BatchNorms were folded",
+    )
     scale_lr: float = setting(
         1e-3,
         "largest share of itself, about, by which a learned scale moves in a step",

@@ -1,12 +1,18 @@
-"""The optimizer where quantizers learn: the weights' own, and Adam on the logarithms of what quantizers learn.
+"""Optimizers that move values by shares of their size, beside the weights' own.
+
+What quantizers learn moves by Adam on its logarithm:
 
     θ = log p        ∂L/∂θ = p·∂L/∂p        p ← p·exp(-rate·m̂/√v̂)
 
 A scale thus moves by a share of itself, about `rate` a step at most, and stays above zero: whether it is one of 8 or of
 4 bits, of 9 weights or of a million, and whatever the weights' own rate and optimizer are (docs/design.md, D31).
 
-Source: Jain et al., "Trained quantization thresholds for accurate and efficient fixed-point inference of deep neural
-networks", 2020; Adam: Kingma and Ba, 2015.
+Weights may move by Adam in units of their channel's root mean square r (`schedule.relative_lr`; docs/design.md, D50):
+
+    θ = p / r        ∂L/∂θ = r·∂L/∂p        p ← (1 - rate·decay)·p - rate·r·m̂/√v̂
+
+Sources: Jain et al., "Trained quantization thresholds for accurate and efficient fixed-point inference of deep neural
+networks", 2020; Kingma and Ba, "Adam", 2015; relative steps: Shazeer and Stern, "Adafactor", 2018, section 8.
 """
 
 from __future__ import annotations
@@ -18,13 +24,14 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam
 
-BY_SHARES = "by_shares"
+BY_SHARES, RELATIVE = "by_shares", "relative"  # flags of groups
+_SMALLEST = 1e-3  # unit of a vector, which may start at zero (Adafactor's ε₂); a channel of zeros stays one
 _BETAS = 0.9, 0.999
 _EPSILON = 1e-16  # of gradients that may be tiny: a loss's by the logarithm of one of many scales
 
 
 class _BesideTheWeights(torch.optim.Optimizer):
-    """Moves the groups that say so (`BY_SHARES`) by shares of their values, the others as the next class does."""
+    """Moves groups with a flag by shares of their values, the others as the next class does."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -38,7 +45,7 @@ class _BesideTheWeights(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         every = self.param_groups
-        self.param_groups = [group for group in every if not group.get(BY_SHARES)]
+        self.param_groups = [group for group in every if not (group.get(BY_SHARES) or group.get(RELATIVE))]
         try:
             super().step()
         finally:
@@ -46,11 +53,25 @@ class _BesideTheWeights(torch.optim.Optimizer):
         for group in every:
             moved = [p for p in group["params"] if p.grad is not None]
             if group.get(BY_SHARES) and moved:
-                self._move(moved, group["lr"], group["weight_decay"])
+                # The decay is the weight of Σ p²/2 in the loss.
+                given = [value.grad for value in moved if value.grad is not None]
+                gradients = list(torch._foreach_add(given, moved, alpha=group["weight_decay"]))
+                shares = self._shares(moved, gradients, moved, group["lr"])
+                torch._foreach_exp_(shares)
+                torch._foreach_mul_(moved, shares)
+            if group.get(RELATIVE) and moved:
+                units = [_unit(value) for value in moved]
+                gradients = [value.grad.clone() for value in moved if value.grad is not None]
+                shares = self._shares(moved, gradients, units, group["lr"])
+                torch._foreach_mul_(shares, units)
+                torch._foreach_mul_(moved, 1 - group["lr"] * group["weight_decay"])
+                torch._foreach_add_(moved, shares)
         return loss
 
-    def _move(self, values: list[Tensor], rate: float, decay: float) -> None:
-        """One step; `decay` is the weight of Σ p²/2 in the loss."""
+    def _shares(
+        self, values: list[Tensor], gradients: list[Tensor], units: list[Tensor], rate: float
+    ) -> list[Tensor]:
+        """Returns Adam's steps in units of the values; the gradients are scaled in place."""
         for value in values:
             if not self.state[value]:
                 started = torch.zeros((), dtype=torch.float32, device=value.device)
@@ -61,14 +82,18 @@ class _BesideTheWeights(torch.optim.Optimizer):
         means, squares, steps = (
             [self.state[value][name] for value in values] for name in ("mean", "square", "step")
         )
-        given = [value.grad for value in values if value.grad is not None]
-        gradients = list(torch._foreach_add(given, values, alpha=decay))
-        torch._foreach_mul_(gradients, values)
+        torch._foreach_mul_(gradients, units)
         shares = [torch.zeros_like(value) for value in values]
         adam(shares, gradients, means, squares, [], steps, fused=True, amsgrad=False, beta1=_BETAS[0],
              beta2=_BETAS[1], lr=rate, weight_decay=0.0, eps=_EPSILON, maximize=False)  # fmt: skip
-        torch._foreach_exp_(shares)
-        torch._foreach_mul_(values, shares)
+        return shares
+
+
+def _unit(value: Tensor) -> Tensor:
+    """Returns the root mean square of each slice along the first axis, of a vector that of the whole."""
+    if value.ndim < 2:
+        return value.square().mean().sqrt().clamp_min(_SMALLEST)
+    return value.square().mean(tuple(range(1, value.ndim)), keepdim=True).sqrt()
 
 
 class SGDAndScales(_BesideTheWeights, torch.optim.SGD):

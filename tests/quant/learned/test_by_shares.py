@@ -1,4 +1,6 @@
-"""What quantizers learn moves as Adam moves its logarithm, beside weights that move as they do without."""
+"""What quantizers learn moves as Adam moves its logarithm, and weights may move as Adam moves them in units of their
+channels; other weights move as they do without.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from chain import noise
 from torch import Tensor, nn
 
 from qatkit.config.schema import ScheduleConfig
-from qatkit.quant.learned.by_shares import BY_SHARES, AdamWAndScales, SGDAndScales
+from qatkit.quant.learned.by_shares import BY_SHARES, RELATIVE, AdamWAndScales, SGDAndScales
 from qatkit.train.learner import make_optimizer
 
 STEPS, RATE, DECAY = 12, 0.02, 0.1
@@ -102,3 +104,63 @@ def test_a_resumed_step_is_taken_on_the_device_of_the_scales(
     resumed.step()
     found = {name: value.device.type for one in scales for name, value in resumed.state[one].items()}
     assert found == {"step": "meta", "mean": "meta", "square": "meta"}
+
+
+def _relative(*values: nn.Parameter, decay: float = 0.0) -> torch.optim.Optimizer:
+    return AdamWAndScales([{"params": list(values), RELATIVE: True, "weight_decay": decay}], lr=RATE)
+
+
+def test_relative_steps_are_adams_in_units_of_the_channels() -> None:
+    weight, bias = (
+        nn.Parameter(noise(4, 3) * torch.tensor([[1.0], [1e3], [1e-4], [0.0]])),
+        nn.Parameter(noise(4)),
+    )
+    start, moment, square = weight.detach().double(), torch.zeros(4, 3), torch.zeros(4, 3)
+    wanted, first = start.clone(), bias.detach().clone()
+    optimizer = _relative(weight, bias, decay=DECAY)
+    for step in range(1, STEPS + 1):
+        _step(optimizer, (weight * noise(4, 3, seed=step)).sum() + bias.sum())
+        unit = wanted.square().mean(1, keepdim=True).sqrt()
+        gradient = unit * noise(4, 3, seed=step).double()
+        moment, square = 0.9 * moment + 0.1 * gradient, 0.999 * square + 0.001 * gradient.square()
+        moved = (moment / (1 - 0.9**step)) / ((square / (1 - 0.999**step)).sqrt() + 1e-16)
+        wanted = (1 - RATE * DECAY) * wanted - RATE * unit * moved
+    torch.testing.assert_close(weight.detach().double(), wanted, rtol=1e-4, atol=0)
+    assert (weight[:3] / start[:3] - 1).abs().mean(1).min() > RATE  # whatever the size of the channel
+    assert not weight[3].any()
+    assert ((bias - first) / first.square().mean().sqrt()).abs().max() < 2 * STEPS * RATE
+
+
+def test_relative_steps_do_not_depend_on_the_size_of_a_channel() -> None:
+    sizes = torch.tensor([[1.0], [2.0**10], [2.0**-12]])
+    weight, scaled = nn.Parameter(noise(3, 5)), nn.Parameter(noise(3, 5) * sizes)
+    for one, unit in ((weight, 1.0), (scaled, sizes)):
+        optimizer = _relative(one)
+        for _ in range(STEPS):
+            _step(optimizer, (one / unit - 1).square().sum())
+    torch.testing.assert_close(scaled.detach() / sizes, weight.detach(), rtol=1e-5, atol=0)
+
+
+def test_stored_relative_steps_go_on_to_the_last_bit() -> None:
+    weight = nn.Parameter(noise(3, 5))
+    optimizer = _relative(weight, decay=DECAY)
+    for step in range(STEPS):
+        if step == STEPS // 2:
+            again = nn.Parameter(weight.detach().clone())
+            resumed = _relative(again, decay=DECAY)
+            resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        _step(optimizer, (weight - 1).square().sum())
+        if step >= STEPS // 2:
+            _step(resumed, (again - 1).square().sum())
+    assert torch.equal(weight, again)
+
+
+def test_the_schedule_asks_for_relative_steps() -> None:
+    model = nn.Linear(3, 3)
+    optimizer = make_optimizer(
+        model, ScheduleConfig(optimizer="adamw", relative_lr=True, weight_decay=0.0), RATE
+    )
+    before = model.weight.detach().clone()
+    _step(optimizer, model(torch.ones(1, 3)).sum())
+    moved = (before - model.weight).detach() / before.square().mean(1, keepdim=True).sqrt()
+    torch.testing.assert_close(moved, torch.full((3, 3), RATE), rtol=1e-4, atol=0)
