@@ -27,7 +27,7 @@ from qatkit.choose.contest import Contest, Entrant, Judged, Outcome, judged
 from qatkit.choose.judge import Judge
 from qatkit.choose.precision.chosen import chosen_floats
 from qatkit.choose.ranges import Calibrated, calibrate_module, runtime_of, splits
-from qatkit.choose.verdict import SURE, Verdict, meets, why_not
+from qatkit.choose.verdict import SURE, Verdict, aim, meets, why_not
 from qatkit.config.schema import Config
 from qatkit.data import DataModule
 from qatkit.graph.captured import Captured
@@ -153,7 +153,7 @@ class _Competition:
         return ""
 
     def _meets(self, sure: float) -> bool:
-        return meets(self.kept.verdict, self.exact, self.config.target, sure)
+        return meets(self.kept.verdict, self.exact, aim(self.config, labelled=self.data.labelled), sure)
 
     def _simplify(self, name: str) -> None:
         """Drops the corrections that `name`, which was just kept, makes superfluous."""

@@ -22,7 +22,7 @@ _DIGITS = 6  # of a drop, in points: what is behind them comes from subtraction
 def meets_target(rung: RungResult, target: TargetConfig) -> bool:
     """Returns whether a file meets the target: in the main metric, or without labels in agreement with float."""
     drop = None if rung.drop is None else round(rung.drop, _DIGITS)
-    return rung.measured and keeps(target, drop, rung.agreement or 0.0)
+    return rung.measured and keeps(target, drop, rung.agreement or 0.0, rung.sqnr_db)
 
 
 def rung_why_not(rung: RungResult, best: RungResult, metric: Metric = NAMES.main) -> str:

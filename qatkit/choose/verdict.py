@@ -2,6 +2,7 @@
 
     Verdict          a model, image by image, so that two are compared by pairs
     why_not          why a trial does not pay beside what is kept: a worse metric, or no gain beyond noise
+    aim              the target of a run, which asks for no less than the bounds that the file has to meet
     meets, keeps     whether a target is met: with standard errors to spare, or by the figures alone
     chance           the standard error of a difference in a metric that counts images
 
@@ -11,13 +12,13 @@ What is left to chance is two standard errors (`SURE`).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from qatkit.config.schema import TargetConfig
+from qatkit.config.schema import Config, TargetConfig
 from qatkit.tasks import CLASSIFICATION, Task
 from qatkit.train.module import NOTHING
 
@@ -94,12 +95,24 @@ def why_not(trial: Verdict, kept: Verdict) -> str:
     return "worse" if gain.mean() < -SURE * noise else "no difference beyond noise"
 
 
+def aim(config: Config, *, labelled: bool) -> TargetConfig:
+    """Returns the target of a run; without labels it asks for no less than `verify` binds."""
+    target, bounds = config.target, config.verify
+    if labelled:
+        return replace(target, min_sqnr=None)
+    least = bounds.min_float_sqnr if target.min_sqnr is None else target.min_sqnr
+    agreement = max(target.min_agreement, bounds.min_float_agreement or 0.0)
+    return replace(target, min_agreement=agreement, min_sqnr=least)
+
+
 def meets(verdict: Verdict, exact: Verdict, target: TargetConfig, sure: float) -> bool:
     """Whether the target is met, with so many standard errors to spare.
 
     Args:
         exact: the verdict on the float model.
     """
+    if not _near(target, verdict.sqnr_db):
+        return False
     count = len(verdict.same)
     if exact.values is None or exact.score is None or verdict.values is None or verdict.score is None:
         missing = 1 - verdict.agreement
@@ -109,14 +122,23 @@ def meets(verdict: Verdict, exact: Verdict, target: TargetConfig, sure: float) -
     return lost + sure * exact.task.noise(exact.values, verdict.values) <= target.max_drop
 
 
-def keeps(target: TargetConfig, drop: float | None, agreement: float, slack: float = 0.0) -> bool:
+def keeps(
+    target: TargetConfig, drop: float | None, agreement: float, sqnr_db: float | None, slack: float = 0.0
+) -> bool:
     """Whether figures meet a target.
 
     Args:
         drop: how much worse the main metric is than float's; None without labels, where the agreement is asked.
         agreement: share of the images that are decided as by float.
+        sqnr_db: of the outputs against float's; None: equal.
         slack: points that subtraction may have added to the drop.
     """
+    if not _near(target, sqnr_db):
+        return False
     if drop is None:
         return agreement >= target.min_agreement
     return drop <= target.max_drop + slack
+
+
+def _near(target: TargetConfig, sqnr_db: float | None) -> bool:
+    return target.min_sqnr is None or sqnr_db is None or sqnr_db >= target.min_sqnr

@@ -26,9 +26,10 @@ from torch import nn
 
 from qatkit.choose.climb import meets_target, rung_why_not
 from qatkit.choose.contest import Contest, Judged
+from qatkit.choose.verdict import aim
 from qatkit.config.argv import typing
 from qatkit.config.compose import save_config
-from qatkit.config.schema import Config
+from qatkit.config.schema import Config, TargetConfig
 from qatkit.data import DataModule
 from qatkit.data.preprocessing import KEYS, Preprocessing
 from qatkit.encryption.vault import readable, secret
@@ -197,7 +198,11 @@ class _Climb:
             job(config)
 
     def _meets(self, row: RungResult) -> bool:
-        return meets_target(row, self.asked.config.target)
+        return meets_target(row, self._target)
+
+    @property
+    def _target(self) -> TargetConfig:
+        return aim(self.asked.config, labelled=self.data.labelled)
 
     def _add(self, row: RungResult) -> None:
         self.rungs.append(row)
@@ -205,11 +210,12 @@ class _Climb:
         say(f"  {rung_line(row, self.data.task.names)}")
 
     def _ladder(self) -> Ladder:
-        target, names = self.asked.config.target, self.data.task.names
+        target, names = self._target, self.data.task.names
+        signal = "" if target.min_sqnr is None else f" and {target.min_sqnr:g} dB of its outputs"
         wanted = (
             f"{names.main.name} at most {target.max_drop:g} {names.main.points} {names.main.below} float"
             if self.data.labelled
-            else f"float's {names.decision} on {100 * target.min_agreement:g} % of the images (there are no labels)"
+            else f"float's {names.decision} on {100 * target.min_agreement:g} % of the images{signal} (no labels)"
         )
         return Ladder(tuple(self.rungs), target=wanted, task=names)
 

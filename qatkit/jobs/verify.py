@@ -128,8 +128,6 @@ def _climb(config: Config, results: Results) -> str:
     wanted, target, bounds = ["rescue=ladder"], config.target, config.verify
     if results.labelled and bounds.max_drop is not None and 0 <= bounds.max_drop < target.max_drop:
         wanted.append(f"target.max_drop={bounds.max_drop:g}")
-    if not results.labelled and (bounds.min_float_agreement or 0) > target.min_agreement:
-        wanted.append(f"target.min_agreement={bounds.min_float_agreement:g}")
     return command_with(*wanted, without=("export.mode",))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -16,8 +17,8 @@ from torch import fx, nn
 from qatkit.calibration.candidates import METHODS, apply, candidates
 from qatkit.choose.contest import Contest, Entrant, Judged, decided, judged, resumed
 from qatkit.choose.judge import Judge, Runtime
-from qatkit.choose.verdict import Verdict, chance, keeps, meets, why_not
-from qatkit.config.schema import ExportConfig, TargetConfig
+from qatkit.choose.verdict import Verdict, aim, chance, keeps, meets, why_not
+from qatkit.config.schema import Config, ExportConfig, TargetConfig, VerifyConfig
 from qatkit.quant.observers import MSEObserver
 from qatkit.quant.weight_fake_quantize import Quantizers
 from qatkit.train.module import QATModule
@@ -148,9 +149,20 @@ def test_a_target_is_met_with_so_much_to_spare(
 
 def test_targets_are_met_by_top1_or_without_labels_by_agreement() -> None:
     target = TargetConfig(max_drop=0.3, min_agreement=0.97)
-    assert keeps(target, 0.3, 0.0) and not keeps(target, 0.31, 1.0)
-    assert not keeps(target, 0.3 + 1e-10, 1.0) and keeps(target, 0.3 + 1e-10, 1.0, slack=1e-9)
-    assert keeps(target, None, 0.97) and not keeps(target, None, 0.96)
+    assert keeps(target, 0.3, 0.0, 5.0) and not keeps(target, 0.31, 1.0, 5.0)
+    assert not keeps(target, 0.3 + 1e-10, 1.0, 5.0) and keeps(target, 0.3 + 1e-10, 1.0, 5.0, slack=1e-9)
+    assert keeps(target, None, 0.97, 5.0) and not keeps(target, None, 0.96, 5.0)
+
+
+def test_without_labels_the_target_asks_for_no_less_than_the_bounds() -> None:
+    bounds = VerifyConfig(min_float_agreement=0.995, min_float_sqnr=40.0)
+    config = Config(verify=bounds, target=TargetConfig(min_agreement=0.99))
+    target = aim(config, labelled=False)
+    assert keeps(target, None, 0.996, 41.0) and keeps(target, None, 0.996, None)
+    assert not keeps(target, None, 0.994, 41.0) and not keeps(target, None, 0.996, 39.0)
+    assert keeps(aim(config, labelled=True), 0.0, 0.5, 5.0)
+    own = replace(config, target=TargetConfig(min_sqnr=20.0))
+    assert keeps(aim(own, labelled=False), None, 1.0, 21.0)
 
 
 def test_noise_of_a_difference() -> None:

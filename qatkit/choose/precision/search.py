@@ -21,7 +21,7 @@ from qatkit.choose.precision.layout import Layout, Layouts, Losses
 from qatkit.choose.precision.mixtures import Builder
 from qatkit.choose.precision.simulate import simulated_losses
 from qatkit.choose.ranges import runtime_of, splits
-from qatkit.choose.verdict import Verdict, keeps
+from qatkit.choose.verdict import Verdict, aim, keeps
 from qatkit.config.schema import TargetConfig
 from qatkit.graph.overrides import Overrides
 from qatkit.progress import Batches
@@ -85,7 +85,7 @@ class Search:
         times = self.clock({trial.file.name: trial.file.made for trial in trials})
         points = [self._point(trial, times, ends, costs) for trial in trials]
         shown = shown_points(points, [trial.file.verdict.error or 0.0 for trial in trials])
-        target, exact = self.config.target, points[-1]
+        target, exact = aim(self.config, labelled=self.data.labelled), points[-1]
 
         def met(point: PrecisionPoint) -> bool:
             return meets(point, exact, target, self.data.task.names.main)
@@ -296,4 +296,4 @@ def meets(
 ) -> bool:
     """Whether a point meets the target of accuracy, float's point being `exact`."""
     drop = None if point.score is None or exact.score is None else metric.lost(exact.score, point.score)
-    return keeps(target, drop, point.agreement, slack=_NOTHING)
+    return keeps(target, drop, point.agreement, point.sqnr_db, slack=_NOTHING)

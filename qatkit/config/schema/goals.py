@@ -20,6 +20,11 @@ class TargetConfig:
     min_agreement: float = setting(
         0.99, "of images without labels: share with the same decision as float", FRACTION
     )
+    min_sqnr: float | None = setting(
+        None,
+        "of images without labels: dB, float's outputs over the error; null: verify.min_float_sqnr",
+        Range(-100, 200),
+    )
     min_speedup: float | None = setting(
         None,
         "float latency / this file's, of precision=auto: the most accurate point that is so fast is taken, in place of "
