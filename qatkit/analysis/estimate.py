@@ -154,7 +154,9 @@ class _Gradients(PreparedInterpreter):
     def _listener(self, key: str, error: Tensor) -> Callable[[Tensor], None]:
         images = self._images
 
-        def listen(gradient: Tensor) -> None:
+        def listen(gradient: Tensor | None) -> None:
+            if gradient is None:  # no output depends on it: a state of a recurrent layer that nothing reads
+                return
             groups = images if error.ndim and len(error) % images == 0 else 1
             product = gradient.reshape(groups, 1, -1) @ error.reshape(groups, -1, 1)
             self.totals[key] += float(product.double().square().sum())

@@ -23,14 +23,13 @@ from qatkit.quant.computed_weights import identity_of
 from qatkit.quant.granularity import PerChannel
 from qatkit.quant.qat_layers import QATEmbedding, with_the_same_parameters
 from qatkit.quant.recurrent_layers import RECURRENT_TYPES, weight_names
-from qatkit.quant.spec import QuantSpec
+from qatkit.quant.spec import RECURRENT_WEIGHTS, WEIGHT_ONLY, QuantSpec
 from qatkit.quant.weight_fake_quantize import Quantizers, WeightFakeQuantize
 
-WEIGHT_ONLY = "weight-only int8"
 _TYPES: dict[str, type[nn.Module]] = {"embedding": QATEmbedding, **RECURRENT_TYPES}
 _SAID = {
     "embedding": f"{WEIGHT_ONLY}: its table is int8, what is looked up is float",
-    **dict.fromkeys(RECURRENT_TYPES, f"{WEIGHT_ONLY}: ONNX Runtime has no int8 kernel for it"),
+    **dict.fromkeys(RECURRENT_TYPES, RECURRENT_WEIGHTS),
 }
 
 

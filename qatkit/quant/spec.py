@@ -12,6 +12,10 @@ from qatkit_verify.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
+# Why an operator computes in float although its weights are bytes in the file.
+WEIGHT_ONLY = "weight-only int8"
+RECURRENT_WEIGHTS = f"{WEIGHT_ONLY}: ONNX Runtime has no int8 kernel for it"
+
 
 class Kind(StrEnum):
     """How the values of a number type are spaced."""

@@ -40,8 +40,8 @@ from qatkit.graph.single_precision import in_single_precision
 from qatkit.graph.stub import stub
 from qatkit.graph.trace import is_traced
 from qatkit.graph.transplant import transplant
-from qatkit.graph.weight_only import WEIGHT_ONLY
 from qatkit.quant.backends import FBGEMM, Backend
+from qatkit.quant.spec import WEIGHT_ONLY
 from qatkit.quant.weight_fake_quantize import Quantizers
 from qatkit.tasks import CLASSIFICATION, Task
 from qatkit.train.distillation import find_features, with_drawn_norms

@@ -25,6 +25,7 @@ from qatkit.calibration import calibrate
 from qatkit.graph.quantizers import fake_quantizers
 from qatkit.quant.fake_quantize import FakeQuantize, Quantizer
 from qatkit.records.analysis import ACTIVATION, ALL_BUT, ONLY, WEIGHT, SensitivityRow
+from qatkit.train.module import QATModule
 from qatkit_verify.errors import ConfigError
 
 CLASSES = 5
@@ -297,6 +298,26 @@ def test_isolation_is_the_graph_with_one_kind_of_quantizers(name: str) -> None:
         assert row.images == here.sum() and row.score == (100 if label == 0 else 0)
         assert row.float_score == pytest.approx(100 * (exact.argmax(1) == label)[here].mean())
     assert [row.lost for row in found.classes] == sorted((row.lost for row in found.classes), reverse=True)
+
+
+class LastState(nn.Module):
+    """[6, N, 4] to [N, 5]: nobody reads the outputs of the steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.lstm, self.head = nn.Linear(4, 8), nn.LSTM(8, 8), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(self.stem(x))[1][0][-1])  # type: ignore[no-any-return]
+
+
+def test_the_estimate_goes_through_a_recurrent_layer_of_which_the_last_state_is_read() -> None:
+    torch.manual_seed(0)
+    batches = [(noise(6, 4, 4, seed=i), torch.zeros(4, dtype=torch.long)) for i in range(2)]
+    module = QATModule(LastState().eval(), batches[0][0])
+    module.calibrate([x for x, _ in batches])
+    losses = {row.site: row.loss or 0.0 for row in estimate(module.graph, batches) if row.kind == WEIGHT}
+    assert losses["stem"] > 0 and losses["head"] > 0
 
 
 def test_the_advice_names_the_side_that_loses() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from state_net import HIDDEN, gru_run, gru_weights, save_gru, sequence
 
-from qatkit.config.schema import VerifyConfig
+from qatkit.config.schema import Config, ScheduleConfig, VerifyConfig
+from qatkit.quant.spec import RECURRENT_WEIGHTS
 from qatkit.records.results import FREE, Fidelity, Results
 from qatkit.report import plain_report, render_page
 from qatkit.tasks import task_of
@@ -87,13 +88,27 @@ def test_drift_stands_on_the_terminal_and_on_the_page(tmp_path: Path) -> None:
     assert percent in text and percent in page
 
 
-def test_the_bound_on_agreement_is_that_of_free_runs() -> None:
+def test_the_bounds_are_on_free_runs() -> None:
     near, free = Fidelity(1.0, None, 40.0, 10), Fidelity(0.8, None, 20.0, 500)
     results = Results("r", "m", "", labelled=False, fidelity={"int8": near, FREE: free})
     bounds = VerifyConfig(min_float_agreement=0.9, max_float_kl=None, min_float_sqnr=30.0)
-    (short,) = FidelityCheck().shortfalls(bounds, results)
-    assert "80.00 % on 500 steps, each file with its own states" in short.line
+    same, signal = FidelityCheck().shortfalls(bounds, results)
+    assert "80.00 % on 500 steps, each file with its own states" in same.line
+    assert "20.0 dB of the float file's logits on 500 steps, each file with its own states" in signal.line
     assert not FidelityCheck().shortfalls(VerifyConfig(min_float_agreement=0.8), results)
+
+
+@pytest.mark.parametrize(("free_db", "named"), [(29.0, True), (39.0, False)])
+def test_the_fix_of_errors_that_states_make_is_float_recurrent_weights(free_db: float, named: bool) -> None:
+    near, free = Fidelity(1.0, None, 40.0, 10), Fidelity(1.0, None, free_db, 500)
+    skipped = [("lstm.inner", RECURRENT_WEIGHTS), ("input", "another reason")]
+    settings = asdict(Config(schedule=ScheduleConfig(epochs=0)))
+    results = Results(
+        "r", "m", "", labelled=False, fidelity={"int8": near, FREE: free}, skipped=skipped, config=settings
+    )
+    (short,) = FidelityCheck().shortfalls(VerifyConfig(min_float_sqnr=45.0), results)
+    assert short.fix.startswith("'+backend.overrides={lstm.inner:{float:true}}'") == named
+    assert ("29.0 with its own" in short.fix) == named
 
 
 def test_without_states_nothing_is_said(tmp_path: Path) -> None:

@@ -149,7 +149,9 @@ class VerifyConfig:
         0.05, "of images without labels: nats from the softmax of the float file to INT8's, mean", POSITIVE
     )
     min_float_sqnr: float | None = setting(
-        12.0, "of images without labels: dB, outputs of the float file over INT8's error", Range(-100, 200)
+        12.0,
+        "of images without labels: dB, outputs of the float file over INT8's error; with states as min_float_agreement",
+        Range(-100, 200),
     )
     min_agreement: float | None = setting(
         0.999,
