@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from qatkit.tasks.base import Agreement, Task
-from qatkit.tasks.decisions import ALIKE, AUTO, Cosine, Decision, Seen, cosines, fit, request_of, undecided
+from qatkit.tasks.decisions import ALIKE, AUTO, Cosine, Decision, Seen, fit, request_of, undecided
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.records import Metric, TaskNames
 
@@ -32,13 +32,14 @@ STEPS = "values within a step"
 
 
 class Outputs(Task):
-    """Cosine similarity, sample by sample: for detectors, segmentation maps, embeddings and whatever is not known.
+    """The error relative to float's outputs: for detectors, segmentation maps, embeddings and whatever is not known.
 
     Two models agree on a sample by a decision, which is known of once the float model has run (`suited`).
 
     Args:
         decision: a value of `verify.decision`.
         fitted: the decision of a model whose outputs are known.
+        power: mean square of its outputs, of which errors are shares.
 
     Raises:
         ConfigError: it is none.
@@ -47,13 +48,13 @@ class Outputs(Task):
     names = TaskNames(
         "outputs",
         "model of unknown outputs",
-        (Metric("cosine similarity", unit=""),),
+        (Metric("relative error", higher_is_better=False),),
         decision=f"outputs (cosine {ALIKE})",
         outputs="outputs",
     )
 
-    def __init__(self, decision: str = AUTO, fitted: Decision | None = None) -> None:
-        self.asked, self._request = decision, request_of(decision)
+    def __init__(self, decision: str = AUTO, fitted: Decision | None = None, power: float = 1.0) -> None:
+        self.asked, self._request, self._power = decision, request_of(decision), power
         own = self._request if isinstance(self._request, Decision) else Cosine()
         self._decision = own if fitted is None else fitted
         title = self._request.title if fitted is None else fitted.title
@@ -79,7 +80,9 @@ class Outputs(Task):
         return (output.float() - wanted).square().mean() / power
 
     def suited(self, outputs: Sequence[Array], names: Sequence[str], samples: int) -> Outputs:
-        return Outputs(self.asked, fit(self.asked, Seen(outputs, names, samples)))
+        decision = fit(self.asked, Seen(outputs, names, samples))
+        power = float((decision.joined(outputs).astype("float64") ** 2).mean())
+        return Outputs(self.asked, decision, max(power, 1e-30))
 
     def joined(self, outputs: Sequence[Array]) -> Array:
         return self._decision.joined(outputs)
@@ -102,8 +105,13 @@ class Outputs(Task):
         return self._decision.rule
 
     def values(self, outputs: Array, targets: Any) -> Array:
-        """Returns the cosine similarity to the outputs of another model, [N]."""
-        return cosines(targets, outputs)
+        """Returns the mean squared error of each sample as a share of the outputs' power, [N]."""
+        error = (outputs.astype("float64") - targets) ** 2
+        return error.reshape(len(error), -1).mean(1) / self._power
+
+    def figure(self, total: Any, images: int) -> Any:
+        """Returns the root mean square of the error, in percent of that of float's outputs: 1 % is an SQNR of 40 dB."""
+        return 100 * (total / images) ** 0.5
 
     def fits(self, shape: Sequence[int], images: int, width: int | None) -> bool:
         return self._request.fits(shape, images)

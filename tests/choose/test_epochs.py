@@ -258,7 +258,7 @@ def test_the_start_is_kept_where_training_made_it_worse(tmp_path: Path) -> None:
     config.task, config.data = "outputs", replace(config.data, source=f"{__name__}.unlabelled")
     module, run = _trained(config)
     start, worse = run.curves["QAT"]
-    assert start["kept"] and start["step"] == 0 and start["score"] > worse["score"] and not worse["kept"]
+    assert start["kept"] and start["step"] == 0 and start["score"] < worse["score"] and not worse["kept"]
     weights = {n: p.detach() for n, p in module.graph.named_parameters() if n.endswith("weight")}
     config.schedule.epochs, config.verify.every = 0, None
     untrained, _ = _trained(replace(config, output_dir=str(tmp_path / "untrained")))

@@ -7,6 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 from qatkit.tasks import task_of
+from qatkit.tasks.outputs import Outputs
 from qatkit_verify.errors import ConfigError
 
 DRAW = np.random.default_rng(0)
@@ -99,3 +100,18 @@ def test_a_decision_that_does_not_fit_is_refused(
 def test_a_task_with_its_own_decision_takes_no_other() -> None:
     with pytest.raises(ConfigError, match="expected auto with task=classification"):
         task_of("classification", "argmax(1)")
+
+
+def test_the_metric_is_the_error_relative_to_floats_outputs() -> None:
+    random = np.random.default_rng(0)
+    exact = random.normal(2, 5, (16, 4, 3)).astype(np.float32)
+    found = exact + random.normal(0, 0.05, exact.shape).astype(np.float32)
+    task = Outputs().suited([exact], ["y"], len(exact))
+    values = task.values(found, task.answers(exact))
+    decibel = 10 * np.log10((exact**2).sum() / ((exact - found) ** 2).sum())
+    assert task.mean(values) == pytest.approx(100 * 10 ** (-decibel / 20), rel=1e-4)
+    meter = task.meter()
+    for part in (slice(0, 5), slice(5, 16)):
+        meter.add(found[part], task.answers(exact[part]))
+    assert meter.result().main.value == pytest.approx(task.mean(values))
+    assert task.names.main.best([0.5, 0.1]) == 0.1
