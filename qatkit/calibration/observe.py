@@ -1,24 +1,27 @@
 """Calibration: the ranges of all activations from real images, before any fine-tuning.
 
 One pass in inference mode with every FakeQuantize observing and none quantizing. Memory does not grow with
-the number of images: an observer keeps a few numbers.
+the number of images: an observer keeps a few numbers. A batch of large images goes through in parts, which observers
+take for one batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from qatkit.calibration.limits import set_limits
-from qatkit.graph.phase import inference, set_phase
+from qatkit.graph.phase import inference, observe_in_parts, set_phase
 from qatkit.graph.quantizers import fake_quantizers
 from qatkit.graph.scales.align import align
 from qatkit.graph.signature import Example, batch_size, graph_axes, inputs_of, on
 from qatkit.quant.fake_quantize import FakeQuantize
 from qatkit_verify.errors import ConfigError
+
+_VALUES = 2**22  # of inputs that go through the graph together: an image of 1024x1024 pixels, 27 of 224x224
 
 
 def calibrate(graph_module: fx.GraphModule, batches: Iterable[Example]) -> int:
@@ -37,12 +40,32 @@ def calibrate(graph_module: fx.GraphModule, batches: Iterable[Example]) -> int:
 
     def run(batch: Example) -> None:
         nonlocal images
-        tensors = on(device, inputs_of(graph_module, batch))
-        images += batch_size(tensors, graph_axes(graph_module, tensors))
-        graph_module(*tensors)
+        tensors = inputs_of(graph_module, batch)
+        axes = graph_axes(graph_module, tensors)
+        images += batch_size(tensors, axes)
+        parts = list(_parts(tensors, axes))
+        observe_in_parts(graph_module, wanted=len(parts) > 1)
+        for part in parts:
+            graph_module(*on(device, part))
+        observe_in_parts(graph_module, wanted=False)
 
     calibrate_parts({"": graph_module}, graph_module, run, batches)
     return images
+
+
+def _parts(tensors: Sequence[Tensor], axes: Sequence[int | None]) -> Iterator[tuple[Tensor, ...]]:
+    """Yields a batch some images at a time, so that about `_VALUES` values of inputs go through the graph together."""
+    if all(axis is None for axis in axes):
+        yield tuple(tensors)
+        return
+    count = batch_size(tensors, axes)
+    size = max(1, _VALUES * count // max(1, sum(one.numel() for one in tensors)))
+    for start in range(0, count, size):
+        rows = min(size, count - start)
+        yield tuple(
+            one if axis is None else one.narrow(axis, start, rows)
+            for one, axis in zip(tensors, axes, strict=True)
+        )
 
 
 def calibrate_parts(

@@ -7,7 +7,7 @@ from typing import cast
 import pytest
 import torch
 from chain import Chain, Mlp, Residual, noise, prepared, settle
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from qatkit.calibration import calibrate
 from qatkit.graph.fuse import fuse
@@ -17,7 +17,13 @@ from qatkit.graph.stub import stub
 from qatkit.quant import numerics
 from qatkit.quant.backends import FBGEMM
 from qatkit.quant.fake_quantize import FakeQuantize
-from qatkit.quant.observers import MinMaxObserver, MovingAverageMinMaxObserver
+from qatkit.quant.observers import (
+    DistributionObserver,
+    MinMaxObserver,
+    MovingAverageMinMaxObserver,
+    MSEObserver,
+    PercentileObserver,
+)
 from qatkit.quant.weight_fake_quantize import Quantizers, WeightFakeQuantize
 from qatkit_verify.errors import ConfigError
 
@@ -153,3 +159,26 @@ def test_empty_batches_observe_nothing_and_unseen_ones_are_named() -> None:
         ConfigError, match="calibration='input' has seen no value: expected images that reach every operator"
     ):
         calibrate(fresh, [torch.zeros(0, 4)])
+
+
+@pytest.mark.parametrize(
+    "observer",
+    [MinMaxObserver, MovingAverageMinMaxObserver, MSEObserver, PercentileObserver, DistributionObserver],
+)
+def test_large_images_go_through_in_parts_and_count_as_one_batch(
+    observer: type[MinMaxObserver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (_, whole), (_, divided) = _residual(observer), _residual(observer)
+    calls: list[int] = []
+    divided.register_forward_pre_hook(lambda _, given: calls.append(len(given[0])))
+    assert calibrate(whole, _batches()) == 12
+    monkeypatch.setattr("qatkit.calibration.observe._VALUES", 3 * 3 * 12 * 12)
+    assert calibrate(divided, _batches()) == 12
+    assert calls == [3, 1] * 3
+    for a, b in zip(_quantizers(whole), _quantizers(divided), strict=True):
+        torch.testing.assert_close(a.scale, b.scale, rtol=1e-5, atol=0)
+        assert torch.equal(a.zero_point, b.zero_point)
+
+
+def _quantizers(graph: nn.Module) -> list[FakeQuantize]:
+    return list(fake_quantizers(cast("fx.GraphModule", graph)).values())
