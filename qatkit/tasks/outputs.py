@@ -107,7 +107,8 @@ class Outputs(Task):
     def values(self, outputs: Array, targets: Any) -> Array:
         """Returns the mean squared error of each sample as a share of the outputs' power, [N]."""
         error = (outputs.astype("float64") - targets) ** 2
-        return error.reshape(len(error), -1).mean(1) / self._power
+        shares: Array = error.reshape(len(error), -1).mean(1) / self._power
+        return shares
 
     def figure(self, total: Any, images: int) -> Any:
         """Returns the root mean square of the error, in percent of that of float's outputs: 1 % is an SQNR of 40 dB."""

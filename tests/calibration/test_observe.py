@@ -168,17 +168,13 @@ def test_empty_batches_observe_nothing_and_unseen_ones_are_named() -> None:
 def test_large_images_go_through_in_parts_and_count_as_one_batch(
     observer: type[MinMaxObserver], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (_, whole), (_, divided) = _residual(observer), _residual(observer)
+    whole, divided = (cast("fx.GraphModule", _residual(observer)[1]) for _ in range(2))
     calls: list[int] = []
     divided.register_forward_pre_hook(lambda _, given: calls.append(len(given[0])))
     assert calibrate(whole, _batches()) == 12
     monkeypatch.setattr("qatkit.calibration.observe._VALUES", 3 * 3 * 12 * 12)
     assert calibrate(divided, _batches()) == 12
     assert calls == [3, 1] * 3
-    for a, b in zip(_quantizers(whole), _quantizers(divided), strict=True):
+    for a, b in zip(fake_quantizers(whole).values(), fake_quantizers(divided).values(), strict=True):
         torch.testing.assert_close(a.scale, b.scale, rtol=1e-5, atol=0)
         assert torch.equal(a.zero_point, b.zero_point)
-
-
-def _quantizers(graph: nn.Module) -> list[FakeQuantize]:
-    return list(fake_quantizers(cast("fx.GraphModule", graph)).values())
