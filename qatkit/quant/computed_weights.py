@@ -9,7 +9,6 @@ what moves weights leaves these operators alone. For inference the values are co
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -37,8 +36,10 @@ class Computed(nn.Module):
 
     def program(self, name: str) -> nn.Module | None:
         """What computes "weight" or "bias"; None where that is a parameter or missing."""
-        parametrized = cast("Mapping[str, nn.Module]", self._modules.get("parametrizations") or {})
-        given = parametrized[name] if name in parametrized else None  # noqa: SIM401  a ModuleDict has no get
+        parametrized = self._modules.get(
+            "parametrizations"
+        )  # a ModuleDict, or a Module in a graph's own hierarchy
+        given = None if parametrized is None else parametrized._modules.get(name)
         return self._modules.get(f"{name}_program") or given
 
     def _value(self, name: str) -> Tensor | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -11,6 +13,7 @@ import torch
 from chain import noise, prepared, run_ort, run_torch, ship
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
 
 from qatkit.config.schema import OverrideConfig
 from qatkit.graph.fuse import fuse
@@ -92,6 +95,28 @@ def test_what_is_dilated_stays_float_and_is_said() -> None:
     result = fuse(Up(2, kernel_size=3, dilation=2), noise(2, 3, 6, 6))
     ((site, reason),) = result.skipped
     assert site == "up" and "dilation" in reason
+
+
+@pytest.mark.parametrize("computed", [weight_norm, partial(weight_norm, dim=1), spectral_norm, orthogonal])
+@pytest.mark.parametrize("name", ["overlapping", "grouped", "line", "volume"])
+def test_a_parametrized_one_computes_and_trains_its_weight(name: str, computed: Any) -> None:
+    rank, settings = SETTINGS[name]
+    model, x = Up(rank, **settings).eval(), noise(4, 3, *[6] * rank)
+    computed(model.up)
+    result, model = fuse(model, x[:2]), copy.deepcopy(model)
+    assert (result.changed, result.skipped) == (1, [])
+    torch.testing.assert_close(result.graph(x), model(x), rtol=1e-5, atol=1e-5)
+    result.graph(x).square().sum().backward()
+    model(x).square().sum().backward()
+    found = dict(result.graph.named_parameters())
+    for parameter, wanted in model.named_parameters():
+        torch.testing.assert_close(found[parameter].grad, wanted.grad, rtol=1e-3, atol=1e-3)
+    with torch.no_grad():
+        for parameter in found.values():
+            parameter.mul_(1.5).add_(0.01)
+        for name_of, parameter in model.named_parameters():
+            parameter.copy_(found[name_of])
+    torch.testing.assert_close(result.graph(x), model(x), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
