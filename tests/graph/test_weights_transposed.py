@@ -112,10 +112,10 @@ def test_a_parametrized_one_computes_and_trains_its_weight(name: str, computed: 
     for parameter, wanted in model.named_parameters():
         torch.testing.assert_close(found[parameter].grad, wanted.grad, rtol=1e-3, atol=1e-3)
     with torch.no_grad():
-        for parameter in found.values():
-            parameter.mul_(1.5).add_(0.01)
-        for name_of, parameter in model.named_parameters():
-            parameter.copy_(found[name_of])
+        for moved in found.values():
+            moved.mul_(1.5).add_(0.01)
+        for path, own in model.named_parameters():
+            own.copy_(found[path])
     torch.testing.assert_close(result.graph(x), model(x), rtol=1e-4, atol=1e-4)
 
 
