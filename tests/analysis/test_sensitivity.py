@@ -311,7 +311,7 @@ class LastState(nn.Module):
         return self.head(self.lstm(self.stem(x))[1][0][-1])  # type: ignore[no-any-return]
 
 
-def test_the_estimate_goes_through_a_recurrent_layer_of_which_the_last_state_is_read() -> None:
+def test_the_estimate_passes_a_layer_whose_steps_nobody_reads() -> None:
     torch.manual_seed(0)
     batches = [(noise(6, 4, 4, seed=i), torch.zeros(4, dtype=torch.long)) for i in range(2)]
     module = QATModule(LastState().eval(), batches[0][0])

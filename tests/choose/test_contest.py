@@ -154,7 +154,7 @@ def test_targets_are_met_by_top1_or_without_labels_by_agreement() -> None:
     assert keeps(target, None, 0.97, 5.0) and not keeps(target, None, 0.96, 5.0)
 
 
-def test_without_labels_the_target_asks_for_no_less_than_the_bounds() -> None:
+def test_without_labels_the_target_includes_the_bounds() -> None:
     bounds = VerifyConfig(min_float_agreement=0.995, min_float_sqnr=40.0)
     config = Config(verify=bounds, target=TargetConfig(min_agreement=0.99))
     target = aim(config, labelled=False)

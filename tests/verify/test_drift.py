@@ -99,7 +99,7 @@ def test_the_bounds_are_on_free_runs() -> None:
 
 
 @pytest.mark.parametrize(("free_db", "named"), [(29.0, True), (39.0, False)])
-def test_the_fix_of_errors_that_states_make_is_float_recurrent_weights(free_db: float, named: bool) -> None:
+def test_the_fix_of_drift_is_float_recurrent_weights(free_db: float, named: bool) -> None:
     near, free = Fidelity(1.0, None, 40.0, 10), Fidelity(1.0, None, free_db, 500)
     skipped = [("lstm.inner", RECURRENT_WEIGHTS), ("input", "another reason")]
     settings = asdict(Config(schedule=ScheduleConfig(epochs=0)))
