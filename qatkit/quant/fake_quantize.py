@@ -119,6 +119,8 @@ class FakeQuantize(Quantizer):
         self.observer, self.bounds, self.observing = observer, bounds, False
         self.register_buffer("scale", torch.tensor(1.0))
         self.register_buffer("zero_point", torch.tensor(0, dtype=torch.int32))
+        if bounds[0] == 0:  # a file that is exported before calibration has the zero point of its ReLUs
+            self.zero_point.copy_(numerics.choose_qparams(torch.zeros(()), torch.ones(()), spec)[1])
         if observer is None:
             low, high = bounds
             if low is None or high is None:

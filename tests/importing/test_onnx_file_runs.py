@@ -89,6 +89,14 @@ def _quality(float_file: Path, folder: Path) -> list[float]:
     return [sqnr(a, b) for a, b in zip(exact, found, strict=True)]
 
 
+def test_relus_of_a_file_are_no_fault_before_calibration(tmp_path: Path) -> None:
+    """Signed bytes: the zero point behind a ReLU is -128, in the export before any range is known too."""
+    file = _detector(tmp_path / "detector.onnx")
+    told = _train(tmp_path / "run", f"model.name=onnx/{file}", "schedule=calibrate_only", "backend=qnnpack")
+    assert "4 of 4 Conv/Gemm/MatMul run int8" in told
+    assert min(_quality(file, tmp_path / "run")) > 20
+
+
 def test_qat_of_a_file_comes_nearer_to_float_than_ptq(tmp_path: Path) -> None:
     file = _detector(tmp_path / "detector.onnx")
     int4 = "+backend.overrides={*:{weight_dtype:int4}}"
