@@ -100,9 +100,9 @@ def aim(config: Config, *, labelled: bool) -> TargetConfig:
     target, bounds = config.target, config.verify
     if labelled:
         return replace(target, min_sqnr=None)
-    least = bounds.min_float_sqnr if target.min_sqnr is None else target.min_sqnr
     agreement = max(target.min_agreement, bounds.min_float_agreement or 0.0)
-    return replace(target, min_agreement=agreement, min_sqnr=least)
+    decibels = [one for one in (target.min_sqnr, bounds.min_float_sqnr) if one is not None]
+    return replace(target, min_agreement=agreement, min_sqnr=max(decibels, default=None))
 
 
 def meets(verdict: Verdict, exact: Verdict, target: TargetConfig, sure: float) -> bool:

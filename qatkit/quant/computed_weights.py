@@ -36,9 +36,8 @@ class Computed(nn.Module):
 
     def program(self, name: str) -> nn.Module | None:
         """What computes "weight" or "bias"; None where that is a parameter or missing."""
-        parametrized = self._modules.get(
-            "parametrizations"
-        )  # a ModuleDict, or a Module in a graph's own hierarchy
+        # A ModuleDict, or a plain Module in a graph's own hierarchy.
+        parametrized = self._modules.get("parametrizations")
         given = None if parametrized is None else parametrized._modules.get(name)
         return self._modules.get(f"{name}_program") or given
 

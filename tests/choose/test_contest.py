@@ -161,8 +161,10 @@ def test_without_labels_the_target_includes_the_bounds() -> None:
     assert keeps(target, None, 0.996, 41.0) and keeps(target, None, 0.996, None)
     assert not keeps(target, None, 0.994, 41.0) and not keeps(target, None, 0.996, 39.0)
     assert keeps(aim(config, labelled=True), 0.0, 0.5, 5.0)
-    own = replace(config, target=TargetConfig(min_sqnr=20.0))
-    assert keeps(aim(own, labelled=False), None, 1.0, 21.0)
+    more = replace(config, target=TargetConfig(min_sqnr=50.0))
+    assert not keeps(aim(more, labelled=False), None, 1.0, 49.0)
+    unbound = replace(config, verify=VerifyConfig(min_float_agreement=None, min_float_sqnr=None))
+    assert keeps(aim(unbound, labelled=False), None, 0.99, -3.0)
 
 
 def test_noise_of_a_difference() -> None:

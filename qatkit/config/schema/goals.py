@@ -22,7 +22,7 @@ class TargetConfig:
     )
     min_sqnr: float | None = setting(
         None,
-        "of images without labels: dB, float's outputs over the error; null: verify.min_float_sqnr",
+        "of images without labels: dB, float's outputs over the error, where that is more than verify.min_float_sqnr",
         Range(-100, 200),
     )
     min_speedup: float | None = setting(
