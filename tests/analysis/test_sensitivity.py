@@ -301,7 +301,7 @@ def test_isolation_is_the_graph_with_one_kind_of_quantizers(name: str) -> None:
 
 
 class LastState(nn.Module):
-    """[6, N, 4] to [N, 5]: nobody reads the outputs of the steps."""
+    """Maps [6, N, 4] to [N, 5] by the last state of an LSTM; the outputs of its steps are unused."""
 
     def __init__(self) -> None:
         super().__init__()

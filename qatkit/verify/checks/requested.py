@@ -86,7 +86,7 @@ class RequestedSettings:
 
     @property
     def _could_mix(self) -> bool:
-        """Whether the same run would take precision=auto, and did not."""
+        """Returns whether precision=auto is a setting that this run could have had and did not."""
         searched = self.get("precision.search") != "none" or self.get("precision.front") is not None
         refused = self.get("calibration.random") or self.get("rescue.climb")
         return not searched and not refused
@@ -104,7 +104,7 @@ class RequestedSettings:
         return f"schedule.max_steps={2 * steps}" if steps else f"schedule.epochs={2 * epochs}"
 
     def override(self, operator: str | None) -> str:
-        """Returns the override that leaves a node of the file in float, as a shell takes it; "" if there is none.
+        """Returns the override, quoted for a shell, that leaves a node of the file in float; "" if there is none.
 
         A node is named after its site ("layer1.0.conv1/Conv"); the site of an imported file's node is its name.
         """
@@ -129,7 +129,7 @@ class RequestedSettings:
 
 
 def override(site: str) -> str:
-    """Returns the override that leaves a site in float, as a shell takes it; "" where it would have to be quoted."""
+    """Returns the override, quoted for a shell, that leaves a site in float; "" for a name that Hydra can't take."""
     return f"'+backend.overrides={{{site}:{{float:true}}}}'" if _UNQUOTED.fullmatch(site) else ""
 
 
