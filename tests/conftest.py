@@ -20,6 +20,8 @@ from qatkit.cli.command_line import Job, main
 from qatkit_verify import stopping
 
 torch.set_num_threads(1)
+# Many tests start a Python of their own, and without byte code on disk each of them compiles torch again (6 s).
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 ):  # a shell's background jobs pass Ctrl-C over, and we respect that

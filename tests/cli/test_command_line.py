@@ -9,7 +9,7 @@ import warnings
 from pathlib import Path
 
 import pytest
-from command_line import CONF, RECIPES, ROOT, Launch, python
+from command_line import CONF, RECIPES, ROOT, Launch, python, run_script
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from qatkit.config.quoting import quoted
@@ -242,8 +242,8 @@ def test_a_mistake_shows_before_torch_is_imported(tmp_path: Path) -> None:
 
 
 def test_help_and_cfg_need_no_run(tmp_path: Path) -> None:
-    shown = python(str(ROOT / "train.py"), "--cfg", "job", "schedule.lr=0.125", cwd=tmp_path)
-    helped = python(str(ROOT / "train.py"), "--help", cwd=tmp_path)
+    shown = run_script("train.py", "--cfg", "job", "schedule.lr=0.125", cwd=tmp_path)
+    helped = run_script("train.py", "--help", cwd=tmp_path)
 
     assert (shown.returncode, helped.returncode) == (0, 0)
     assert "lr: 0.125" in shown.stdout

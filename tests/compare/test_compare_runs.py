@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import ROOT, Launch, python
+from command_line import Launch, run_script
 
 from qatkit.compare.command import main
 from qatkit.compare.find import runs_below
@@ -148,7 +148,7 @@ def test_a_mistake_is_one_line(tmp_path: Path, typed: list[str], told: str) -> N
     a_run(tmp_path / "runs" / "a")
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").touch()
-    done = python(str(ROOT / "compare.py"), *typed, cwd=tmp_path)
+    done = run_script("compare.py", *typed, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: {told}") and done.stderr.count("\n") == 1
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from command_line import ROOT
+from command_line import run_script
 from onnx import helper
 from onnx_models import FLOAT, save, sqnr
 
@@ -41,11 +39,11 @@ def test_a_file_of_two_inputs_is_quantized_from_arrays(recipe: str, tmp_path: Pa
     draw = np.random.default_rng(1)
     ids, vector = draw.integers(0, 50, (96, 6)), draw.normal(size=(96, 16)).astype(np.float32)
     np.savez(root / "all.npz", ids=ids, vector=vector)
-    command = [sys.executable, "train.py", f"recipe={recipe}", f"onnx={file}", f"data.root={root}", "data.workers=0",
+    command = ["train.py", f"recipe={recipe}", f"onnx={file}", f"data.root={root}", "data.workers=0",
                f"output_dir={tmp_path / 'run'}", "calibration=moving_average", "calibration.batch_size=8",
                "verify.latency_runs=3", "verify.threads=1", "trainer.progress=false",
                "trainer.accelerator=cpu"]  # fmt: skip
-    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT)
+    done = run_script(*command)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert "same decisions, argmax(1)" in done.stdout
     feeds = {"ids": ids[1::2], "vector": vector[1::2]}
@@ -73,8 +71,7 @@ def test_a_file_of_two_inputs_is_quantized_from_arrays(recipe: str, tmp_path: Pa
     ],
 )
 def test_a_file_needs_its_recipe(settings: tuple[str, ...], message: str) -> None:
-    command = [sys.executable, "train.py", *settings]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT)
+    done = run_script("train.py", *settings)
     assert done.returncode == 2 and message in done.stderr, done.stderr
 
 
@@ -93,10 +90,10 @@ def test_a_file_of_open_sizes_is_audited_at_those_of_its_data(tmp_path: Path) ->
     root.mkdir()
     for index in range(8):
         np.savez(root / f"{index}.npz", x=draw.normal(size=(1, 3, 12, 20)).astype(np.float32))
-    command = [sys.executable, "train.py", "recipe=onnx_ptq", f"onnx={file}", f"data.root={root}", "data.workers=0",
+    command = ["train.py", "recipe=onnx_ptq", f"onnx={file}", f"data.root={root}", "data.workers=0",
                f"output_dir={tmp_path / 'run'}", "calibration=moving_average", "calibration.batch_size=2",
                "verify.latency_runs=3", "verify.threads=1", "trainer.progress=false"]  # fmt: skip
-    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT)
+    done = run_script(*command)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert "2 of 2 Conv/Gemm/MatMul run int8" in done.stdout
     session = ort.InferenceSession(str(tmp_path / "run" / "model.int8.onnx"))
@@ -121,13 +118,5 @@ def test_what_is_for_pictures_alone_is_refused(
 ) -> None:
     file = _two_inputs(tmp_path / "two.onnx")
     np.savez(tmp_path / "all.npz", ids=np.zeros((70, 6), np.int64), vector=np.ones((70, 16), np.float32))
-    command = [
-        sys.executable,
-        "train.py",
-        "recipe=onnx_ptq",
-        f"onnx={file}",
-        f"data.root={tmp_path}",
-        *settings,
-    ]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT)
+    done = run_script("train.py", "recipe=onnx_ptq", f"onnx={file}", f"data.root={tmp_path}", *settings)
     assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr, done.stderr

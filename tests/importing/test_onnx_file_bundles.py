@@ -15,7 +15,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from command_line import ROOT
+from command_line import run_script
 from onnx import helper
 from onnx_models import FLOAT, Array, save
 
@@ -90,9 +90,9 @@ def _samples(root: Path, count: int = 40) -> Path:
 def _train(folder: Path, *settings: str) -> subprocess.CompletedProcess[str]:
     file = _file(folder / "arrays.onnx")
     root = folder / "data" if (folder / "data").is_dir() else _samples(folder / "data")
-    command = [sys.executable, "train.py", *SETTINGS, f"onnx={file}", f"data.root={root}",
+    command = ["train.py", *SETTINGS, f"onnx={file}", f"data.root={root}",
                f"output_dir={folder / 'run'}", *settings]  # fmt: skip
-    return subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT)
+    return run_script(*command)
 
 
 @pytest.fixture(scope="module")
@@ -225,9 +225,9 @@ def test_a_file_of_a_fixed_batch_gets_whole_batches(tmp_path: Path) -> None:
     ]
     file = save(tmp_path / "plain.onnx", nodes, {"x": (FLOAT, ["n", 8])}, ["y"], weights)
     np.savez(root / "all.npz", x=draw.normal(size=(40, 8)).astype(np.float32))
-    command = [sys.executable, "train.py", *SETTINGS, f"onnx={file}", f"data.root={root}", "export.golden_images=5",
+    command = ["train.py", *SETTINGS, f"onnx={file}", f"data.root={root}", "export.golden_images=5",
                f"output_dir={tmp_path / 'run'}", "verify.latency_batch=4", "export.dynamic_batch=false"]  # fmt: skip
-    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT)
+    done = run_script(*command)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     bundle = tmp_path / "run" / "bundle"
     golden = read_golden(bundle / "golden.npz")

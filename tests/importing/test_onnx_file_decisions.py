@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import onnxruntime as ort
 import pytest
 import torch
-from command_line import ROOT
+from command_line import ROOT, run_script
 from onnx import helper
 from onnx_models import FLOAT, Array, save
 from torchvision.ops import batched_nms, box_iou
@@ -77,11 +76,11 @@ def _trained(folder: Path, *settings: str) -> subprocess.CompletedProcess[str]:
     root.mkdir()
     images = np.random.default_rng(1).normal(size=(96, 3, 16, 16)).astype(np.float32)
     np.savez(root / "all.npz", image=images)
-    command = [sys.executable, "train.py", f"onnx={file}", f"data.root={root}", "data.workers=0",
+    command = ["train.py", f"onnx={file}", f"data.root={root}", "data.workers=0",
                f"output_dir={folder / 'run'}", "calibration.batch_size=8", "verify.latency_runs=3",
                "verify.threads=1", "trainer.progress=false", "trainer.accelerator=cpu", "verify.audit=false",
                "verify.min_float_agreement=0", "verify.min_float_sqnr=-100", *settings]  # fmt: skip
-    return subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT)
+    return run_script(*command)
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,7 +10,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from command_line import ROOT
+from command_line import run_script
 from onnx import helper
 from onnx_models import FLOAT, Array, save, sqnr
 from sounds import wav
@@ -28,8 +26,7 @@ SETTINGS = (
 
 
 def _train(folder: Path, *settings: str) -> str:
-    command = [sys.executable, "train.py", *SETTINGS, f"output_dir={folder / 'run'}", *settings]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT)
+    done = run_script("train.py", *SETTINGS, f"output_dir={folder / 'run'}", *settings)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     return done.stdout
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 import pytest
-from command_line import ROOT
+from command_line import run_script
 from onnx_models import sqnr
 from state_net import HIDDEN, gru_run, gru_weights, save_gru, sequence
 
@@ -21,14 +19,10 @@ _ZIP = Path(__file__).parents[3] / "shared" / "data" / "onnx_models.zip"
 
 
 def _command(file: Path, root: Path, states: str, *more: str) -> list[str]:
-    return [sys.executable, "train.py", f"onnx={file}", f"data.root={root}", f"+model.kwargs={{states:{{{states}}}}}",
+    return ["train.py", f"onnx={file}", f"data.root={root}", f"+model.kwargs={{states:{{{states}}}}}",
             "data.workers=0", f"output_dir={root.parent / 'run'}", "calibration=moving_average",
             "verify.latency_runs=3", "verify.threads=1", "trainer.progress=false", "trainer.accelerator=cpu",
             *more]  # fmt: skip
-
-
-def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT)
 
 
 def _free_run(file: Path, x: Any, state: tuple[str, str], start: Any) -> list[Any]:
@@ -49,7 +43,7 @@ def test_a_file_with_a_state_is_quantized_along_sequences(recipe: str, tmp_path:
     root.mkdir()
     for index in range(4):
         np.savez(root / f"{index}.npz", x=sequence(60, index))
-    done = _run(_command(file, root, "h: hN", f"recipe={recipe}", "verify.audit=false"))
+    done = run_script(*_command(file, root, "h: hN", f"recipe={recipe}", "verify.audit=false"))
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert "120 steps of 2 sequences" in done.stdout
     report = json.loads((tmp_path / "run" / "report.json").read_text())
@@ -87,8 +81,8 @@ def test_states_are_refused_before_anything_long(
     root.mkdir()
     np.savez(root / "a.npz", x=sequence(70, 0))
     states, *more = settings
-    done = _run([sys.executable, "train.py", "recipe=onnx_ptq", f"onnx={file}", f"data.root={root}",
-                 f"+model.kwargs={{states:{states}}}", f"output_dir={tmp_path / 'run'}", *more])  # fmt: skip
+    done = run_script("train.py", "recipe=onnx_ptq", f"onnx={file}", f"data.root={root}",
+                 f"+model.kwargs={{states:{states}}}", f"output_dir={tmp_path / 'run'}", *more)  # fmt: skip
     assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr, done.stderr
     assert not (tmp_path / "run").exists()
 
@@ -114,7 +108,7 @@ def test_files_of_others_run_with_their_own_states(
     root.mkdir()
     np.savez(root / "a.npz", **{given: x})  # type: ignore[arg-type]
     bounds = ("verify.min_float_agreement=0", "verify.min_float_sqnr=-100", "verify.audit=false")
-    done = _run(_command(file, root, ": ".join(states), "recipe=onnx_ptq", "calibration.images=16",
+    done = run_script(*_command(file, root, ": ".join(states), "recipe=onnx_ptq", "calibration.images=16",
                          "calibration.batch_size=1", "verify.images=8", "verify.parity_images=4", *bounds))  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     report = json.loads((tmp_path / "run" / "report.json").read_text())

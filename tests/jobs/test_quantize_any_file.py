@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from command_line import ROOT, python
+from command_line import run_script
 from float_files import made
 from numpy.typing import NDArray
 from onnx import NodeProto, TensorProto, helper, numpy_helper
@@ -349,7 +349,7 @@ def test_the_command_line_takes_arrays_and_fixed_inputs(tmp_path: Path) -> None:
     typed = [f"onnx={source}", "mode=weight_only", "data=arrays", f"data.root={root}", "data.workers=0",
              f"+model.kwargs={{fix:{{vector:[[{fixed}]]}}}}", "trainer.progress=false",
              "verify.latency_runs=3"]  # fmt: skip
-    done = python(str(ROOT / "export.py"), *typed, cwd=tmp_path)
+    done = run_script("export.py", *typed, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "SQNR of each output: features " in done.stdout and "largest equal" in done.stdout
 

@@ -12,7 +12,7 @@ import float_files
 import numpy as np
 import onnx
 import pytest
-from command_line import ROOT, Launch, python
+from command_line import Launch, run_script
 from float_files import EXTERNAL, by_hand, settings, with_branches
 from onnx import helper
 
@@ -275,7 +275,7 @@ def test_a_fixed_batch_is_kept(tmp_path: Path) -> None:
 def test_the_command_line_quantizes_a_file(tmp_path: Path) -> None:
     typed = ["mode=static", "data.image_size=8", "data.train_images=128", "calibration.images=200"]
     quick = ["trainer.progress=false", "verify.latency_runs=3"]
-    done = python(str(ROOT / "export.py"), f"onnx={float_files.trained()}", *typed, *quick, cwd=tmp_path)
+    done = run_script("export.py", f"onnx={float_files.trained()}", *typed, *quick, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "warning: calibration.images=200: the train split has 128 images, all are used" in done.stderr
     assert "INT8, ONNX Runtime" in done.stdout

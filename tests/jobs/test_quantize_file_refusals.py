@@ -15,7 +15,7 @@ import float_files
 import numpy as np
 import onnx
 import pytest
-from command_line import ROOT, python
+from command_line import run_script
 from float_files import EXTERNAL, by_hand, settings, with_branches
 from onnx import TensorProto, helper
 from PIL import Image
@@ -326,7 +326,7 @@ def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path: Path) -> None:
 def test_a_mistake_on_the_command_line_is_status_2(
     script: str, typed: list[str], line: str, tmp_path: Path
 ) -> None:
-    done = python(str(ROOT / script), *typed, cwd=tmp_path)
+    done = run_script(script, *typed, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"error: {line}")
     assert done.stderr.count("\n") == 1

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import ROOT, python
+from command_line import ROOT, python, run_script
 from tiny_run import report_of, sha256
 
 from qatkit.run.tracking import TRACKED_FILE, main, parameters
@@ -146,7 +146,7 @@ def environment() -> dict[str, str]:
 
 def train(folder: Path, *typed: str) -> subprocess.CompletedProcess[str]:
     os.environ["PYTHONPATH"] = environment()["PYTHONPATH"]
-    return python(str(ROOT / "train.py"), *TYPED, f"name={folder.name}", *typed, cwd=folder, timeout=900)
+    return run_script("train.py", *TYPED, f"name={folder.name}", *typed, cwd=folder, timeout=900)
 
 
 def started(folder: Path, *typed: str) -> subprocess.Popen[bytes]:

@@ -6,9 +6,6 @@ What the report says is measured again from the files, with NumPy and ONNX Runti
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +13,7 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 from angle_task import LARGEST, load
-from command_line import ROOT
+from command_line import run_script
 from numpy.typing import NDArray
 
 from qatkit.compare.find import runs_below
@@ -33,9 +30,7 @@ SETTINGS = (
 
 
 def _run(folder: Path, *settings: str) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "train.py", *SETTINGS, *settings, f"output_dir={folder}"]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT, env=environment)
+    done = run_script("train.py", *SETTINGS, *settings, f"output_dir={folder}")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return done.stdout
 
