@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -26,6 +27,12 @@ if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 ):  # a shell's background jobs pass Ctrl-C over, and we respect that
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    """Takes what is imported out of every later garbage collection, which takes 0.25 s with it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

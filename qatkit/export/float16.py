@@ -29,9 +29,6 @@ from qatkit.verify.graph_view import stored, weighted_ops
 from qatkit_verify.feeds import feeds
 from qatkit_verify.session import open_session
 
-_TO_HALF = "_cast_to_fp16_node"  # at the end of the names of the converter's Casts
-_INPUT_CAST = "graph_input_cast"
-
 
 def float16(source: Path, target: Path, batches: Iterable[Any] = ()) -> LeftFloat:
     """Weights and activations in float16; the inputs and outputs of the file stay float32.
@@ -66,6 +63,7 @@ def _converted(
     model: ir.Model, unheld: Collection[str], known: dict[str, Range], wrong: Collection[str]
 ) -> ir.Model:
     model, kept = model.clone(), [*unheld, *wrong]
+    own = {node.name for node in model.graph}
     _part_constants(model, set(kept))
     hidden = hide_ends(model)
     proto = for_tools(model)
@@ -75,7 +73,7 @@ def _converted(
     _drop_repeated(half.graph)
     made: ir.Model = ir.from_proto(half)
     restore_ends(made, hidden)
-    _join_casts(made)
+    _join_casts(made, own)
     return made
 
 
@@ -117,16 +115,20 @@ def _drop_repeated(graph: onnx.GraphProto) -> None:
     graph.node.extend(nodes)
 
 
-def _join_casts(model: ir.Model) -> None:
-    """Hands float32 straight from one operator that stays so to the next."""
+def _join_casts(model: ir.Model, own: Collection[str | None]) -> None:
+    """Hands float32 straight from one operator that stays so to the next.
+
+    Args:
+        model: converted.
+        own: the names of the file's nodes, whose Casts stay; those of the converter's depend on its version.
+    """
     graph = model.graph
     for node in list(graph):
         value = node.inputs[0] if node.op_type == "Cast" else None
         first = None if value is None else value.producer()
         if first is None or first.op_type != "Cast" or node.attributes.get_int("to") != TensorProto.FLOAT:
             continue
-        name = str(first.name)
-        if not name.endswith(_TO_HALF) and not name.startswith(_INPUT_CAST):
+        if first.name in own:
             continue
         origin, made = first.inputs[0], node.outputs[0]
         assert origin is not None, first

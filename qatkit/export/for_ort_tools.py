@@ -111,7 +111,8 @@ def own_weights(model: ir.Model, *, each_gemm: bool = False) -> None:
     Per channel, a weight that is read by rows and by columns needs two sets of scales. What branches read stays theirs.
 
     Args:
-        each_gemm: one for each Gemm: the dynamic tool transposes a weight in place, once for every reader.
+        each_gemm: one for each Gemm, by columns. Of a Gemm the dynamic tool makes a MatMul; a weight that is read by
+            rows it transposes in place, once for every reader (to 1.31), or under another name (from 1.32 on).
     """
     copies: dict[ir.Value, dict[object, ir.Value]] = {
         value: {"branches": value} if any(node.graph is not model.graph for node in value.consumers()) else {}
@@ -132,6 +133,20 @@ def own_weights(model: ir.Model, *, each_gemm: bool = False) -> None:
                     copied(model.graph, tensor, free_name(f"{value.name}_copy", taken)) if kept else value
                 )
             node.replace_input_with(index, kept[way])
+    for node in list(model.graph) if each_gemm else ():
+        if node.op_type == "Gemm" and not node.domain and node.attributes.get_int("transB", 0):
+            _read_by_columns(node)
+
+
+def _read_by_columns(gemm: ir.Node) -> None:
+    """Transposes a weight that this Gemm alone reads."""
+    value = gemm.inputs[1]
+    tensor = stored(value)
+    if value is None or tensor is None or len(value.uses()) > 1 or value.is_graph_output():
+        return
+    turned = ir.tensor(np.ascontiguousarray(tensor.numpy().T), name=value.name)
+    value.const_value, value.shape = turned, ir.Shape(turned.shape.numpy())
+    gemm.attributes["transB"] = ir.AttrInt64("transB", 0)
 
 
 def copied(graph: ir.Graph, tensor: ir.TensorProtocol, name: str) -> ir.Value:

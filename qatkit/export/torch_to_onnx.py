@@ -26,7 +26,7 @@ from qatkit.export.ort_fusions import for_onnxruntime
 from qatkit.export.pack_int4 import pack
 from qatkit.export.quiet import quiet
 from qatkit.export.refusals import refusal, refuse_modules, refuse_program
-from qatkit.export.registry import table_made_once
+from qatkit.export.registry import tables_made_once
 from qatkit.export.shift_weights import shift_weights
 from qatkit.export.translations import translations
 from qatkit.export.write_model import write_model
@@ -167,7 +167,7 @@ def _torch_export(
         shapes = tuple(None if axis is None else {axis: batch} for axis in axes)
         # Two of them: a batch of one would be taken for a constant.
         tensors = resized(tensors, max(2, batch_size(tensors, axes)), axes)
-    with quiet(), torch.no_grad(), table_made_once():
+    with quiet(), torch.no_grad(), tables_made_once():
         try:
             program = torch.onnx.export(
                 module,

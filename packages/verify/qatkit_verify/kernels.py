@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from qatkit_verify.session import open_session
 
 RUNS = 5  # profiled runs; the first is dropped
 _SUFFIX = "_kernel_time"
+_NAME = re.compile(r'"name" :"(.*)","args"')  # of an event, one a line; quotes in it are escaped from 1.31 on
 CONVS = frozenset(
     {
         "Conv",
@@ -150,13 +152,14 @@ def events(file: Path) -> Any:
     Raises:
         OSError: the disk was full.
     """
+    text = file.read_text(encoding="utf-8")
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        return json.loads(text)
     except ValueError as error:
         full = no_room(file)
-        if full is None:
-            raise
-        raise full from error
+        if full is not None:
+            raise full from error
+    return json.loads(_NAME.sub(lambda found: f'"name" :{json.dumps(found[1])},"args"', text))
 
 
 def kernels(found: Sequence[Mapping[str, Any]], quantile: float) -> dict[str, Kernel]:
