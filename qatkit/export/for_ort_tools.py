@@ -134,7 +134,7 @@ def own_weights(model: ir.Model, *, each_gemm: bool = False) -> None:
                 )
             node.replace_input_with(index, kept[way])
     for node in list(model.graph) if each_gemm else ():
-        if node.op_type == "Gemm" and not node.domain and node.attributes.get_int("transB", 0):
+        if node.op_type == "Gemm" and not node.domain and node.attributes.get_int("transB", 0) == 1:
             _read_by_columns(node)
 
 
