@@ -173,6 +173,11 @@ class DataModule(lightning.LightningDataModule):
         assert self._rolled is not None
         return self._rolled.sequences(self.config.test_images)
 
+    def calibration_sequences(self, limit: int) -> Iterator[StepSequence]:
+        """Yields the sequences that calibrate a model with states: at most `limit` steps of them."""
+        assert isinstance(self.splits.train, Rollout)
+        return self.splits.train.sequences(limit)
+
     def about_inputs(self) -> dict[str, Any]:
         """Returns how model.json describes the preparation of an input."""
         return self._prepared.as_dict()

@@ -49,9 +49,12 @@ def _summary(results: Results) -> str:
     """How the front came about, and what was chosen."""
     front = results.precision
     assert front is not None
+    judged = f"{front.images:,} images that were held out"
+    if front.steps:
+        judged = f"{front.steps:,} steps of calibration that each file took with its own states"
     return (
         f"{len(front.points)} of {front.measured} files that were made are beaten by none in both time and error, on "
-        f"{front.images:,} images that were held out; ms is the fastest run of each, in turns; chosen: point "
+        f"{judged}; ms is the fastest run of each, in turns; chosen: point "
         f"{front.chosen.number}, {front.chosen.name}: {front.note}"
     )
 

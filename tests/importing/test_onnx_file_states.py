@@ -62,6 +62,31 @@ def test_a_file_with_a_state_is_quantized_along_sequences(recipe: str, tmp_path:
     assert about["preprocessing"]["states"] == {"h": "hN"}
 
 
+def test_precision_is_chosen_by_free_runs(tmp_path: Path) -> None:
+    """Along the sequences that calibrate: with the states of the float file an error that accumulates does not show."""
+    file, root = save_gru(tmp_path / "gru.onnx", WEIGHTS), tmp_path / "data"
+    root.mkdir()
+    for index in range(4):
+        np.savez(root / f"{index}.npz", x=sequence(60, index))
+    done = run_script(*_command(file, root, "h: hN", "recipe=onnx_ptq", "verify.audit=false", "precision=auto",
+                                "precision.points=2", "precision.images=32", "verify.min_float_agreement=0",
+                                "verify.min_float_sqnr=0", "target.min_agreement=0.5"))  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "120 steps of calibration that each file took with its own states" in done.stdout
+    found = json.loads((tmp_path / "run" / "report.json").read_text())["precision"]
+    (chosen,) = [one for one in found["points"] if one["chosen"]]
+    assert found["steps"] == 120 and chosen["floats"] is not None
+    start, wanted, got = np.zeros((1, HIDDEN), np.float32), [], []
+    for index in (0, 2):
+        wanted.append(_free_run(file, sequence(60, index), ("h", "hN"), start)[0])
+        got.append(
+            _free_run(tmp_path / "run" / "model.int8.onnx", sequence(60, index), ("h", "hN"), start)[0]
+        )
+    y, exact = np.concatenate(got), np.concatenate(wanted)
+    assert chosen["sqnr_db"] == pytest.approx(sqnr(exact, y), abs=0.05)
+    assert chosen["agreement"] == pytest.approx(((y > 0.5) == (exact > 0.5)).mean())
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -26,13 +26,17 @@ from qatkit.config.schema import TargetConfig
 from qatkit.graph.overrides import Overrides
 from qatkit.progress import Batches
 from qatkit.records.precision import Precision, PrecisionPoint
+from qatkit.records.results import Fidelity
 from qatkit.run.build import example_batch
 from qatkit.run.export import paths_of, write_float_file
+from qatkit.verify.drift import drift as states_drift
 from qatkit.verify.site_kernels import site_kernels
 from qatkit_verify.classification import NAMES
+from qatkit_verify.free_run import FreeRun
 from qatkit_verify.latency import quickest
 from qatkit_verify.placement.sites import FloatSites
 from qatkit_verify.records import Metric
+from qatkit_verify.session import open_session
 
 FLOAT, INT8 = "float", "int8"
 _SIMULATED, _FIRST_LOOK = 96, 32  # sets, and images on which they are simulated before the best are on more
@@ -40,6 +44,7 @@ _CLEARLY = 10**0.1  # a decibel: what so few images leave open
 _NOTHING = 1e-9  # of the metric: what subtraction may add
 _Sites = TypeVar("_Sites", bound=Collection[str])
 _SESSIONS = 3  # of each file that is timed
+_STEPS = 1000  # of calibration sequences that files with states take freely
 
 
 @dataclass(frozen=True)
@@ -84,7 +89,16 @@ class Search:
         trials = [self._trial((), INT8, costs), *mixed, self._trial(None, FLOAT, costs)]
         times = self.clock({trial.file.name: trial.file.made for trial in trials})
         points = [self._point(trial, times, ends, costs) for trial in trials]
-        shown = shown_points(points, [trial.file.verdict.error or 0.0 for trial in trials])
+        errors, steps = [trial.file.verdict.error or 0.0 for trial in trials], 0
+        if self.data.states:
+            free = [self._in_free_run(trial) for trial in trials]
+            points = [
+                replace(point, agreement=one.agreement, sqnr_db=one.sqnr_db)
+                for point, one in zip(points, free, strict=True)
+            ]
+            errors = [0.0 if one.sqnr_db is None else 10 ** (-one.sqnr_db / 10) for one in free]
+            steps = free[0].images
+        shown = shown_points(points, errors)
         target, exact = aim(self.config, labelled=self.data.labelled), points[-1]
 
         def met(point: PrecisionPoint) -> bool:
@@ -93,7 +107,7 @@ class Search:
         number, note = decide(shown, met, target.min_speedup)
         note += "" if mixed else "; between int8 and float nothing is predicted to pay"
         shown = [replace(point, chosen=point.number == number) for point in shown]
-        return Precision(tuple(shown), count, len(trials), len(self.judge.wanted), note)
+        return Precision(tuple(shown), count, len(trials), len(self.judge.wanted), note, steps)
 
     def costs(self) -> tuple[Costs, dict[str, float]]:
         """What operators and borders take, and the two ends by the clock."""
@@ -249,6 +263,19 @@ class Search:
 
     def _verdict(self, path: Path, name: str) -> Verdict:
         return self.judge.of_float() if name == FLOAT else self.judge.of_file(path, name)
+
+    def _in_free_run(self, trial: _Trial) -> Fidelity:
+        """Returns the distance from the float file where both take their own states, as verification has them.
+
+        With those of the float file, what accumulates in the states does not show.
+        """
+        sessions = [
+            open_session(path, threads=self.config.verify.threads, options=self.runtime.options)
+            for path in (self.files[FLOAT], trial.file.made)
+        ]
+        names = [one.name for one in sessions[0].get_outputs()]
+        exact, file = (FreeRun(one, self.data.states, outputs=names) for one in sessions)
+        return states_drift(exact, file, self.data.calibration_sequences(_STEPS), self.data.task).near
 
     def _point(
         self, trial: _Trial, times: dict[str, float], before: dict[str, float], costs: Costs

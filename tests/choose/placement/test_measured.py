@@ -228,7 +228,7 @@ def test_a_busy_machine_is_noted_and_keeps_the_fixed_placement(
 
     monkeypatch.setattr(measured, "Tournament", Busy)
     config = gated(tmp_path / "run")
-    assert pipeline.train(replace(config, verify=replace(config.verify, threads=64))) == 0
+    assert pipeline.train(replace(config, verify=replace(config.verify, threads=4))) == 0
     placed, report = read_placement(tmp_path / "run" / "placement.json"), report_of(tmp_path / "run")
     assert placed.chosen == "fixed" and not placed.quiet and placed.waited == 0.25
     note = next(one for one in report["notes"] if one.startswith("placement: the machine was busy"))
