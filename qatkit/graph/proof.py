@@ -39,6 +39,7 @@ from qatkit.graph.trace import copy_of, is_traced, trace
 from qatkit_verify.errors import ConfigError
 
 _SIZES = (4, 1)  # the graph was recorded with batches of 2 and 3
+_LARGE = 2**20  # values of a sample, from which on it is compared alone: four of them take gigabytes
 _SURELY_ROUNDING = 2e-5  # of the largest output, in float32
 _ROUNDING = 1e-7  # in float64, with parameters that come from float32
 _PERHAPS_ROUNDING = 1e-3  # where float64 can't be had
@@ -49,7 +50,8 @@ _HINT = "rewrite it with torch functions of tensors, or quantize the parts aroun
 
 
 def prove(model: nn.Module, graph_module: fx.GraphModule, example: Example) -> None:
-    """Compares `graph_module` with `model`: a forward pass of each with a batch of four and one with a batch of one.
+    """Compares `graph_module` with `model`: a forward pass of each with a batch of four, unless samples are large, and
+    one with a batch of one.
 
     Args:
         model: what the graph was made of; as it was, afterwards.
@@ -148,8 +150,11 @@ def _doubles(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
 def _others(tensors: tuple[Tensor, ...], graph_module: fx.GraphModule) -> Iterator[tuple[Tensor, ...]]:
     """Inputs of other sizes and values; of a graph for one size of batch, of that."""
     axes = graph_module.meta.get("batch_axes", (0,) * len(tensors))
-    free = any(axis is not None for axis in axes)
-    for seed, size in enumerate(_SIZES if free else (batch_size(tensors),), start=1):
+    sizes: tuple[int, ...] = (batch_size(tensors),)
+    if any(axis is not None for axis in axes):
+        large = sum(one.numel() for one in tensors) // batch_size(tensors, axes) >= _LARGE
+        sizes = _SIZES[-1:] if large else _SIZES
+    for seed, size in enumerate(sizes, start=1):
         yield other_values(resized(tensors, size, axes), seed=seed)
 
 

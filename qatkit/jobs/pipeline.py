@@ -101,7 +101,6 @@ def begun(config: Config, notes: tuple[str, ...] = ()) -> Iterator[tuple[Run, Da
     check_placement(config)
     check_weights(config)
     check_hand_over(config)
-    keep_freed_memory()
     with protected(config.export.encrypt):
         folder = folder_of(config)
         with locked(folder) if main_process() else nullcontext():
@@ -112,6 +111,7 @@ def _start(config: Config, folder: Path, notes: tuple[str, ...]) -> tuple[Run, D
     run = Run(config, folder, notes=(*notes, *resumed_from(folder, config)))
     lightning.seed_everything(config.seed, verbose=False)
     data = data_of(config)
+    keep_freed_memory(data.inputs.bytes)
     check_images(config, folder, data.fingerprint)
     checks_of(config, labelled=data.labelled)
     if run.stored() is None:

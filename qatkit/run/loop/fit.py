@@ -35,6 +35,7 @@ from qatkit.train.sync_batch_norm import synchronized
 from qatkit_verify import stopping
 
 _LOG_EVERY = 50  # steps
+_LARGE = 2**22  # bytes of a sample: an image of 592x592 pixels
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
 
 
@@ -70,7 +71,7 @@ def fit(
     steps = stage.epochs * data.steps_per_epoch(batches_a_step(config)) if stage.epochs else 0
     steps = steps if stage.max_steps is None else min(steps, stage.max_steps)
     _quiet_lightning()
-    keep_freed_memory()
+    keep_freed_memory(data.inputs.bytes)
     several = processes(config) > 1
     if several:
         start_together(module, data, checkpoint, steps, _AtomicCheckpoints())
@@ -177,13 +178,17 @@ def batches_a_step(config: TrainerConfig) -> int:
     return processes(config) * config.accumulate
 
 
-def keep_freed_memory() -> None:
+def keep_freed_memory(sample: int) -> None:
     """Tells glibc to keep large freed buffers for the next step instead of returning them to the kernel.
 
     Every activation of a step on the CPU, of training or of calibration, is such a buffer, and fresh pages for it have
-    to be cleared (figures: docs/design.md, D15).
+    to be cleared. Those of large samples are returned: kept, they are several times what a pass takes (figures:
+    docs/design.md, D15).
+
+    Args:
+        sample: bytes of one.
     """
-    if not sys.platform.startswith("linux"):
+    if sample >= _LARGE or not sys.platform.startswith("linux"):
         return
     try:
         mallopt = ctypes.CDLL("libc.so.6").mallopt
