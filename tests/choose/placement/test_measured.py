@@ -24,6 +24,7 @@ from qatkit.jobs import export_checkpoint, pipeline
 from qatkit.verify.site_kernels import DEQUANTIZE, QUANTIZE, SiteKernel
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.latency import Session
+from qatkit_verify.placement import record
 from qatkit_verify.placement.machine import this_machine
 from qatkit_verify.placement.record import read_placement
 
@@ -65,6 +66,20 @@ def gated(folder: Path, **changes: Any) -> Config:
     config = replace(calibrate_only(folder), model=model, placement="measured", **changes)
     config.calibration.mixed_scales = "report"  # what is float is the placement's choice alone
     return replace(config, verify=replace(config.verify, min_speedup=0.001))
+
+
+def without_amx(threads: int, batch: int) -> record.Machine:
+    """This machine, without the instructions that further files compete on."""
+    here = this_machine(threads, batch)
+    return replace(here, isa=tuple(one for one in here.isa if not one.startswith("amx")))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_amx() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (measured, tournament):
+            patch.setattr(module, "this_machine", without_amx)
+        yield
 
 
 @pytest.fixture(scope="module")
