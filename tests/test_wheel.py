@@ -36,7 +36,17 @@ def commands(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("environment")
     _run(["uv", "venv", "--python", sys.executable, str(folder)], folder)
     _run(
-        ["uv", "pip", "install", "--no-deps", "--python", str(folder / "bin" / "python"), str(wheel)], folder
+        [
+            "uv",
+            "pip",
+            "install",
+            "--no-deps",
+            "--python",
+            str(folder / "bin" / "python"),
+            str(wheel),
+            str(ROOT / "packages" / "verify"),
+        ],
+        folder,
     )
     (packages,) = (folder / "lib").glob("python*/site-packages")
     (packages / "shared.pth").write_text(sysconfig.get_path("purelib") + "\n")

@@ -7,6 +7,7 @@ stateN}}, and a library of custom operators, {custom_ops: FILE}. The weights are
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -126,7 +127,7 @@ def _opened(
 
 
 def _path(name: str) -> Path:
-    path = Path(name.removeprefix(PREFIX)).expanduser()
+    path = Path(os.path.expanduser(name.removeprefix(PREFIX)))  # a folder may be called "~run": no error here
     if not path.is_file():
         raise ConfigError("model.name", name, f"{PREFIX}FILE, a float ONNX file that exists")
     return path

@@ -28,7 +28,7 @@ def preprocessing_beside(onnx_file: Path) -> dict[str, Any] | None:
     Raises:
         ConfigError: it is no JSON, or a value of its preprocessing cannot be used; names the key.
     """
-    path = onnx_file.with_name(MODEL_FILE)
+    path = onnx_file.parent / MODEL_FILE
     if not path.exists():
         return None
     try:

@@ -37,7 +37,7 @@ _LIBRARIES = {
     *sys.stdlib_module_names,
 }
 _LONGEST = 300  # characters of a message
-_RUN = "qatkit.run"  # from here on it is the job, and no longer the script that starts it
+_JOBS = ("qatkit.jobs.", "qatkit.run.")  # from here on it is the job, and no longer the script that starts it
 
 Called = tuple[str, str]  # a key of the configuration, and the dotted path that it holds
 
@@ -91,7 +91,7 @@ def boundary(paths: Sequence[Called]) -> Iterator[None]:
         packages = [_package(path) for _, path in foreign]
         frames = _frames(error.__traceback__)
         start = next(
-            (i for i, frame in enumerate(frames) if f"{frame.module}.".startswith(f"{_RUN}.")), len(frames)
+            (i for i, frame in enumerate(frames) if f"{frame.module}.".startswith(_JOBS)), len(frames)
         )
         theirs = [frame for frame in frames[start:] if _is_theirs(frame, packages)]
         named = _named(theirs, foreign) if theirs else _not_callable_so(error, foreign)

@@ -6,6 +6,7 @@ entries are those of `SESSION_OPTIONS` and the backend's, whatever the version's
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -105,7 +106,7 @@ def use_library(path: str | Path) -> None:
     Raises:
         ConfigError: the library is missing, or ONNX Runtime can't load it.
     """
-    library = Path(path).expanduser().resolve()
+    library = Path(os.path.expanduser(path)).resolve()
     if not library.is_file():
         raise ConfigError("custom_ops", path, "a library of custom operators that exists")
     try:
