@@ -106,7 +106,12 @@ def _read(
 
 
 def _check_opset(path: Path, model: ir.Model) -> None:
-    opset = model.opset_imports.get("", model.opset_imports.get("ai.onnx", FIRST_OPSET))
+    opset = model.opset_imports.get("", model.opset_imports.get("ai.onnx"))
+    if opset is None:
+        if any(not node.domain for node in model.graph):
+            named = ", ".join(model.opset_imports)
+            raise ConfigError("onnx", path, f"a file with an opset of ONNX; this one imports {named} alone")
+        return
     if not FIRST_OPSET <= opset <= last_opset():
         allowed = f"a file of opset {FIRST_OPSET} to {last_opset()}; this one has {opset}"
         raise ConfigError("onnx", path, allowed)

@@ -63,9 +63,8 @@ def _words() -> Iterator[Case]:
                 if "onnx" in key or key == "mode":
                     continue
                 null = ", or null" if type(None) in typing.get_args(hint) else ""
-                yield bad(
-                    f"{key}={wrong}", f"{key}={wrong}: expected {limit.expected()}{null} (did you mean "
-                )
+                close = " (did you mean " if len(word) > 2 else ""  # nothing is close to "nx"
+                yield bad(f"{key}={wrong}", f"{key}={wrong}: expected {limit.expected()}{null}{close}")
             for value in ("[a]", "{a:1}"):
                 yield bad(f"{key}={value}", f"{key}=")
             yield bad(f"{key}=''", f"{key}=: ")

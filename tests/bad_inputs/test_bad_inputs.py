@@ -101,6 +101,10 @@ def test_a_damaged_neighbour_that_is_only_a_hint_is_passed_over(
 )
 def test_a_folder_without_permission(place: str) -> None:
     """As nobody, whom not even the folders above pytest's own let in."""
+    if os.geteuid() == 0 and not all(
+        folder.stat().st_mode & 0o5 == 0o5 for folder in Path(os.__file__).parents
+    ):
+        pytest.skip("nobody may not read Python's own folder")
     with tempfile.TemporaryDirectory() as there:
         folder = Path(there)
         folder.chmod(0o777)
