@@ -18,7 +18,7 @@ from pathlib import Path
 
 import onnx
 import pytest
-from command_line import ROOT, python, run_script
+from command_line import ROOT, python
 from tiny_run import sha256
 
 from qatkit.encryption.cipher import decrypt, is_encrypted, new_key, read_key
@@ -48,7 +48,7 @@ MARKS = (b'"data_offsets"', b"conv1.weight", b"conv2.weight", b"pytorch", b"_qua
 
 def train(folder: Path, *typed: str, always: tuple[str, ...] = TYPED) -> subprocess.CompletedProcess[str]:
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
-    return run_script("train.py", *always, *typed, cwd=folder, timeout=900)
+    return python(str(ROOT / "train.py"), *always, *typed, cwd=folder, timeout=900)
 
 
 def in_the_clear(folder: Path) -> list[str]:

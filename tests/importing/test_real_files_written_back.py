@@ -27,7 +27,7 @@ _EXPECTED = {
     "rapidocr_det": (85, 169),
     "speech_embedding": (20, 41),
     "ultraface_rfb320": (52, 73),
-    "yolox_nano": (113, 254),
+    "yolox_nano": (113, 256),
 }
 _PRODUCTS = ("QLinearConv", "QGemm", "QLinearMatMul", "MatMulIntegerToFloat")
 
