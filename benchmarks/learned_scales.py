@@ -142,7 +142,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=1)
     args, overrides = parser.parse_known_args()
     torch.set_num_threads(args.threads)
-    keep_freed_memory(0)
+    keep_freed_memory()
     measure(args, overrides)
     return 0
 

@@ -215,7 +215,7 @@ def main() -> int:
     args = parser.parse_args()
     variants = ["float", *args.variants, *([PT2E] if args.pt2e else [])]
     torch.set_num_threads(args.threads)
-    keep_freed_memory(0)  # as in qatkit's own training; it speeds up the float step as well
+    keep_freed_memory()  # as in qatkit's own training; it speeds up the float step as well
     print(
         f"{'model':13} {'variant':10}   ms a step [p10-p90]".ljust(50)
         + "ratio [p10-p90]".ljust(20)

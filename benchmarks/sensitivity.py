@@ -96,7 +96,7 @@ def main() -> None:
     parser.add_argument("--directions", nargs="+", default=list(DIRECTIONS))
     args, overrides = parser.parse_known_args()
     torch.set_num_threads(args.threads)
-    keep_freed_memory(0)  # as in a run
+    keep_freed_memory()  # as in a run
     graph, batches = prepared(overrides, args.images, args.batch)
     every = switches(graph)
     step = 1 if args.sites is None else max(1, len(every) // args.sites)

@@ -122,7 +122,7 @@ def main() -> int:
     torch.set_num_threads(args.threads)
     if hasattr(os, "sched_setaffinity"):  # accuracy takes all cores that it may
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.threads])
-    keep_freed_memory(0)  # as in a run
+    keep_freed_memory()  # as in a run
     runs: dict[str, Callable[[Subject], object]] = {"passes": passes}
     runs |= {name: partial(checked, check()) for name, check in CHECKS.items()}
     with tempfile.TemporaryDirectory() as folder:

@@ -95,24 +95,20 @@ class DataModule(lightning.LightningDataModule):
     ) -> None:
         super().__init__()
         check_limits(config, "data")
-        self.task = task
         check_augmentation(config, task)
-        self.config, self.seed = config, seed
+        self.config, self.seed, self.task = config, seed, task
         outputs = {} if states is None else dict(states.outputs)
         asked = Request(config, [port for port in ports if port.name not in outputs], outputs, about or {})
         self.splits = splits_of(source, config, seed, asked)
-        lone = any(
-            port.axis is None for port in ports if port.name in outputs
-        )  # a state is one of a sequence
+        lone = any(port.axis is None for port in ports if port.name in outputs)  # a sequence has one state
         if lone or not getattr(self.splits, "batched", True):
             ports = [replace(port, axis=None) for port in ports]
         of_arrays = getattr(self.splits, "arrays", False)
         arrays = ArrayBatches(config.source, tuple(ports), outputs) if of_arrays else None
         if arrays is not None:
             check_array_settings(config)
-        self._rolled: Rollout | None = None
         if states is not None:
-            self.splits, self._rolled = rolled_out(self.splits, states, ports, config.source, task, progress)
+            self.splits = rolled_out(self.splits, states, ports, config.source, task, progress)
         self._train_images, self._test_images = checked_splits(self.splits, config.source, task, arrays)
         check_cache(config.cache, config.workers)
         self._block = Block(config.cache_mb) if config.cache == "ram" else None
@@ -170,8 +166,8 @@ class DataModule(lightning.LightningDataModule):
 
     def sequences(self) -> Iterator[StepSequence]:
         """Yields the sequences of the test split, of a model with states: all, or `data.test_images` steps of them."""
-        assert self._rolled is not None
-        return self._rolled.sequences(self.config.test_images)
+        assert isinstance(self.splits.test, Rollout)
+        return self.splits.test.sequences(self.config.test_images)
 
     def calibration_sequences(self, limit: int) -> Iterator[StepSequence]:
         """Yields the sequences that calibrate a model with states: at most `limit` steps of them."""

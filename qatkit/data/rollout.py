@@ -140,8 +140,8 @@ class Rollout:
 
 def rolled_out(
     splits: Splits, states: States, ports: Sequence[Port], source: str, task: Task, progress: bool
-) -> tuple[Splits, Rollout]:
-    """Returns splits whose items are samples with the float file's own states, and those that verify.
+) -> Splits:
+    """Returns splits whose items are samples with the float file's own states; each is a `Rollout`.
 
     Args:
         splits: of a source whose items are steps.
@@ -164,7 +164,7 @@ def rolled_out(
     goes_on = getattr(splits.test, "continues", False)
     test = Rollout(parts[1], own, run, train.last if goes_on else None, progress)
     notes = (*splits.notes, *_notes(states, train, test, goes_on))
-    return replace(splits, train=train, test=test, notes=notes), test  # type: ignore[arg-type]
+    return replace(splits, train=train, test=test, notes=notes)  # type: ignore[arg-type]
 
 
 def _notes(states: States, train: Rollout, test: Rollout, goes_on: bool) -> list[str]:
