@@ -152,7 +152,7 @@ def events(file: Path) -> Any:
     Raises:
         OSError: the disk was full.
     """
-    text = file.read_text(encoding="utf-8")
+    text = file.read_text(encoding="utf-8", errors="replace")  # a full disk may cut a character in two
     try:
         return json.loads(text)
     except ValueError as error:

@@ -178,15 +178,15 @@ def batches_a_step(config: TrainerConfig) -> int:
     return processes(config) * config.accumulate
 
 
-def keep_freed_memory(sample: int) -> None:
+def keep_freed_memory(sample: int = 0) -> None:
     """Tells glibc to keep large freed buffers for the next step instead of returning them to the kernel.
 
     Every activation of a step on the CPU, of training or of calibration, is such a buffer, and fresh pages for it have
     to be cleared. Those of large samples are returned: kept, they are several times what a pass takes (figures:
-    docs/design.md, D15).
+    docs/design.md, D15 and D46).
 
     Args:
-        sample: bytes of one.
+        sample: bytes of one sample; 0: small.
     """
     if sample >= _LARGE or not sys.platform.startswith("linux"):
         return

@@ -104,7 +104,7 @@ class RequestedSettings:
         return f"schedule.max_steps={2 * steps}" if steps else f"schedule.epochs={2 * epochs}"
 
     def override(self, operator: str | None) -> str:
-        """Returns the override, quoted for a shell, that leaves a node of the file in float; "" if there is none.
+        """Returns the shell-quoted override that keeps a node of the file in float, or "" if there is none.
 
         A node is named after its site ("layer1.0.conv1/Conv"); the site of an imported file's node is its name.
         """
