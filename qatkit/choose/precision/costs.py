@@ -28,6 +28,7 @@ from qatkit.verify.site_kernels import DEQUANTIZE, LAYOUT, QUANTIZE, SiteKernel
 
 _MOST, _LEAST = 4.0, 0.25  # by which the time of borders may be scaled to agree with the clock
 _LENGTH = 0.3  # share of the operators' time in which two sets differ that still have much in common
+_FASTEST = 0.25  # of the shortest time by the clock: nothing is predicted to be faster
 _NOISE = 0.02  # of the variance of what predictions are off by: what the clock adds
 
 
@@ -59,6 +60,7 @@ class Costs:
     """
 
     def __init__(self, files: Sequence[Measured], operators: Sequence[str], sites: Sequence[str]) -> None:
+        self._floor = _FASTEST * min(file.ms for file in files)
         overhead = _overhead(files)
         files = [_without(file, overhead) for file in files]
         self._int8, self._float, *probes = files
@@ -90,7 +92,7 @@ class Costs:
 
     def __call__(self, layout: Layout) -> float:
         """Milliseconds of a run."""
-        return self._summed(layout) * math.exp(self._learned(layout))
+        return self._above_zero(layout) * math.exp(self._learned(layout))
 
     def learn(self, files: Sequence[tuple[Layout, float]]) -> None:
         """Corrects what is predicted by files that were timed since: each set by as much as it is like them.
@@ -102,7 +104,7 @@ class Costs:
         Args:
             files: layouts, and milliseconds of a whole run.
         """
-        self._files += [(layout, math.log(ms / self._summed(layout))) for layout, ms in files]
+        self._files += [(layout, math.log(ms / self._above_zero(layout))) for layout, ms in files]
         near = [[self._likeness(one, other) for other, _ in self._files] for one, _ in self._files]
         noise = _NOISE * np.eye(len(near))
         self._weights = np.linalg.solve(np.array(near) + noise, np.array([off for _, off in self._files]))
@@ -114,6 +116,12 @@ class Costs:
     def _likeness(self, one: Layout, other: Layout) -> float:
         differs = sum(self._shares.get(name, 0.0) for name in one.floats ^ other.floats)
         return math.exp(-differs / _LENGTH)
+
+    def _above_zero(self, layout: Layout) -> float:
+        """The sum, or the shortest possible time where it is below that: what is left over may be negative, and the
+        clock of files of a few microseconds contradicts itself.
+        """
+        return max(self._floor, self._summed(layout))
 
     def _summed(self, layout: Layout) -> float:
         share, total = self.share(layout), self._scale[True] * self._int8.time(None)
@@ -184,15 +192,15 @@ def _neighbours(operators: Sequence[str], sites: Sequence[str]) -> dict[str, tup
 
 
 def _scale(file: Measured) -> float:
-    """Milliseconds of the clock for a microsecond of the kernels."""
-    return file.ms / file.total
+    """Milliseconds of the clock for a microsecond of the kernels; 0 where the profiler saw none."""
+    return file.ms / file.total if file.total else 0.0
 
 
 def _overhead(files: Sequence[Measured]) -> float:
     """Microseconds that the profiler adds to each kernel: least squares of the clock's times, at most the least."""
     more = sum(len(file.kernels) * (file.total - 1e3 * file.ms) for file in files)
-    least = min(one.microseconds for file in files for one in file.kernels)
-    return min(least, max(0.0, more / sum(len(file.kernels) ** 2 for file in files)))
+    least = min((one.microseconds for file in files for one in file.kernels), default=0.0)
+    return min(least, max(0.0, more / max(1, sum(len(file.kernels) ** 2 for file in files))))
 
 
 def _without(file: Measured, overhead: float) -> Measured:

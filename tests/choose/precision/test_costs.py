@@ -80,6 +80,25 @@ def test_every_mixture_is_within_two_percent(costs: Costs) -> None:
     assert np.abs(off).max() < 0.02
 
 
+@pytest.mark.parametrize("seed", range(50))
+def test_a_clock_that_contradicts_itself_gives_times_above_zero(seed: int) -> None:
+    """Files of a few microseconds: a moment of other work is longer than the whole run, or is all the profiler saw."""
+    rng = np.random.default_rng(seed)
+    sets = (), OPERATORS, OPERATORS[0::2], OPERATORS[1::2], OPERATORS[:3], OPERATORS[:6]
+    files = [file(one) for one in sets]
+    for i, one in enumerate(files):
+        factors = rng.choice([0.0, 0.01, 1.0, 30.0], len(one.kernels))
+        kernels = [
+            replace(k, microseconds=k.microseconds * x) for k, x in zip(one.kernels, factors, strict=True)
+        ]
+        files[i] = replace(one, kernels=kernels, ms=one.ms * rng.choice([0.02, 1.0, 50.0]))
+    found = Costs(files, OPERATORS, OPERATORS)
+    found.learn([(layout(OPERATORS[:4]), 1e-4), (layout(OPERATORS[2:5]), 100.0)])
+    for n in range(9):
+        for one in itertools.combinations(OPERATORS, n):
+            assert 0 < found(layout(one)) < math.inf
+
+
 def test_the_share_is_that_of_the_float_time(costs: Costs) -> None:
     whole = sum(FLOAT_US.values())
     assert costs.share(layout(("conv1", "conv5"))) == pytest.approx(
