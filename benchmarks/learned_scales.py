@@ -34,8 +34,8 @@ from qatkit.export.torch_to_onnx import export_onnx
 from qatkit.graph.learning import oscillating
 from qatkit.quant.weight_fake_quantize import WeightFakeQuantize
 from qatkit.report.oscillation_text import figures, line
+from qatkit.run.allocator import keep_freed_memory
 from qatkit.run.build import data_of, example_batch, qat_module
-from qatkit.run.loop.fit import keep_freed_memory
 from qatkit.train.learner import make_optimizer, rate_factor
 from qatkit.train.module import QATModule
 from qatkit.verify.accuracy import accuracy, module_accuracy

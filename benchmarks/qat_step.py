@@ -42,7 +42,7 @@ from qatkit import models, report
 from qatkit.config.schema import ModelConfig, ScheduleConfig
 from qatkit.quant.learned.lsq import LSQFakeQuantize, LSQWeightFakeQuantize
 from qatkit.quant.weight_fake_quantize import Quantizers
-from qatkit.run.loop.fit import keep_freed_memory
+from qatkit.run.allocator import keep_freed_memory
 from qatkit.train.learner import make_optimizer
 from qatkit.train.module import QATModule
 

@@ -29,8 +29,8 @@ from qatkit.analysis.switches import Switch, switches, turn_all
 from qatkit.config.compose import compose_config
 from qatkit.graph.phase import inference
 from qatkit.records.analysis import ONLY, SensitivityRow
+from qatkit.run.allocator import keep_freed_memory
 from qatkit.run.build import data_of, qat_module
-from qatkit.run.loop.fit import keep_freed_memory
 from qatkit.train.module import QATModule
 
 CONF = Path(__file__).resolve().parent.parent / "conf"

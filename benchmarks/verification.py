@@ -35,9 +35,9 @@ from qatkit.data import DataModule
 from qatkit.export.converted_reference import ConvertedReference
 from qatkit.graph.precomputed import settled_graph
 from qatkit.records.results import Results
+from qatkit.run.allocator import keep_freed_memory
 from qatkit.run.build import data_of, qat_module
 from qatkit.run.export import write_file, write_float_file
-from qatkit.run.loop.fit import keep_freed_memory
 from qatkit.train.module import QATModule
 from qatkit.verify.accuracy import in_parts, predictor
 from qatkit.verify.checks.accuracy import AccuracyCheck, FilesAccuracyCheck

@@ -30,6 +30,7 @@ from qatkit.graph.overrides import OVERRIDDEN
 from qatkit.graph.phase import inference, set_phase
 from qatkit.graph.quantizers import QUANTIZES, is_quantizer
 from qatkit.graph.signature import Example, batch_size, graph_axes, inputs_of, on
+from qatkit.progress import shown
 from qatkit.quant import numerics
 from qatkit.quant.fake_quantize import FakeQuantize
 from qatkit.quant.spec import WHOLE
@@ -40,6 +41,9 @@ CHANNEL, TOTAL = 10.0, 18.0
 _LEAST = 16
 _WIDEST = 65536  # channels along an axis
 _IMAGES, _AT_ONCE = 16, 8  # of a sample
+_KEPT = (
+    2**24
+)  # values of inputs at most, but for the first image: a few large ones say as much as many small ones
 _VALUES = 2**20  # of inputs that go through the graph together, about
 
 
@@ -97,20 +101,21 @@ class Sample:
 
     def of(self, batches: Iterable[tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, ...]]:
         """`batches` as they are; each of the graph's inputs in their order."""
-        left = _IMAGES
+        left, room = _IMAGES, _KEPT
         for batch in batches:
             axes = graph_axes(self._graph, batch)
             count = batch_size(batch, axes)
-            one_size = all(axis is None for axis in axes)
-            wanted, at_once = (count, count) if one_size else (min(left, count), _AT_ONCE)
-            if not one_size:
-                at_once = max(1, min(at_once, _VALUES * count // max(1, sum(one.numel() for one in batch))))
-            for start in range(0, wanted, at_once) if left > 0 else ():
+            values = max(1, sum(one.numel() for one in batch) // count)
+            fitting = room // values if self._kept else max(1, room // values)
+            wanted, at_once = max(0, min(left, count, fitting)), max(1, min(_AT_ONCE, _VALUES // values))
+            if all(axis is None for axis in axes):
+                wanted, at_once = (count, count) if left > 0 else (0, 1)
+            for start in range(0, wanted, at_once):
                 rows = min(at_once, wanted - start)
                 self._kept.append(
                     tuple(_rows(one, axis, start, rows) for one, axis in zip(batch, axes, strict=True))
                 )
-            left -= count
+            left, room = left - count, room - wanted * values
             yield batch
 
     def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
@@ -121,17 +126,21 @@ def _rows(tensor: Tensor, axis: int | None, start: int, count: int) -> Tensor:
     return tensor if axis is None else tensor.narrow(axis, start, count).clone()
 
 
-def mixed_scales(graph_module: fx.GraphModule, batches: Iterable[Example]) -> list[MixedScale]:
+def mixed_scales(
+    graph_module: fx.GraphModule, batches: Iterable[Example], progress: bool = False
+) -> list[MixedScale]:
     """Returns the tensors that lose too much, in graph order, and what would keep them float.
 
     Args:
         graph_module: prepared, its ranges set.
         batches: as `calibrate` takes them; a few images are enough.
+        progress: whether a bar is shown.
     """
     measured = _Measured(graph_module)
+    pairs = [(batch, inputs_of(graph_module, batch)[0]) for batch in batches]
     with inference(graph_module):
         set_phase(graph_module, observe=False, quantize=False)
-        for batch in batches:
+        for batch, _ in shown(pairs, "mixed scales", progress):
             measured.add(batch)
     return [found for at in measured.points if (found := _judged(at)) is not None]
 

@@ -19,7 +19,7 @@ from qatkit.importing.operators.table import Array
 from qatkit.importing.operators.values import array
 from qatkit.importing.paths import Paths
 from qatkit.importing.patterns import join_patterns
-from qatkit.importing.program import ImportedModel, Operator, Program, Refused, Step
+from qatkit.importing.program import LARGE, ImportedModel, Operator, Original, Program, Refused, Step
 from qatkit.importing.read import infer_shapes, read
 from qatkit_verify.errors import ConfigError, one_line
 
@@ -206,7 +206,13 @@ class _Builder:
         self._share(node, made)
         self.modules[path] = made
         inputs = tuple("" if i in held else name for i, name in enumerate(node.inputs))
-        return Step(path, node.name, inputs, held, node.outputs)
+        takes_all = isinstance(made, Refused) or getattr(made, "positional", False)
+        own = {
+            i: one for i, one in held.items() if one.dtype.kind == "f" and one.size >= LARGE and not takes_all
+        }
+        rest = {i: one for i, one in held.items() if i not in own}
+        originals = {i: Original.of(one) for i, one in own.items()}
+        return Step(path, node.name, inputs, rest, node.outputs, originals=originals)
 
     def _island(self, node: ir.Node, given: Node) -> Step:
         """A region; opened now, so what ONNX Runtime does not run either is refused before it is run."""

@@ -12,8 +12,9 @@ axes and other integers that do not depend on the inputs' values are NumPy array
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from qatkit.importing.operators.values import array, one_int, tensor
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.session import use_library
 
+LARGE = 4096  # values of a constant of which no second copy is kept
 _SIZES = 16  # numbers of an output that are made one by one, at most
 
 
@@ -74,6 +76,28 @@ class Refused(nn.Module):
 
 
 @dataclass(frozen=True)
+class Original:
+    """What the file holds of a constant that a module has its own copy of: enough to see whether that copy changed."""
+
+    shape: tuple[int, ...]
+    digest: str
+
+    @classmethod
+    def of(cls, array: Array) -> Original:
+        """Returns what is kept of an array of floats, as float32."""
+        return cls(array.shape, _digest(array))
+
+    def equals(self, array: Array) -> bool:
+        """Returns whether an array has the same values in the same order, whatever its shape."""
+        return self.digest == _digest(array)
+
+
+def _digest(array: Array) -> str:
+    values = np.ascontiguousarray(array, np.float32) + np.float32(0)  # -0 is 0
+    return hashlib.sha256(values.tobytes()).hexdigest()
+
+
+@dataclass(frozen=True)
 class Step:
     """One node of a program.
 
@@ -81,9 +105,10 @@ class Step:
         path: of its module; "" of an If.
         name: of the node, as messages call it.
         inputs: names of values; "" for constants and for inputs left out.
-        constants: by place among the inputs.
+        constants: by place among the inputs; not the large ones that its module holds.
         outputs: names of values.
         branches: of an If, what runs where its condition is true and where it is false.
+        originals: the large constants that its module holds, as they are in the file, by place.
     """
 
     path: str
@@ -92,6 +117,11 @@ class Step:
     constants: Mapping[int, Array]
     outputs: tuple[str, ...]
     branches: tuple[Program, Program] | None = None
+    originals: Mapping[int, Original] = field(default_factory=dict)
+
+    def shape(self, place: int) -> tuple[int, ...]:
+        """Returns the shape of a constant input."""
+        return self.originals[place].shape if place in self.originals else self.constants[place].shape
 
     def captured(self) -> list[str]:
         """Returns the values that the branches of an If have from outside."""

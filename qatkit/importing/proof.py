@@ -75,7 +75,7 @@ def outputs_of(model: ImportedModel, feeds: Feeds) -> list[Array]:
 
 def _expected(model: ImportedModel, feeds: Feeds, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
     """Returns the file's outputs; of a file of one image per run, of one image after the other."""
-    run = open_session(model.file, threads=1, optimize=False)
+    run = open_session(model.file, threads=1, optimize=False, arena=False)
     count = len(feeds[model.inputs[0]]) if model.any_batch else 1
     if count == 1:
         return list(run.run(list(model.outputs), {**feeds, **model.fixed}))
@@ -136,5 +136,5 @@ def _every_value(model: ImportedModel, feeds: Feeds) -> dict[str, Array]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "values.onnx"
         ir.save(graph, path)
-        found = open_session(path, threads=1, optimize=False).run(None, {**feeds, **model.fixed})
+        found = open_session(path, threads=1, optimize=False, arena=False).run(None, {**feeds, **model.fixed})
     return dict(zip((str(value.name) for value in made), found, strict=True))

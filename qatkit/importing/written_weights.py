@@ -24,7 +24,7 @@ from qatkit.graph.convert.integer_modules import Quantized, QuantizedEmbedding
 from qatkit.graph.convert.recurrent_modules import QuantizedRecurrent, _to_onnx
 from qatkit.graph.weights.transposed import from_phases
 from qatkit.importing.operators.table import Array
-from qatkit.importing.program import Step
+from qatkit.importing.program import Original, Step
 from qatkit.importing.written_file import WrittenFile, refused
 
 _FLOAT = 1  # of onnx.TensorProto
@@ -103,7 +103,7 @@ class WrittenWeights:
         axis, alone = 0, node.op_type == "BatchNormalization"
         if module.is_linear and not (node.op_type == "Gemm" and node.attributes.get_int("transB", 0) == 1):
             weight, axis = np.ascontiguousarray(weight.T), 1
-        sizes = (step.constants[1].size, 1) + (1,) * (weight.ndim - 2) if alone else step.constants[1].shape
+        sizes = (math.prod(step.shape(1)), 1) + (1,) * (weight.ndim - 2) if alone else step.shape(1)
         weight = weight[tuple(slice(size) for size in sizes)]  # without channels that kernels wanted
         scale = scale[: weight.shape[axis]] if scale.ndim else scale
         bias = node.inputs[2] if len(node.inputs) > 2 and not alone else None
@@ -168,11 +168,11 @@ class WrittenWeights:
         if node.op_type == "ConvTranspose" and not isinstance(module, nn.modules.conv._ConvTransposeNd):
             found = self._transposed(step, node, found)
         for place, array in found.items():
-            self._float(node, place, array, step.constants.get(place))
+            self._float(node, place, array, step.constants.get(place), step.originals.get(place))
 
     def _transposed(self, step: Step, node: ir.Node, found: Mapping[int, Array]) -> dict[int, Array]:
         """Weight and bias of a transposed convolution, from those of the convolution that makes all of its phases."""
-        kernel = step.constants[1].shape[2:]
+        kernel = step.shape(1)[2:]
         stride = list(node.attributes.get_ints("strides", [1] * len(kernel)))
         groups = node.attributes.get_int("group", 1)
         turned = {1: _array(from_phases(torch.from_numpy(found[1]), kernel, stride, groups))}
@@ -185,18 +185,19 @@ class WrittenWeights:
             turned[2] = np.ascontiguousarray(phases[:, 0])
         return turned
 
-    def _float(self, node: ir.Node, place: int, array: Array, known: Array | None) -> None:
+    def _float(
+        self, node: ir.Node, place: int, array: Array, known: Array | None, original: Original | None = None
+    ) -> None:
         old = node.inputs[place] if place < len(node.inputs) else None
-        known = known if known is not None or old is None else _held(old)
-        if (
-            known is not None
-            and known.size == array.size
-            and np.array_equal(known.reshape(array.shape), array)
-        ):
+        if known is None and original is None and old is not None:
+            known = _held(old)
+        if original is None and known is not None:
+            original = Original.of(known)
+        if original is not None and original.equals(array):
             return
         if old is None and not array.any():
             return
-        shape = array.shape if known is None else known.shape
+        shape = array.shape if original is None else original.shape
         if [size for size in shape if size != 1] != [size for size in array.shape if size != 1]:
             told = f"node '{_name(node)}': values {list(array.shape)} have no form in an input {list(shape)}"
             raise refused(self.file.path, told)

@@ -38,11 +38,11 @@ from qatkit.jobs.stages import Stage, begin, carry_out
 from qatkit.jobs.training import Control, FineTune, TrainFloat
 from qatkit.jobs.verify import checks_of
 from qatkit.quant.observers.base import with_other_ranks
-from qatkit.run.build import built, data_of
+from qatkit.run.allocator import keep_freed_memory, return_freed_memory
+from qatkit.run.build import built, data_of, naming_the_file
 from qatkit.run.export import check_weights
 from qatkit.run.folder import Run, check_images, folder_of, main_process
 from qatkit.run.lock import locked
-from qatkit.run.loop.fit import keep_freed_memory
 from qatkit.run.resume import resumed_from
 from qatkit.train.module import QATModule
 
@@ -104,7 +104,9 @@ def begun(config: Config, notes: tuple[str, ...] = ()) -> Iterator[tuple[Run, Da
     with protected(config.export.encrypt):
         folder = folder_of(config)
         with locked(folder) if main_process() else nullcontext():
-            yield _start(config, folder, notes)
+            run, data, model = _start(config, folder, notes)
+            with naming_the_file(model):
+                yield run, data, model
 
 
 def _start(config: Config, folder: Path, notes: tuple[str, ...]) -> tuple[Run, DataModule, nn.Module]:
@@ -116,4 +118,6 @@ def _start(config: Config, folder: Path, notes: tuple[str, ...]) -> tuple[Run, D
     checks_of(config, labelled=data.labelled)
     if run.stored() is None:
         check_cache(data, config)
-    return run, data, built(config, data)
+    model = built(config, data)
+    return_freed_memory(data.inputs.bytes)
+    return run, data, model

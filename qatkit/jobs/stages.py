@@ -21,6 +21,7 @@ from qatkit.graph.captured import Captured
 from qatkit.records.analysis import Analysis
 from qatkit.records.precision import Precision
 from qatkit.records.tried import Tried
+from qatkit.run.allocator import return_freed_memory
 from qatkit.run.build import captured
 from qatkit.run.export import Written
 from qatkit.run.folder import Run
@@ -121,6 +122,7 @@ def begin(run: Run, data: DataModule, model: nn.Module, module_type: type[QATMod
 def carry_out(stages: Iterable[Stage], state: State) -> int:
     """Runs or restores one stage after the other, until one of them ends the run; returns its status."""
     for stage in stages:
+        return_freed_memory(state.data.inputs.bytes)
         state = stage.restore(state) if stage.done(state) else stage.run(state)
         if state.status is not None:
             return state.status

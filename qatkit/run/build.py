@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from numpy.typing import NDArray
@@ -153,6 +154,17 @@ def built(config: Config, data: DataModule) -> nn.Module:
     return model
 
 
+@contextmanager
+def naming_the_file(model: nn.Module) -> Iterator[None]:
+    """Makes errors of an imported model name its file instead of a class that its user does not know."""
+    try:
+        yield
+    except ConfigError as error:
+        if not isinstance(model, ImportedModel) or error.value != type(model).__name__:
+            raise
+        raise ConfigError("onnx", model.file, reason=error.problem) from error
+
+
 def _fits(outputs: Mapping[str, Tensor], config: Config, data: DataModule) -> bool:
     """Returns whether the first output has a row for each sample."""
     count, width = data.rows(examples(config)), data.num_classes if data.labelled else None
@@ -269,6 +281,7 @@ def qat_module(
     )
     module.mixed_scales = config.calibration.mixed_scales
     module.mean_shifts = config.calibration.mean_shifts
+    module.progress = config.trainer.progress and main_process()
     return module
 
 

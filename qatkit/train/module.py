@@ -77,6 +77,7 @@ class QATModule(FineTuning):
         mixed_scales: "float" or "report", what `calibrate` does about tensors that one scale does not hold.
         mixed: those that it has found.
         floats: sites of the operators that it has left float for them.
+        progress: whether bars are shown.
         mean_shifts: "correct" or "report", what `calibrate` does about outputs that rounded weights shift.
         shifted: the operators of which it has found that.
 
@@ -86,6 +87,7 @@ class QATModule(FineTuning):
 
     mixed_scales = "float"
     mean_shifts = "correct"
+    progress = False
 
     def __init__(  # noqa: PLR0913  parts of one recipe, most of them with a default
         self,
@@ -232,7 +234,9 @@ class QATModule(FineTuning):
     def _find_mixed_scales(self, sample: Sample) -> None:
         """Looks again behind each change: other tensors are quantized then."""
         self.mixed, known = [], set[str]()
-        while found := [one for one in mixed_scales(self.graph, sample) if one.tensor not in known]:
+        while found := [
+            one for one in mixed_scales(self.graph, sample, self.progress) if one.tensor not in known
+        ]:
             known |= {one.tensor for one in found}
             self.mixed += found
             floats = tuple(dict.fromkeys(name for one in found for name in one.floats))

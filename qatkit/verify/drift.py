@@ -11,8 +11,9 @@ become worse, of one that the model forgets they stay.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from qatkit.progress import shown
@@ -22,6 +23,7 @@ from qatkit.verify.fidelity import Distance, OutputDistance, finite
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.feeds import Array
 from qatkit_verify.free_run import FreeRun, StepSequence
+from qatkit_verify.session import open_session
 
 _STEPS = (10, 100, 1000, 10_000, 100_000, math.inf)
 
@@ -84,6 +86,33 @@ class _Horizon:
         self.first.add(finite("float", joined[0], step, "step"), finite("int8", joined[1], step, "step"))
         for distance, a, b in zip(self.each, exact, found, strict=True):
             distance.add(a, b)
+
+
+def drift_of_files(
+    files: Sequence[Path],
+    states: Mapping[str, str],
+    sequences: Iterable[StepSequence],
+    task: Task,
+    *,
+    threads: int,
+    options: Mapping[str, str] | None = None,
+    progress: bool = False,
+) -> Drift:
+    """Returns the drift of the second file from the first one, which is float.
+
+    Args:
+        files: the float file and the other one.
+        states: inputs that are fed back, with the outputs that they come from.
+        sequences, task, progress: as `drift` takes them.
+        threads, options: of the sessions.
+
+    Raises:
+        ConfigError: as `drift`, or ONNX Runtime does not load a file.
+    """
+    sessions = [open_session(path, threads=threads, options=options) for path in files]
+    names = [one.name for one in sessions[0].get_outputs()]
+    exact, found = (FreeRun(one, states, outputs=names) for one in sessions)
+    return drift(exact, found, sequences, task, progress)
 
 
 def drift(

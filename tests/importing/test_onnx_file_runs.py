@@ -159,6 +159,13 @@ def test_mistakes_are_one_line(settings: tuple[str, ...], message: str, tmp_path
     assert not (tmp_path / "run" / "report.json").exists()
 
 
+def test_a_file_without_weights_is_called_by_its_name(tmp_path: Path) -> None:
+    node = helper.make_node("Relu", ["x"], ["y"])
+    file = save(tmp_path / "plain.onnx", [node], {"x": (FLOAT, ["n", 1, 8, 8])}, ["y"])
+    told = _train(tmp_path / "run", "schedule=calibrate_only", f"model.name=onnx/{file}", status=2)
+    assert f"onnx={file}: the model has no Conv" in told and "ImportedModel" not in told
+
+
 def test_outputs_agree_by_their_direction() -> None:
     task = task_of("outputs")
     exact = np.random.default_rng(0).normal(0, 1, (4, 3, 5))

@@ -56,6 +56,7 @@ def open_session(
     options: Mapping[str, str] | None = None,
     optimized_path: str | Path | None = None,
     profile_prefix: str | Path | None = None,
+    arena: bool = True,
 ) -> ort.InferenceSession:
     """Opens `path` on the CPU.
 
@@ -67,6 +68,7 @@ def open_session(
         optimized_path: where ONNX Runtime writes the graph that it really runs; its large weights go beside it, since
             it would still refer to those beside `path`.
         profile_prefix: turns profiling on; the events are written to PREFIX_<time>.json.
+        arena: keeps the memory of a run for the next one, and more than it took; False for a run or two.
 
     Raises:
         ConfigError: the file is missing or ONNX Runtime refuses it (with all that it says).
@@ -79,6 +81,7 @@ def open_session(
     settings.log_severity_level = 4  # nothing: what fails is raised too, and the rest are warnings
     settings.intra_op_num_threads = threads
     settings.graph_optimization_level = _level(optimize)
+    settings.enable_cpu_mem_arena = settings.enable_mem_pattern = arena
     if optimized_path is not None:
         settings.optimized_model_filepath = str(optimized_path)
         settings.add_session_config_entry(_BESIDE, f"{Path(optimized_path).name}.data")

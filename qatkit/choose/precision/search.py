@@ -29,14 +29,12 @@ from qatkit.records.precision import Precision, PrecisionPoint
 from qatkit.records.results import Fidelity
 from qatkit.run.build import example_batch
 from qatkit.run.export import paths_of, write_float_file
-from qatkit.verify.drift import drift as states_drift
+from qatkit.verify.drift import drift_of_files
 from qatkit.verify.site_kernels import site_kernels
 from qatkit_verify.classification import NAMES
-from qatkit_verify.free_run import FreeRun
 from qatkit_verify.latency import quickest
 from qatkit_verify.placement.sites import FloatSites
 from qatkit_verify.records import Metric
-from qatkit_verify.session import open_session
 
 FLOAT, INT8 = "float", "int8"
 _SIMULATED, _FIRST_LOOK = 96, 32  # sets, and images on which they are simulated before the best are on more
@@ -269,13 +267,14 @@ class Search:
 
         With those of the float file, what accumulates in the states does not show.
         """
-        sessions = [
-            open_session(path, threads=self.config.verify.threads, options=self.runtime.options)
-            for path in (self.files[FLOAT], trial.file.made)
-        ]
-        names = [one.name for one in sessions[0].get_outputs()]
-        exact, file = (FreeRun(one, self.data.states, outputs=names) for one in sessions)
-        return states_drift(exact, file, self.data.calibration_sequences(_STEPS), self.data.task).near
+        return drift_of_files(
+            (self.files[FLOAT], trial.file.made),
+            self.data.states,
+            self.data.calibration_sequences(_STEPS),
+            self.data.task,
+            threads=self.config.verify.threads,
+            options=self.runtime.options,
+        ).near
 
     def _point(
         self, trial: _Trial, times: dict[str, float], before: dict[str, float], costs: Costs

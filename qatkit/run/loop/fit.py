@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import signal
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -26,6 +24,7 @@ from qatkit.encryption.sealed import seal
 from qatkit.encryption.vault import readable, secret
 from qatkit.quant.observers.base import with_other_ranks
 from qatkit.records.scores import SCORE
+from qatkit.run.allocator import keep_freed_memory
 from qatkit.run.folder import say
 from qatkit.run.loop.compiled import compiled
 from qatkit.run.loop.ranks import environment_of, peers, start_together, strategy_of
@@ -35,8 +34,6 @@ from qatkit.train.sync_batch_norm import synchronized
 from qatkit_verify import stopping
 
 _LOG_EVERY = 50  # steps
-_LARGE = 2**22  # bytes of a sample: an image of 592x592 pixels
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
 
 
 @dataclass(frozen=True)
@@ -176,26 +173,6 @@ def _on_gpu(config: TrainerConfig) -> bool:
 def batches_a_step(config: TrainerConfig) -> int:
     """How many batches an optimizer step takes, of all processes."""
     return processes(config) * config.accumulate
-
-
-def keep_freed_memory(sample: int = 0) -> None:
-    """Tells glibc to keep large freed buffers for the next step instead of returning them to the kernel.
-
-    Every activation of a step on the CPU, of training or of calibration, is such a buffer, and fresh pages for it have
-    to be cleared. Those of large samples are returned: kept, they are several times what a pass takes (figures:
-    docs/design.md, D15 and D46).
-
-    Args:
-        sample: bytes of one sample; 0: small.
-    """
-    if sample >= _LARGE or not sys.platform.startswith("linux"):
-        return
-    try:
-        mallopt = ctypes.CDLL("libc.so.6").mallopt
-    except (OSError, AttributeError):
-        return  # another C library
-    for parameter, value in ((_M_TOP_PAD, 2**28), (_M_MMAP_THRESHOLD, 2**30), (_M_TRIM_THRESHOLD, 2**31 - 1)):
-        mallopt(parameter, value)
 
 
 class _AtomicCheckpoints(TorchCheckpointIO):

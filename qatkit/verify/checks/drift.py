@@ -25,18 +25,17 @@ class DriftCheck(Check):
     def measure(self, subject: Subject, results: Results) -> Results:
         if subject.sequences is None:
             return results
-        from qatkit.verify.drift import drift
-        from qatkit_verify.free_run import FreeRun
-        from qatkit_verify.session import open_session
+        from qatkit.verify.drift import drift_of_files
 
-        wanted = subject.settings
-        sessions = {
-            name: open_session(subject.files[name], threads=wanted.threads, options=subject.options)
-            for name in ("float", "int8")
-        }
-        names = [one.name for one in sessions["float"].get_outputs()]
-        exact, file = (FreeRun(one, subject.states, outputs=names) for one in sessions.values())
-        found = drift(exact, file, subject.sequences(), subject.task, subject.progress)
+        found = drift_of_files(
+            [subject.files[name] for name in ("float", "int8")],
+            subject.states,
+            subject.sequences(),
+            subject.task,
+            threads=subject.settings.threads,
+            options=subject.options,
+            progress=subject.progress,
+        )
         results = results.with_measured(NAME, {"states": dict(subject.states), **found.as_dict()})
         if subject.labelled:
             return results

@@ -86,12 +86,12 @@ def test_a_clock_that_contradicts_itself_gives_times_above_zero(seed: int) -> No
     rng = np.random.default_rng(seed)
     sets = (), OPERATORS, OPERATORS[0::2], OPERATORS[1::2], OPERATORS[:3], OPERATORS[:6]
     files = [file(one) for one in sets]
-    for i, one in enumerate(files):
-        factors = rng.choice([0.0, 0.01, 1.0, 30.0], len(one.kernels))
+    for i, seen in enumerate(files):
+        factors = rng.choice([0.0, 0.01, 1.0, 30.0], len(seen.kernels))
         kernels = [
-            replace(k, microseconds=k.microseconds * x) for k, x in zip(one.kernels, factors, strict=True)
+            replace(k, microseconds=k.microseconds * x) for k, x in zip(seen.kernels, factors, strict=True)
         ]
-        files[i] = replace(one, kernels=kernels, ms=one.ms * rng.choice([0.02, 1.0, 50.0]))
+        files[i] = replace(seen, kernels=kernels, ms=seen.ms * rng.choice([0.02, 1.0, 50.0]))
     found = Costs(files, OPERATORS, OPERATORS)
     found.learn([(layout(OPERATORS[:4]), 1e-4), (layout(OPERATORS[2:5]), 100.0)])
     for n in range(9):

@@ -1,0 +1,58 @@
+"""What glibc does with memory that was freed: it keeps small buffers for the next step and returns large ones."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import sys
+from typing import Any
+
+_LARGE = 2**22  # bytes of a sample: an image of 592x592 pixels
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
+
+
+def keep_freed_memory(sample: int = 0) -> None:
+    """Tells glibc to keep large freed buffers for the next step instead of returning them to the kernel.
+
+    Every activation of a step on the CPU, of training or of calibration, is such a buffer, and fresh pages for it have
+    to be cleared. Those of large samples are returned at once: kept, the heap grows to several times what a pass takes
+    (figures: docs/design.md, D15 and D46).
+
+    Args:
+        sample: bytes of one sample; 0: small.
+    """
+    library = _glibc()
+    if library is None:
+        return
+    if sample >= _LARGE:
+        # Fixed: otherwise it follows what is freed, up to 32 MiB, and buffers of that size stay in a heap with gaps.
+        library.mallopt(_M_MMAP_THRESHOLD, _LARGE)
+        return
+    for parameter, value in ((_M_TOP_PAD, 2**28), (_M_MMAP_THRESHOLD, 2**30), (_M_TRIM_THRESHOLD, 2**31 - 1)):
+        library.mallopt(parameter, value)
+
+
+def return_freed_memory(sample: int) -> None:
+    """Returns to the kernel what a stage has freed, where samples are large.
+
+    glibc itself returns only what lies at the end of its heap, where one small object that is still in use holds back
+    everything before it.
+
+    Args:
+        sample: bytes of one sample.
+    """
+    library = _glibc()
+    if sample >= _LARGE and library is not None:
+        gc.collect()
+        library.malloc_trim(0)
+
+
+def _glibc() -> Any:
+    """Returns the C library, or None where it is another one."""
+    if not sys.platform.startswith("linux"):
+        return None
+    try:
+        library = ctypes.CDLL("libc.so.6")
+    except OSError:
+        return None
+    return library if hasattr(library, "mallopt") and hasattr(library, "malloc_trim") else None
