@@ -138,7 +138,9 @@ def test_the_filters_of_a_logarithm_stay_float(tmp_path: Path) -> None:
     assert module.floats == ["filters"]
 
 
-@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v2", "vit"])
+@pytest.mark.parametrize(
+    "name", ["resnet18", *(pytest.param(one, marks=pytest.mark.slow) for one in ("mobilenet_v2", "vit"))]
+)
 def test_classifiers_keep_their_bytes(name: str, tmp_path: Path) -> None:
     model = small_vit() if name == "vit" else build(name, 32)
     images, digests = noise(32, 3, 32, 32), set()

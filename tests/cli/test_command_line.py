@@ -188,6 +188,7 @@ def test_a_sweep_goes_on_after_a_job_that_cannot_run(
     assert capfd.readouterr().err == "error: seed=1: expected any but 1\n"
 
 
+@pytest.mark.slow
 def test_every_recipe_can_be_swept_over(launch: Launch) -> None:
     seen: list[str] = []
 

@@ -52,6 +52,7 @@ def test_a_defect_in_one_run_keeps_the_table(launch: Launch, capsys: pytest.Capt
     assert len(rows) == 3 and "failed: a defect" in rows[1] and "done" in rows[2]
 
 
+@pytest.mark.slow
 def test_sweeps_begun_in_one_second_have_a_folder_each(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:

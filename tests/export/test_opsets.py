@@ -20,7 +20,7 @@ from qatkit.export.torch_to_onnx import export_onnx
 OPSETS = range(13, 22)
 # Where a form comes (14, 17, 18, 21), and the lowest; the others with the slow tests.
 CHANGES = (13, 14, 17, 18, 21)
-INT8_OPSETS = [opset if opset in CHANGES else pytest.param(opset, marks=pytest.mark.slow) for opset in OPSETS]
+CHOSEN = [opset if opset in CHANGES else pytest.param(opset, marks=pytest.mark.slow) for opset in OPSETS]
 # Since which opset an operator may stand in a file.
 SINCE = {"LayerNormalization": 17, "HardSwish": 14}
 
@@ -49,7 +49,7 @@ def reference(path: Path, images: Tensor) -> NDArray[np.float32]:
     return cast("NDArray[np.float32]", outputs[0])
 
 
-@pytest.mark.parametrize("opset", OPSETS)
+@pytest.mark.parametrize("opset", CHOSEN)
 def test_a_float_model_is_the_same_function_at_every_opset(opset: int, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, images, path = Many().eval(), noise(2, 3, 9, 9), tmp_path / "model.onnx"
@@ -65,7 +65,7 @@ def test_a_float_model_is_the_same_function_at_every_opset(opset: int, tmp_path:
     np.testing.assert_allclose(reference(path, images), expected, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("opset", INT8_OPSETS)
+@pytest.mark.parametrize("opset", CHOSEN)
 @pytest.mark.parametrize("name", ["residual", "block", "hard_gate", "gated"])
 def test_an_int8_file_is_the_same_function_at_every_opset(name: str, opset: int, tmp_path: Path) -> None:
     """In ONNX Runtime without optimizations and in the evaluator, which dequantizes from opset 19 on."""

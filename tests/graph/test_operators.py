@@ -63,6 +63,7 @@ def test_rules_of_backends_are_about_classes_of_the_table() -> None:
         assert set(backend.rules) <= known
 
 
+@pytest.mark.slow
 def test_a_renamed_private_torchvision_name_breaks_nothing_else() -> None:
     code = (
         "from torchvision.models.video import mvit\n"

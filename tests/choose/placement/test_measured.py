@@ -235,6 +235,7 @@ def test_a_run_that_goes_on_measures_nothing_anew(
     assert sha256(folder / "model.int8.onnx") == sha256(done / "model.int8.onnx")
 
 
+@pytest.mark.slow
 def test_a_busy_machine_is_noted_and_keeps_the_fixed_placement(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -43,7 +43,7 @@ from qatkit.quant.qat_layers import QATOperator
 NETWORKS = [
     "resnet18",
     "mobilenet_v2",
-    "mobilenet_v3_small",
+    pytest.param("mobilenet_v3_small", marks=pytest.mark.slow),
     pytest.param("efficientnet_b0", marks=pytest.mark.slow),
     "vit",
 ]

@@ -18,7 +18,7 @@ from qatkit.graph.scales.align import align
 from qatkit.quant.numerics import odd_fraction
 
 NETWORKS = ("residual", "concat", "gate", "hard_gate", "gated", "mlp", "resnet18", "mobilenet_v2",
-            "mobilenet_v3_small", "efficientnet_b0")  # fmt: skip
+            "mobilenet_v3_small", pytest.param("efficientnet_b0", marks=pytest.mark.slow))  # fmt: skip
 
 
 def nearest_tie(multiplier: float, largest: float) -> float:

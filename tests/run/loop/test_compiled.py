@@ -104,7 +104,8 @@ def test_compiling_without_a_compiler_is_refused_at_the_start(
     assert said in last
 
 
-@pytest.mark.parametrize("progress", [0.1, 0.6])  # observing, then with ranges that stand
+# Observing, then with ranges that stand.
+@pytest.mark.parametrize("progress", [0.1, pytest.param(0.6, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("model", MODELS)
 def test_a_step_is_read_as_one_graph(model: str, kind: str, progress: float) -> None:

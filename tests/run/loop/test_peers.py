@@ -81,7 +81,10 @@ def _script(text: str, *typed: str, **environment: str) -> subprocess.Popen[str]
     )
 
 
-@pytest.mark.parametrize(("number", "when"), [(signal.SIGINT, "before"), (signal.SIGTERM, "trains")])
+@pytest.mark.parametrize(
+    ("number", "when"),
+    [(signal.SIGINT, "before"), pytest.param(signal.SIGTERM, "trains", marks=pytest.mark.slow)],
+)
 def test_a_signal_reaches_a_process_that_waits_in_a_library(number: int, when: str) -> None:
     with _script(_WAITS, when) as process:
         try:
