@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+import qatkit_verify  # noqa: F401  it comes before ONNX Runtime, whose reports it switches off
 from qatkit import former_names
 
 if TYPE_CHECKING:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -174,3 +175,24 @@ def test_no_imports_go_round() -> None:
         for name, path in modules.items()
     }
     assert set(TopologicalSorter(imports).static_order()) == set(modules)  # raises CycleError, with the cycle
+
+
+@pytest.mark.parametrize("first", ["qatkit", "qatkit_verify.errors"])
+def test_onnx_runtime_reports_nothing_to_its_maker(first: str, tmp_path: Path) -> None:
+    """Of a session it would keep an identifier of the device in the home folder, and send events with it."""
+    opened = (
+        "import onnxruntime as ort; from onnx import TensorProto, helper; "
+        "value = [helper.make_tensor_value_info(one, TensorProto.FLOAT, [1]) for one in 'xy']; "
+        "graph = helper.make_graph([helper.make_node('Relu', ['x'], ['y'])], 'g', value[:1], value[1:]); "
+        "model = helper.make_model(graph, opset_imports=[helper.make_opsetid('', 13)], ir_version=7); "
+        "ort.InferenceSession(model.SerializeToString())"
+    )
+    for name, code in (("plain", opened), ("ours", f"import {first}; {opened}")):
+        (tmp_path / name).mkdir()
+        environment = {k: v for k, v in os.environ.items() if k != "ORT_DISABLE_TELEMETRY"}
+        subprocess.run(
+            [sys.executable, "-c", code], check=True, env=environment | {"HOME": f"{tmp_path / name}"}
+        )
+    if not list((tmp_path / "plain").rglob("deviceid")):
+        pytest.skip("this ONNX Runtime has no telemetry here")
+    assert list((tmp_path / "ours").iterdir()) == []

@@ -6,3 +6,8 @@ integer_ends                                         uint8 images in, quantized 
 runtimes/                                            other runtimes that read the same file
 placement/                                           placement.json, and qatkit-measure
 """
+
+import os
+
+# From 1.29 on, ONNX Runtime reports sessions and models to its maker unless this is set before it is imported.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")

