@@ -53,8 +53,8 @@ def _summary(results: Results) -> str:
     if front.steps:
         judged = f"{front.steps:,} steps of calibration that each file took with its own states"
     return (
-        f"{len(front.points)} of {front.measured} files that were made are beaten by none in both time and error, on "
-        f"{judged}; ms is the fastest run of each, in turns; chosen: point "
+        f"{len(front.points)} of {front.measured} files that were made are beaten by none but float in both time and "
+        f"error, on {judged}; ms is the fastest run of each, in turns; chosen: point "
         f"{front.chosen.number}, {front.chosen.name}: {front.note}"
     )
 

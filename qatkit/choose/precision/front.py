@@ -40,7 +40,9 @@ class Choice:
 
 
 def predicted_front(operators: Sequence[str], cost: Cost, ranking: Sequence[str]) -> list[Choice]:
-    """What is not beaten, by prediction, of all sets that were asked for on the way; the fastest first.
+    """What is not beaten, by prediction, of all sets that were asked for on the way; the fastest first, float last.
+
+    Float itself beats none: whoever quantizes wants smaller weights too, and what it takes is no choice.
 
     Args:
         operators: in graph order.
@@ -59,7 +61,14 @@ def predicted_front(operators: Sequence[str], cost: Cost, ranking: Sequence[str]
     for k in range(len(ranking) + 1):
         asked(frozenset(ranking[:k]))
     found = [Choice(floats, *price) for floats, price in known.items()]
-    return not_beaten(found, lambda one: (one.loss, one.ms))
+    return not_beaten_but_by(frozenset(operators), found)
+
+
+def not_beaten_but_by(floats: Floats, choices: Sequence[Choice]) -> list[Choice]:
+    """Those that no other one beats in loss and time, the set `floats` aside, which comes last."""
+    others = [one for one in choices if one.floats != floats]
+    ends = [one for one in choices if one.floats == floats]
+    return [*not_beaten(others, lambda one: (one.loss, one.ms)), *ends[:1]]
 
 
 def runs(operators: Sequence[str]) -> list[Floats]:
@@ -200,7 +209,8 @@ def decide(
     plain = next((point for point in good if point.floats == ()), None)
     if plain is not None and good[0].ms > _AS_FAST * plain.ms:
         return plain.number, "int8 meets the target"
-    return good[0].number, "the fastest one that meets the target"
+    slower = "" if good[0].ratio >= 1 else "; float itself is faster"
+    return good[0].number, f"the fastest one that meets the target{slower}"
 
 
 def _signal(point: PrecisionPoint) -> float:

@@ -16,7 +16,14 @@ from qatkit.analysis.estimate import estimate
 from qatkit.choose.contest import Entrant, Judged, judged
 from qatkit.choose.judge import Judge
 from qatkit.choose.precision.costs import Costs, Measured
-from qatkit.choose.precision.front import Choice, decide, not_beaten, predicted_front, thinned
+from qatkit.choose.precision.front import (
+    Choice,
+    decide,
+    not_beaten,
+    not_beaten_but_by,
+    predicted_front,
+    thinned,
+)
 from qatkit.choose.precision.layout import Layout, Layouts, Losses
 from qatkit.choose.precision.mixtures import Builder
 from qatkit.choose.precision.simulate import simulated_losses
@@ -191,9 +198,11 @@ class Search:
         mixed = set(self.mixtures(choice.floats for choice in predicted))
         found = thinned([one for one in predicted if one.floats in mixed], ends, _SIMULATED - len(rivals))
         likely = self._simulated([*ends, *found, *rivals], _FIRST_LOOK)
-        likely = [one for one in likely if not any(_clearly_beats(other, one) for other in likely)]
+        whole = ends[1].floats
+        rivals = [one for one in likely if one.floats != whole]
+        likely = [one for one in likely if not any(_clearly_beats(other, one) for other in rivals)]
         exact = self._simulated(likely, self.config.precision.images)
-        return not_beaten(exact, lambda choice: (choice.loss, choice.ms))
+        return not_beaten_but_by(whole, exact)
 
     def mixtures(self, sets: Iterable[_Sites]) -> list[_Sites]:
         """Those that leave something in either type: what stands between float operators may follow them."""
@@ -309,8 +318,8 @@ def drift(share: float, times: dict[str, float], before: dict[str, float]) -> fl
 
 
 def shown_points(points: Sequence[PrecisionPoint], errors: Sequence[float]) -> list[PrecisionPoint]:
-    """Those that no other one beats in time and error, and int8 and float, numbered by their time."""
-    priced = list(zip(points, errors, strict=True))
+    """Those that no other one but float beats in time and error, and int8 and float, numbered by their time."""
+    priced = [pair for pair in zip(points, errors, strict=True) if pair[0].floats is not None]
     front = [point for point, _ in not_beaten(priced, lambda pair: (pair[1], pair[0].ms))]
     ends = [point for point in points if not point.floats]
     found = sorted({id(point): point for point in (*front, *ends)}.values(), key=lambda point: point.ms)

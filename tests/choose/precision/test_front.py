@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -146,6 +147,20 @@ def test_a_point_that_is_faster_than_int8_is_taken() -> None:
     assert decide(front, at_least(70.0), None)[0] == 0
     close = [point(0, 0.99, 76.0, 25.0, ("a",)), *front[1:]]
     assert decide(close, at_least(70.0), None)[0] == 1
+
+
+def test_where_float_is_the_fastest_mixtures_still_compete() -> None:
+    def cost(floats: Floats) -> tuple[float, float]:
+        return 3.0 ** -len(floats) * (len(floats) < len(OPERATORS)), 1.0 if len(floats) == 9 else 2.0 + len(
+            floats
+        )
+
+    found = predicted_front(OPERATORS, cost, OPERATORS)
+    assert [len(one.floats) for one in found] == list(range(10))
+    slow = [point(0, 3.0, 70.0, 20.0, ()), point(1, 5.0, 77.0, 30.0, ("a",)), point(2, 1.0, 77.1, None, None)]
+    slow = [replace(one, ratio=1.0 / one.ms) for one in slow]
+    number, why = decide(slow, at_least(75.0), None)
+    assert number == 1 and why.endswith("float itself is faster")
 
 
 def test_a_front_comes_back_from_json() -> None:
