@@ -18,7 +18,8 @@ from qatkit.graph.convert.integer_modules import Settings
 from qatkit.graph.nodes import module_of
 from qatkit.quant import numerics
 from qatkit.quant.fake_quantize import FakeQuantize
-from qatkit.quant.qat_layers import QATOperator
+from qatkit.quant.qat_layers import QATEmbedding, QATOperator
+from qatkit.quant.recurrent_layers import QATRecurrent
 
 
 class _Operator(nn.Module):
@@ -49,7 +50,7 @@ class _Operator(nn.Module):
 
 
 def settled_graph(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """A copy for inference: each Conv and Linear has what its quantizer, and its BatchNorm, make of its weight now.
+    """A copy for inference: each operator with a weight has what its quantizer, and its BatchNorm, make of it now.
 
     Everything else is shared. It is right as long as nobody trains, loads or moves the original.
     """
@@ -70,8 +71,34 @@ def settled_graph(graph_module: fx.GraphModule) -> fx.GraphModule:
             made.take(cast(FakeQuantize, module_of(reader)))
             reader.replace_all_uses_with(node)
             graph.erase_node(reader)
+    others = [
+        n
+        for n in graph.nodes
+        if n.op == "call_module" and isinstance(module_of(n), (QATRecurrent, QATEmbedding))
+    ]
+    for number, node in enumerate(others):
+        plain = _plain(cast("QATRecurrent | QATEmbedding", module_of(node)))
+        node.target = f"settled_layer_{number}"
+        copy.add_module(node.target, plain)
     copy.recompile()
     return copy
+
+
+def _plain(layer: QATRecurrent | QATEmbedding) -> nn.Module:
+    """Returns the layer of torch with the weights of now."""
+    base: Any = next(t for t in type(layer).__mro__ if t.__module__.startswith("torch.nn"))
+    plain: nn.Module = base.__new__(base)
+    plain.__dict__ = {k: v.copy() if isinstance(v, dict) else v for k, v in layer.__dict__.items()}
+    plain._modules.clear()
+    with torch.no_grad():
+        if isinstance(layer, QATEmbedding):
+            values = {"weight": layer.weight_fake_quant(layer.weight)[0]}
+        else:
+            values = dict(zip(layer._flat_weights_names, layer._flat_weights, strict=True))
+    plain._parameters |= {name: nn.Parameter(value.detach()) for name, value in values.items()}
+    if isinstance(plain, nn.RNNBase):
+        plain._init_flat_weights()
+    return plain
 
 
 def _quantizes_plainly(node: fx.Node) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from qatkit.graph.phase import inference
 from qatkit.graph.precomputed import settled_graph
 from qatkit.quant.learned.lsq import LSQFakeQuantize, LSQWeightFakeQuantize
 from qatkit.quant.learned.pact import PACTFakeQuantize
-from qatkit.quant.weight_fake_quantize import Quantizers
+from qatkit.quant.weight_fake_quantize import Quantizers, WeightFakeQuantize
 from qatkit.train.module import QATModule
 
 
@@ -119,3 +120,37 @@ def test_of_other_inputs_and_operators_too() -> None:
     module.calibrate([ids])
     module.ready_to_convert()
     torch.testing.assert_close(given_by(settled_graph(module.graph), ids), given_by(module.graph, ids))
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer with what it may have, behind a table."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 8)
+        made: dict[str, nn.Module] = {
+            "lstm": nn.LSTM(8, 6, 2, batch_first=True, bidirectional=True),
+            "projected": nn.LSTM(8, 6, batch_first=True, proj_size=4),
+            "gru": nn.GRU(8, 6, bias=False, batch_first=True),
+            "rnn": nn.RNN(8, 6, batch_first=True, nonlinearity="relu"),
+        }
+        self.layer = made[kind]
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return cast(Tensor, self.layer(self.table(ids))[0])
+
+
+@pytest.mark.parametrize("kind", ["lstm", "projected", "gru", "rnn"])
+def test_recurrent_weights_are_rounded_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    ids = torch.randint(11, (6, 9))
+    module = QATModule(Recurrent(kind).eval(), ids[:2])
+    module.calibrate([ids])
+    module.ready_to_convert()
+    wanted, settled = given_by(module.graph, ids), settled_graph(module.graph)
+
+    def never(*_: object) -> Tensor:
+        raise AssertionError("a weight was rounded again")
+
+    monkeypatch.setattr(WeightFakeQuantize, "forward", never)
+    torch.testing.assert_close(given_by(settled, ids), wanted, rtol=1e-5, atol=1e-6)
