@@ -41,9 +41,7 @@ CHANNEL, TOTAL = 10.0, 18.0
 _LEAST = 16
 _WIDEST = 65536  # channels along an axis
 _IMAGES, _AT_ONCE = 16, 8  # of a sample
-_KEPT = (
-    2**24
-)  # values of inputs at most, but for the first image: a few large ones say as much as many small ones
+_KEPT = 2**24  # values of inputs in a sample at most, but for the first image
 _VALUES = 2**20  # of inputs that go through the graph together, about
 
 
