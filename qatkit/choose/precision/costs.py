@@ -118,8 +118,8 @@ class Costs:
         return math.exp(-differs / _LENGTH)
 
     def _above_zero(self, layout: Layout) -> float:
-        """Returns the sum, or the shortest time that is believed: what the sum leaves out may be negative, and the clock
-        contradicts itself where files take a few microseconds.
+        """Returns the sum, or the shortest time that is believed: what the sum leaves out may be negative, and the
+        clock contradicts itself where files take a few microseconds.
         """
         return max(self._floor, self._summed(layout))
 
