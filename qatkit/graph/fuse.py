@@ -24,6 +24,7 @@ from torch import Tensor, fx, nn
 from qatkit.config.fields import limit_of
 from qatkit.config.schema import ScheduleConfig
 from qatkit.graph.nodes import facts, module_of, op_class, parameter_reads, qat_type, site
+from qatkit.graph.norms import BatchNorm
 from qatkit.graph.pads import open_pads
 from qatkit.graph.pass_result import PassResult
 from qatkit.graph.signature import Example
@@ -142,10 +143,12 @@ def _keep_children(owner: fx.GraphModule, path: str, norm: nn.Module) -> bool:
 
 
 def _alone(node: fx.Node) -> bool:
-    """A BatchNorm2d with running statistics that is called once."""
+    """A BatchNorm of images with running statistics that is called once."""
     module = module_of(node)
     calls = sum(n.op == "call_module" and n.target == node.target for n in node.graph.nodes)
-    return isinstance(module, nn.BatchNorm2d) and module.running_var is not None and calls == 1
+    if not isinstance(module, nn.BatchNorm2d) or module.running_var is None or calls != 1:
+        return False
+    return not isinstance(module, BatchNorm) or getattr(node.meta.get("value"), "ndim", None) == 4
 
 
 def _to_convolution(node: fx.Node, batch_norm: str) -> None:

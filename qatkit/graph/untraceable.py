@@ -3,6 +3,7 @@
     TransformerEncoderLayer   its inference shortcut branches on the input; here attention, norms and Linears
     TransformerEncoder        the same, around a loop over its layers
     FrozenBatchNorm2d         arithmetic on buffers (detection backbones): the BatchNorm2d that it was
+    other BatchNorms          `qatkit.graph.norms`
     Bilinear, LSTMCell, ...   products inside a leaf: `qatkit.graph.open_modules`
 
 Paths and names of parameters stay as they are.
@@ -16,6 +17,7 @@ from typing import cast
 from torch import Tensor, nn
 from torchvision.ops import FrozenBatchNorm2d
 
+from qatkit.graph.norms import as_batch_norm
 from qatkit.graph.open_modules import OpenBilinear, OpenGRUCell, OpenLSTMCell, OpenRNNCell
 from qatkit.quant.qat_layers import with_the_same_parameters
 
@@ -82,11 +84,14 @@ _RULES: dict[type[nn.Module], Callable[[nn.Module], nn.Module]] = {
 def with_twins(model: nn.Module) -> nn.Module:
     """`model`, changed in place, with every module that has a twin replaced by it."""
     for path, module in list(model.named_modules()):
-        rule = next((r for t, r in _RULES.items() if isinstance(module, t) and _plain(module, t)), None)
-        if rule is not None and path:
-            model.set_submodule(path, rule(module))
-        elif rule is not None:
-            model = rule(module)
+        rule = next(
+            (r for t, r in _RULES.items() if isinstance(module, t) and _plain(module, t)), as_batch_norm
+        )
+        twin = rule(module)
+        if twin is not None and path:
+            model.set_submodule(path, twin)
+        elif twin is not None:
+            model = twin
     return model
 
 
