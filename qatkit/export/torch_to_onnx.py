@@ -51,8 +51,8 @@ def export_onnx(
 
     The file has one input "input" and one output "output"; of a graph with several inputs or outputs they have the
     names of the model's arguments, and those that it gave its outputs (`graph.meta["inputs"]`, `["outputs"]`; an
-    output with the name of an input is NAME_output). It has passed `onnx.checker` with full check, and ONNX Runtime
-    has loaded it.
+    output with the name of an input is NAME_output), of another module numbers (output_0). It has passed
+    `onnx.checker` with full check, and ONNX Runtime has loaded it.
 
     Args:
         module: a graph, or a module whose forward takes the tensors of `example` one after the other.
@@ -253,6 +253,8 @@ def _merge_int8(graph: ir.Graph) -> None:
 
 
 def _clean(model: ir.Model, outputs: tuple[str, ...], tensors: set[str]) -> None:
+    if len(outputs) != len(model.graph.outputs):  # a module that is no graph
+        outputs = tuple(f"output_{i}" for i in range(len(model.graph.outputs)))
     for value, name in zip(model.graph.outputs, outputs, strict=True):
         value.name = name
     name_nodes(model, tensors)

@@ -14,6 +14,7 @@ import torch
 
 # They define the operators that `translations` names.
 import qatkit.graph.convert.integer_modules  # noqa: F401
+from qatkit.export import scans
 from qatkit.graph.convert.recurrent_modules import of_each
 
 op: Any = onnxscript.opset18  # its own types know nothing of Python's numbers
@@ -203,6 +204,10 @@ def translations() -> dict[Callable[..., object], Callable[..., object]]:
         aten.sort.stable: _sort,
         aten.searchsorted.Tensor: _search,
         aten._cdist_forward.default: _distances,
+        aten.cumprod.default: scans.cumprod,
+        aten.cummax.default: scans.cummax,
+        aten.cummin.default: scans.cummin,
+        aten.logcumsumexp.default: scans.logcumsumexp,
         aten.hypot.default: _hypot,
         aten.fmax.default: _fmax,
         aten.fmin.default: _fmin,

@@ -235,6 +235,19 @@ def test_static_batch(name: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(run_ort(path, network.images[:2]), expected, rtol=0, atol=1e-5)
 
 
+def test_a_module_of_several_outputs(tmp_path: Path) -> None:
+    class Two(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x.relu(), x.sum(1)
+
+    x = noise(3, 4)
+    export_onnx(Two().eval(), x[:2], tmp_path / "model.onnx")
+    session = ort.InferenceSession(str(tmp_path / "model.onnx"))
+    assert [one.name for one in session.get_outputs()] == ["output_0", "output_1"]
+    for found, wanted in zip(session.run(None, {"input": x.numpy()}), Two()(x), strict=True):
+        np.testing.assert_allclose(found, wanted.numpy(), rtol=1e-6, atol=1e-6)
+
+
 def test_float_models_export_too(tmp_path: Path) -> None:
     model, images = small_vit(), noise(3, 3, 32, 32)
     export_onnx(model, images[:2], tmp_path / "model.onnx")
