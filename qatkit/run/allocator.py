@@ -1,4 +1,4 @@
-"""What glibc does with memory that was freed: it keeps small buffers for the next step and returns large ones."""
+"""What becomes of freed memory: glibc keeps small buffers for the next step, and large ones are returned."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import ctypes
 import gc
 import sys
 from typing import Any
+
+from qatkit_verify.session import return_memory_of_runs
 
 _LARGE = 2**22  # bytes of a sample: an image of 592x592 pixels
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
@@ -21,6 +23,8 @@ def keep_freed_memory(sample: int = 0) -> None:
     Args:
         sample: bytes of one sample; 0: small.
     """
+    if sample >= _LARGE:
+        return_memory_of_runs()
     library = _glibc()
     if library is None:
         return

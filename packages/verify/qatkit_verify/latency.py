@@ -102,7 +102,9 @@ def _calls(
 ) -> dict[str, Callable[[], object]]:
     """By file, what runs it once."""
     entries = {**(options or {}), "session.force_spinning_stop": "1"}
-    sessions = {name: open_session(path, threads=threads, options=entries) for name, path in files.items()}
+    sessions = {
+        name: open_session(path, threads=threads, options=entries, arena=True) for name, path in files.items()
+    }
     for name, session in sessions.items():
         if fixed_batch(session) not in (None, batch):
             reason = f"{files[name]} was exported for a fixed batch of {fixed_batch(session)}"

@@ -44,6 +44,7 @@ def session_options(options: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 _LOADING = re.compile(r"\[ONNXRuntimeError\] : \d+ : \w+ : Load model from .*? failed:")
+_DEFAULTS = {"arena": True}
 _LIBRARIES: dict[str, None] = {}  # of custom operators, in the order in which they were named
 _BESIDE = "session.optimized_model_external_initializers_file_name"
 
@@ -56,7 +57,7 @@ def open_session(
     options: Mapping[str, str] | None = None,
     optimized_path: str | Path | None = None,
     profile_prefix: str | Path | None = None,
-    arena: bool = True,
+    arena: bool | None = None,
 ) -> ort.InferenceSession:
     """Opens `path` on the CPU.
 
@@ -68,7 +69,8 @@ def open_session(
         optimized_path: where ONNX Runtime writes the graph that it really runs; its large weights go beside it, since
             it would still refer to those beside `path`.
         profile_prefix: turns profiling on; the events are written to PREFIX_<time>.json.
-        arena: keeps the memory of a run for the next one, and more than it took; False for a run or two.
+        arena: keeps the memory of a run for the next one, and more than it took, which is ONNX Runtime's default, and
+            how files are timed; None: it does unless `return_memory_of_runs` was called.
 
     Raises:
         ConfigError: the file is missing or ONNX Runtime refuses it (with all that it says).
@@ -81,7 +83,9 @@ def open_session(
     settings.log_severity_level = 4  # nothing: what fails is raised too, and the rest are warnings
     settings.intra_op_num_threads = threads
     settings.graph_optimization_level = _level(optimize)
-    settings.enable_cpu_mem_arena = settings.enable_mem_pattern = arena
+    settings.enable_cpu_mem_arena = settings.enable_mem_pattern = (
+        _DEFAULTS["arena"] if arena is None else arena
+    )
     if optimized_path is not None:
         settings.optimized_model_filepath = str(optimized_path)
         settings.add_session_config_entry(_BESIDE, f"{Path(optimized_path).name}.data")
@@ -99,6 +103,11 @@ def open_session(
             raise full from error
         reason = f"ONNX Runtime {ort.__version__} can't load it: {refusal(error)}"
         raise ConfigError("onnx file", path, reason=reason) from error
+
+
+def return_memory_of_runs() -> None:
+    """Lets sessions that are opened from now on in this process return the memory of each run: for large inputs."""
+    _DEFAULTS["arena"] = False
 
 
 def use_library(path: str | Path) -> None:

@@ -12,7 +12,7 @@ from qatkit_verify.runtimes.base import REFERENCE, Execute, Runtime
 def _open(path: Path, threads: int) -> Execute:
     from qatkit_verify.session import open_session
 
-    session = open_session(path, threads=threads)
+    session = open_session(path, threads=threads, arena=True)
     return lambda given: session.run(None, dict(given))
 
 
