@@ -8,7 +8,7 @@ tensor it begins in, `qatkit.verify.divergence` finds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ import onnxruntime as ort
 
 from qatkit.records.results import Parity
 from qatkit.tasks import CLASSIFICATION, Task
-from qatkit.verify.accuracy import Predictor, all_outputs, file_predictor
+from qatkit.verify.accuracy import Predictor, all_outputs, file_predictor, parts
 from qatkit.verify.graph_view import shape_ops
 from qatkit_verify.compare import Decide, Output, deciding
 from qatkit_verify.errors import ConfigError
@@ -93,8 +93,7 @@ def file_parity(
     session = open_session(float_path, threads=threads)
     plain, fast = _file_outputs(quantized_path, threads, options)
     names, images, against = input_names(session), 0, [list[Output](), list[Output]()]
-    for batch in batches:
-        given = inputs_alone(names, batch)
+    for given in _parts(names, batches):
         images += rows(given)
         floats, first, second = run_outputs(session, given), plain(given), fast(given)
         _add(against[0], floats, [second], task.rule)
@@ -136,14 +135,19 @@ def against(
     graph = ir.load(str(path)).graph
     names = [str(value.name) for value in graph.inputs if not value.is_initializer()]
     images, outputs = 0, {whose: list[Output]() for whose in references}
-    for batch in batches:
-        given = inputs_alone(names, batch)
+    for given in _parts(names, batches):
         images += rows(given)
         found = run(given)
         for whose, reference in references.items():
             _add(outputs[whose], reference(given), [found], task.rule)
     _some(images)
     return images, {whose: _compared(graph, one, whose) for whose, one in outputs.items()}
+
+
+def _parts(names: Sequence[str], batches: Iterable[Any]) -> Iterator[Any]:
+    """Yields the inputs, of large images a few at a time."""
+    for batch in batches:
+        yield from parts(inputs_alone(names, batch))
 
 
 def _compared(graph: ir.Graph, outputs: Sequence[Output], whose: str) -> Comparison:
@@ -162,8 +166,7 @@ def _measured(
     graph = ir.load(str(path)).graph
     names = [str(value.name) for value in graph.inputs if not value.is_initializer()]
     images, outputs = 0, list[Output]()
-    for batch in batches:
-        given = inputs_alone(names, batch)
+    for given in _parts(names, batches):
         images += rows(given)
         _add(outputs, reference(given), [run(given) for run in files], task.rule)
     _some(images)
