@@ -179,7 +179,7 @@ def test_no_imports_go_round() -> None:
 
 @pytest.mark.parametrize("first", ["qatkit", "qatkit_verify.errors"])
 def test_onnx_runtime_reports_nothing_to_its_maker(first: str, tmp_path: Path) -> None:
-    """Of a session it would keep an identifier of the device in the home folder, and send events with it."""
+    """By default it writes a device identifier into the home folder and sends events with it."""
     opened = (
         "import onnxruntime as ort; from onnx import TensorProto, helper; "
         "value = [helper.make_tensor_value_info(one, TensorProto.FLOAT, [1]) for one in 'xy']; "

@@ -28,7 +28,7 @@ def _length(x: Any, axis: int) -> int:
 
 
 def _before(x: Any, by: int, axis: int, fill: Any) -> Any:
-    """The values `by` places before, and `fill` where there is none."""
+    """Returns x shifted by `by` places along an axis; the places at its start become `fill`."""
     pads = [0] * (2 * len(x.shape))
     pads[axis % len(x.shape)] = by
     kept = op.Slice(x, [0], [-by], [axis])

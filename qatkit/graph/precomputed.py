@@ -18,7 +18,7 @@ from qatkit.graph.convert.integer_modules import Settings
 from qatkit.graph.nodes import module_of
 from qatkit.quant import numerics
 from qatkit.quant.fake_quantize import FakeQuantize
-from qatkit.quant.qat_layers import QATEmbedding, QATOperator
+from qatkit.quant.qat_layers import QATEmbedding, QATOperator, with_the_same_parameters
 from qatkit.quant.recurrent_layers import QATRecurrent
 
 
@@ -87,8 +87,7 @@ def settled_graph(graph_module: fx.GraphModule) -> fx.GraphModule:
 def _plain(layer: QATRecurrent | QATEmbedding) -> nn.Module:
     """Returns the layer of torch with the weights of now."""
     base: Any = next(t for t in type(layer).__mro__ if t.__module__.startswith("torch.nn"))
-    plain: nn.Module = base.__new__(base)
-    plain.__dict__ = {k: v.copy() if isinstance(v, dict) else v for k, v in layer.__dict__.items()}
+    plain: nn.Module = with_the_same_parameters(layer, base)
     plain._modules.clear()
     with torch.no_grad():
         if isinstance(layer, QATEmbedding):

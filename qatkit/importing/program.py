@@ -77,7 +77,7 @@ class Refused(nn.Module):
 
 @dataclass(frozen=True)
 class Original:
-    """What the file holds of a constant that a module has its own copy of: enough to see whether that copy changed."""
+    """Shape and digest of a constant in the file, which tell whether the copy that a module trains has changed."""
 
     shape: tuple[int, ...]
     digest: str
@@ -118,6 +118,12 @@ class Step:
     outputs: tuple[str, ...]
     branches: tuple[Program, Program] | None = None
     originals: Mapping[int, Original] = field(default_factory=dict)
+
+    def original(self, place: int) -> Original | None:
+        """Returns what the file holds at an input; None where that is no constant."""
+        if place in self.constants:
+            return Original.of(self.constants[place])
+        return self.originals.get(place)
 
     def shape(self, place: int) -> tuple[int, ...]:
         """Returns the shape of a constant input."""

@@ -168,7 +168,7 @@ class WrittenWeights:
         if node.op_type == "ConvTranspose" and not isinstance(module, nn.modules.conv._ConvTransposeNd):
             found = self._transposed(step, node, found)
         for place, array in found.items():
-            self._float(node, place, array, step.constants.get(place), step.originals.get(place))
+            self._float(node, place, array, step.original(place))
 
     def _transposed(self, step: Step, node: ir.Node, found: Mapping[int, Array]) -> dict[int, Array]:
         """Weight and bias of a transposed convolution, from those of the convolution that makes all of its phases."""
@@ -185,19 +185,15 @@ class WrittenWeights:
             turned[2] = np.ascontiguousarray(phases[:, 0])
         return turned
 
-    def _float(
-        self, node: ir.Node, place: int, array: Array, known: Array | None, original: Original | None = None
-    ) -> None:
+    def _float(self, node: ir.Node, place: int, array: Array, known: Original | None) -> None:
         old = node.inputs[place] if place < len(node.inputs) else None
-        if known is None and original is None and old is not None:
-            known = _held(old)
-        if original is None and known is not None:
-            original = Original.of(known)
-        if original is not None and original.equals(array):
+        held = _held(old) if known is None and old is not None else None
+        known = known if held is None else Original.of(held)
+        if known is not None and known.equals(array):
             return
         if old is None and not array.any():
             return
-        shape = array.shape if original is None else original.shape
+        shape = array.shape if known is None else known.shape
         if [size for size in shape if size != 1] != [size for size in array.shape if size != 1]:
             told = f"node '{_name(node)}': values {list(array.shape)} have no form in an input {list(shape)}"
             raise refused(self.file.path, told)

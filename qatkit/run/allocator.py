@@ -1,4 +1,4 @@
-"""What becomes of freed memory: glibc keeps small buffers for the next step, and large ones are returned."""
+"""Policy for freed memory: small buffers are kept for the next step, large ones are returned to the kernel."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import gc
 import sys
 from typing import Any
 
-from qatkit_verify.session import return_memory_of_runs
+from qatkit_verify.session import keep_memory_of_runs
 
 _LARGE = 2**22  # bytes of a sample: an image of 592x592 pixels
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
@@ -23,8 +23,7 @@ def keep_freed_memory(sample: int = 0) -> None:
     Args:
         sample: bytes of one sample; 0: small.
     """
-    if sample >= _LARGE:
-        return_memory_of_runs()
+    keep_memory_of_runs(sample < _LARGE)
     library = _glibc()
     if library is None:
         return

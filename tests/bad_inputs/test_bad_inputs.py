@@ -104,7 +104,7 @@ def test_a_folder_without_permission(place: str) -> None:
     if os.geteuid() == 0 and not all(
         folder.stat().st_mode & 0o5 == 0o5 for folder in Path(os.__file__).parents
     ):
-        pytest.skip("the user nobody has no permission to read Python's own folder")
+        pytest.skip("the user `nobody` cannot read Python's own folder")
     with tempfile.TemporaryDirectory() as there:
         folder = Path(there)
         folder.chmod(0o777)

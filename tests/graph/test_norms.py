@@ -18,7 +18,7 @@ from qatkit.train.module import QATModule
 
 
 class WithoutRank(_BatchNorm):
-    """As users write it for inputs of several ranks."""
+    """A BatchNorm for inputs of several ranks."""
 
     def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002  torch's name
         assert input.ndim > 1
@@ -29,7 +29,7 @@ class Checked(WithoutRank):
 
 
 class Frozen(nn.Module):
-    """As detection libraries write it: one multiplication and one addition."""
+    """The frozen BatchNorm of detection libraries: one multiplication and one addition."""
 
     def __init__(self, count: int, eps: float | None = 1e-3) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What ONNX Runtime's profiler writes, as each version writes it."""
+"""Reads profiles in the forms that the versions of ONNX Runtime write."""
 
 from __future__ import annotations
 

@@ -111,7 +111,9 @@ def profiled(
 ) -> dict[str, Kernel]:
     """Runs an optimized graph as it is, on noise; its kernels by node name, each with that quantile of its times."""
     prefix = saved.with_name("profile")
-    session = open_session(saved, threads=threads, optimize=False, options=options, profile_prefix=prefix)
+    session = open_session(
+        saved, threads=threads, optimize=False, options=options, profile_prefix=prefix, arena=True
+    )
     feed = noise_feeds(session, given, seed=0)
     for _ in range(runs):
         session.run(None, feed)

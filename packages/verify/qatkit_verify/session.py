@@ -69,8 +69,8 @@ def open_session(
         optimized_path: where ONNX Runtime writes the graph that it really runs; its large weights go beside it, since
             it would still refer to those beside `path`.
         profile_prefix: turns profiling on; the events are written to PREFIX_<time>.json.
-        arena: keeps the memory of a run for the next one, and more than it took, which is ONNX Runtime's default, and
-            how files are timed; None: it does unless `return_memory_of_runs` was called.
+        arena: whether the session keeps the memory of a run for the next one, and more than the run took. It is ONNX
+            Runtime's default, and how files are timed; None: as `keep_memory_of_runs` says.
 
     Raises:
         ConfigError: the file is missing or ONNX Runtime refuses it (with all that it says).
@@ -105,9 +105,9 @@ def open_session(
         raise ConfigError("onnx file", path, reason=reason) from error
 
 
-def return_memory_of_runs() -> None:
-    """Lets sessions that are opened from now on in this process return the memory of each run: for large inputs."""
-    _DEFAULTS["arena"] = False
+def keep_memory_of_runs(kept: bool) -> None:
+    """Sets whether sessions that are opened from now on keep the memory of a run; for large inputs they should not."""
+    _DEFAULTS["arena"] = kept
 
 
 def use_library(path: str | Path) -> None:

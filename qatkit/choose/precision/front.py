@@ -65,7 +65,7 @@ def predicted_front(operators: Sequence[str], cost: Cost, ranking: Sequence[str]
 
 
 def not_beaten_but_by(floats: Floats, choices: Sequence[Choice]) -> list[Choice]:
-    """Those that no other one beats in loss and time, the set `floats` aside, which comes last."""
+    """Returns the Pareto front over loss and latency of all choices but `floats`, then `floats` itself."""
     others = [one for one in choices if one.floats != floats]
     ends = [one for one in choices if one.floats == floats]
     return [*not_beaten(others, lambda one: (one.loss, one.ms)), *ends[:1]]

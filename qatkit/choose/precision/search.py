@@ -318,7 +318,7 @@ def drift(share: float, times: dict[str, float], before: dict[str, float]) -> fl
 
 
 def shown_points(points: Sequence[PrecisionPoint], errors: Sequence[float]) -> list[PrecisionPoint]:
-    """Those that no other one but float beats in time and error, and int8 and float, numbered by their time."""
+    """Returns the Pareto front over latency and error without float, plus int8 and float, numbered by latency."""
     priced = [pair for pair in zip(points, errors, strict=True) if pair[0].floats is not None]
     front = [point for point, _ in not_beaten(priced, lambda pair: (pair[1], pair[0].ms))]
     ends = [point for point in points if not point.floats]
