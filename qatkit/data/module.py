@@ -6,6 +6,7 @@ model exists. Calibration images come from the train split only, so they cannot 
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -44,6 +45,7 @@ from qatkit_verify.errors import ConfigError
 from qatkit_verify.fitting import as_typed
 from qatkit_verify.free_run import StepSequence
 
+_EVALUATED_AT_ONCE = 2**24  # values of pictures
 _HELD_OUT = 1000  # images, at most, where nothing else is asked for
 
 
@@ -182,6 +184,14 @@ class DataModule(lightning.LightningDataModule):
         """Returns how many samples a batch may have: `wanted`, or one where the model takes no more."""
         return wanted if self._arrays is None or self._arrays.batched else 1
 
+    @property
+    def eval_rows(self) -> int:
+        """How many test samples are read at a time: `data.eval_batch_size`, and no more pictures than 64 MiB hold."""
+        wanted = self.rows(self.config.eval_batch_size)
+        if self._images is None:
+            return wanted
+        return min(wanted, max(1, _EVALUATED_AT_ONCE // math.prod(self._images.shape)))
+
     def _hold_out(self, count: int | None) -> list[int]:
         """Takes images out of the train split."""
         count = min(_HELD_OUT, max(1, len(self._train) // 5)) if count is None else count
@@ -270,8 +280,7 @@ class DataModule(lightning.LightningDataModule):
             (self._train_loaded, self.held_out) if self.held_out else (self._test_loaded, self._test)
         )
         dataset = self._evaluated(images, chosen[rank::world_size])
-        size = self.rows(self.config.eval_batch_size)
-        return ImageLoader(dataset, size, self.config.workers, persistent=True)
+        return ImageLoader(dataset, self.eval_rows, self.config.workers, persistent=True)
 
     def _evaluated(self, images: ImageDataset, indices: Sequence[int]) -> EvalImages:
         return EvalImages(images, indices, self._prepared, self.task)
@@ -283,18 +292,17 @@ class DataModule(lightning.LightningDataModule):
 
     def held_out_batches(self) -> ImageLoader:
         """The training images held out: float32 (N, C, H, W) and int64 (N,), as in evaluation."""
-        return self.image_batches(self.held_out, self.config.eval_batch_size)
+        return self.image_batches(self.held_out, self.eval_rows)
 
     def test_batches(self) -> ImageLoader:
         """The test split: float32 (N, C, H, W) and int64 (N,), always the same ones."""
-        size = self.rows(self.config.eval_batch_size)
-        return ImageLoader(self._evaluated(self._test_loaded, self._test), size, self.config.workers)
+        return ImageLoader(self._evaluated(self._test_loaded, self._test), self.eval_rows, self.config.workers)
 
     def test_subset_of(self, images: int | None) -> ImageLoader:
         """As `test_batches`; of a number, so many of the test images, balanced over the classes."""
         if images is None or images >= len(self._test):
             return self.test_batches()
-        return self.test_subset(images, self.config.eval_batch_size)
+        return self.test_subset(images, self.eval_rows)
 
     def test_subset(self, images: int, batch_size: int) -> ImageLoader:
         """So many test images, or all where there are no more: a seeded choice and order, every batch balanced over

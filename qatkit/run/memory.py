@@ -176,7 +176,7 @@ def _batches(config: Config, data: DataModule) -> Iterator[tuple[str, int]]:
     tests = min(len(data.splits.test), config.data.test_images or math.inf)
     if config.schedule.epochs or config.schedule.float_epochs:
         yield "data.batch_size", config.data.batch_size
-    yield "data.eval_batch_size", int(min(config.data.eval_batch_size, tests))
+    yield "data.eval_batch_size", int(min(data.eval_rows, tests))
     yield "calibration.batch_size", min(config.calibration.batch_size, config.calibration.images)
     yield "verify.latency_batch", config.verify.latency_batch
     if config.analysis.isolation or config.analysis.sensitivity != "none":
