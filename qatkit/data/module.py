@@ -296,7 +296,9 @@ class DataModule(lightning.LightningDataModule):
 
     def test_batches(self) -> ImageLoader:
         """The test split: float32 (N, C, H, W) and int64 (N,), always the same ones."""
-        return ImageLoader(self._evaluated(self._test_loaded, self._test), self.eval_rows, self.config.workers)
+        return ImageLoader(
+            self._evaluated(self._test_loaded, self._test), self.eval_rows, self.config.workers
+        )
 
     def test_subset_of(self, images: int | None) -> ImageLoader:
         """As `test_batches`; of a number, so many of the test images, balanced over the classes."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 import re
 import traceback
+from collections.abc import Sequence
 
 import onnx_ir as ir
 import torch
@@ -42,17 +43,35 @@ def refuse_modules(module: nn.Module) -> None:
             raise _refused(path, "an LSTM with proj_size, for which ONNX has no operator")
 
 
-def refuse_program(program: torch.export.ExportedProgram, model: ir.Model, *, dynamic_batch: bool) -> None:
+def refuse_program(
+    program: torch.export.ExportedProgram,
+    model: ir.Model,
+    *,
+    dynamic_batch: bool,
+    free: Sequence[tuple[int, int]] = (),
+) -> None:
     """Refuses what the exporter has changed or left out without a word.
 
+    Args:
+        dynamic_batch: whether the file takes batches of any size.
+        free: inputs and those of their axes that have any size too.
+
     Raises:
-        ConfigError: a batch that was to be of any size has one; a complex output; places in pools that have only
-            values.
+        ConfigError: a batch, or an axis, that was to be of any size has one; a complex output; places in pools that
+            have only values.
     """
     sizes = [value.shape[0] for value in model.graph.inputs if value.shape is not None and len(value.shape)]
     if dynamic_batch and sizes and all(isinstance(size, int) for size in sizes):
         reason = f"an operator of this model takes batches of {sizes[0]} alone; false writes a file for these"
         raise ConfigError("export.dynamic_batch", dynamic_batch, reason=reason)
+    for i, axis in free:
+        value = model.graph.inputs[i]
+        size = value.shape[axis] if value.shape is not None else None
+        if isinstance(size, int):
+            reason = (
+                f"an operator of this model takes a size of {size} alone along axis {axis} of {value.name}; "
+            )
+            raise ConfigError("export.dynamic_axes", "auto", reason=f"{reason}none writes a file for it")
     for node in program.graph.nodes:
         if node.target is operator.getitem and node.args[1] == 1 and node.args[0].target in VALUES_ONLY:
             pool = node.args[0]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import onnx_ir as ir
 import torch
@@ -30,6 +30,7 @@ from qatkit.export.registry import tables_made_once
 from qatkit.export.shift_weights import shift_weights
 from qatkit.export.translations import translations
 from qatkit.export.write_model import write_model
+from qatkit.graph.capture.free_axes import FreeAxis, with_sizes
 from qatkit.graph.convert.integer_modules import QuantizeDequantize
 from qatkit.graph.signature import Example, batch_size, flatten, graph_axes, graph_inputs, inputs_of, resized
 
@@ -74,8 +75,9 @@ def export_onnx(
     named = name_functions(module) if isinstance(module, fx.GraphModule) else module
     tensors = inputs_of(module, example) if isinstance(module, fx.GraphModule) else flatten(example)
     axes = graph_axes(module, tensors) if dynamic_batch else (None,) * len(tensors)
+    free: Sequence[FreeAxis] = getattr(module, "meta", {}).get("free_axes", ())
     ends = _ends(module, len(tensors))
-    model = _torch_export(named.cpu().eval(), tensors, axes, max(opset, TORCH_OPSET), ends, template)
+    model = _torch_export(named.cpu().eval(), tensors, (axes, free), max(opset, TORCH_OPSET), ends, template)
     backend = getattr(module, "meta", {}).get("backend")
     with quiet():
         for_onnxruntime(model, opset, bytes_too=backend is None or backend.for_onnxruntime)
@@ -156,17 +158,23 @@ def may_be_literals(module: nn.Module) -> dict[str, Tensor]:
 def _torch_export(
     module: nn.Module,
     tensors: tuple[Tensor, ...],
-    axes: Sequence[int | None],
+    dynamic: tuple[Sequence[int | None], Sequence[FreeAxis]],
     opset: int,
     ends: _Ends,
     template: bool,
 ) -> ir.Model:
-    shapes = None
+    axes, free = dynamic
+    shapes: list[dict[int, Any]] = [{} for _ in tensors]
     if any(axis is not None for axis in axes):
         batch = torch.export.Dim("batch", min=1)
-        shapes = tuple(None if axis is None else {axis: batch} for axis in axes)
+        shapes = [{} if axis is None else {axis: batch} for axis in axes]
         # Two of them: a batch of one would be taken for a constant.
         tensors = resized(tensors, max(2, batch_size(tensors, axes)), axes)
+    for one in free:
+        size = torch.export.Dim(one.name)
+        tensors = with_sizes(tensors, dict.fromkeys(one.places, max(2, one.size)))
+        for i, axis in one.places:
+            shapes[i][axis] = size
     with quiet(), torch.no_grad(), tables_made_once():
         try:
             program = torch.onnx.export(
@@ -176,7 +184,7 @@ def _torch_export(
                 opset_version=opset,
                 input_names=list(ends.inputs),
                 output_names=list(ends.outputs),
-                dynamic_shapes=shapes,
+                dynamic_shapes=tuple(shapes) if any(shapes) else None,
                 custom_translation_table=translations(),
                 verbose=False,
                 optimize=False,
@@ -186,7 +194,10 @@ def _torch_export(
         except Exception as error:
             raise refusal(error, module) from error
     refuse_program(
-        program.exported_program, program.model, dynamic_batch=any(axis is not None for axis in axes)
+        program.exported_program,
+        program.model,
+        dynamic_batch=any(axis is not None for axis in axes),
+        free=[place for one in free for place in one.places],
     )
     return program.model
 

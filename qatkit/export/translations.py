@@ -6,6 +6,7 @@ exporter forgets); and some of torch's functions that a few operators of ONNX sa
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -181,6 +182,11 @@ def _fmin(x, y):  # type: ignore[no-untyped-def]
     return op.Where(op.IsNaN(x), y, op.Where(op.IsNaN(y), x, op.Min(x, y)))
 
 
+def _floor_division(a, b):  # type: ignore[no-untyped-def]
+    """Of sizes, rounded down as in Python; ONNX rounds towards zero."""
+    return op.Div(op.Sub(a, op.Mod(a, b)), b)
+
+
 # What the exporter's translations return beside values, and no operator of ONNX says.
 VALUES_ONLY = (torch.ops.aten.adaptive_max_pool2d.default, torch.ops.aten.adaptive_max_pool3d.default)
 
@@ -211,4 +217,5 @@ def translations() -> dict[Callable[..., object], Callable[..., object]]:
         aten.hypot.default: _hypot,
         aten.fmax.default: _fmax,
         aten.fmin.default: _fmin,
+        operator.floordiv: _floor_division,
     }

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
+from qatkit.graph.capture.free_axes import Wanted
 from qatkit.graph.proof import prove
 from qatkit.graph.signature import Example
 from qatkit.graph.single_precision import in_single_precision
@@ -27,10 +28,11 @@ class Captured:
     Args:
         model: the float model; left untouched.
         example: what it is called with, as `QATModule` takes it.
+        dynamic_axes: as `qatkit.graph.capture.model.capture`.
     """
 
-    def __init__(self, model: nn.Module, example: Example) -> None:
-        self.model, self._example = model, example
+    def __init__(self, model: nn.Module, example: Example, dynamic_axes: Wanted = "none") -> None:
+        self.model, self._example, self._dynamic_axes = model, example, dynamic_axes
         self._graph: fx.GraphModule | None = None
         self._proven = self._follows = False
 
@@ -69,7 +71,7 @@ class Captured:
 
     def _traced(self) -> fx.GraphModule:
         model, given = in_single_precision(self.model)
-        graph = trace(model, self._example)
+        graph = trace(model, self._example, self._dynamic_axes)
         read_values = graph.meta.pop("read_values", True)
         self._follows = not given and not read_values and _has_its_values(self.model, graph)
         if self._follows:

@@ -8,8 +8,15 @@ from typing import Any, cast
 
 from torch import Tensor, fx
 
-# In a node's meta: which axis of its output is as long as the batch, where that need not be the first.
+# In a node's meta: which axis of its output is as long as the batch, where that need not be the first; and all axes
+# that are of another size where inputs are (`qatkit.graph.capture.free_axes`).
 BATCH_AXIS = "batch_axis"
+VARYING_AXES = "varying_axes"
+
+
+def has_free_axes(node: fx.Node) -> bool:
+    """Returns whether the graph takes inputs of other sizes than the example's, beside its batch."""
+    return bool(getattr(node.graph.owning_module, "meta", {}).get("free_axes"))
 
 
 def shape_of(node: Any) -> tuple[int, ...] | None:

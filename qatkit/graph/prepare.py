@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import cast
 
 from torch import fx
 
 from qatkit.config.schema import OverrideConfig
+from qatkit.graph.capture.free_axes import with_sizes
 from qatkit.graph.guarded import adds_in_16_bits
-from qatkit.graph.node_arguments import BATCH_AXIS, shape_of
+from qatkit.graph.node_arguments import BATCH_AXIS, VARYING_AXES, shape_of
 from qatkit.graph.nodes import called, facts, module_of, op_class, qat_type, site
 from qatkit.graph.overrides import OVERRIDDEN, Overrides
 from qatkit.graph.pass_result import PassResult
@@ -96,20 +97,34 @@ def ready_to_place(graph_module: fx.GraphModule, example: Example) -> None:
 
 
 def _find_batch_axes(graph_module: fx.GraphModule, example: Example) -> None:
-    """Writes into the meta of every Linear with leading axes which axis of its output is as long as the batch.
+    """Writes into the meta of every Linear with leading axes which axis of its output is as long as the batch, and
+    which ones follow the free axes of the inputs.
 
-    By a run with one image more; of a graph whose capture says nothing of batches it is the first.
+    By a run with one image more, and one with other sizes; of a graph whose capture says nothing of batches the first
+    axis is that of the batch.
     """
-    axes = graph_module.meta.get("batch_axes", ())
+    axes, free = (graph_module.meta.get(key, ()) for key in ("batch_axes", "free_axes"))
     shapes = {n: shape_of(n) or () for n in graph_module.graph.nodes if op_class(n) == "linear"}
-    if all(axis is None for axis in axes) or all(len(shape) < 3 for shape in shapes.values()):
+    batched = any(axis is not None for axis in axes)
+    if not (batched or free) or all(len(shape) < 3 for shape in shapes.values()):
         return
     tensors = flatten(example)
-    propagate(graph_module, resized(tensors, batch_size(tensors, axes) + 1, axes))
-    for node, shape in shapes.items():
-        pairs = enumerate(zip(shape, shape_of(node) or (), strict=True))
-        node.meta[BATCH_AXIS] = next((i for i, (a, b) in pairs if a != b), 0)
+    if batched:
+        propagate(graph_module, resized(tensors, batch_size(tensors, axes) + 1, axes))
+        for node, shape in shapes.items():
+            node.meta[BATCH_AXIS] = next(iter(_differing(shape, node)), 0)
+    if free:
+        propagate(
+            graph_module, with_sizes(tensors, {p: axis.others[0] for axis in free for p in axis.places})
+        )
+        for node, shape in shapes.items():
+            node.meta[VARYING_AXES] = tuple(_differing(shape, node))
     propagate(graph_module, example)
+
+
+def _differing(shape: tuple[int, ...], node: fx.Node) -> Iterator[int]:
+    pairs = zip(shape, shape_of(node) or (), strict=True)
+    return (i for i, (a, b) in enumerate(pairs) if a != b)
 
 
 def _skipped(chosen: Overrides, placement: Placement) -> list[tuple[str, str]]:

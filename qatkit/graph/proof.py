@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
+from qatkit.graph.capture.free_axes import FreeAxis, with_sizes
 from qatkit.graph.capture.run import plain_contexts
 from qatkit.graph.fuse import fuse
 from qatkit.graph.nodes import site
@@ -154,8 +155,10 @@ def _others(tensors: tuple[Tensor, ...], graph_module: fx.GraphModule) -> Iterat
     if any(axis is not None for axis in axes):
         large = sum(one.numel() for one in tensors) // batch_size(tensors, axes) >= _LARGE
         sizes = _SIZES[-1:] if large else _SIZES
+    free: Sequence[FreeAxis] = graph_module.meta.get("free_axes", ())
     for seed, size in enumerate(sizes, start=1):
-        yield other_values(resized(tensors, size, axes), seed=seed)
+        changed = {place: axis.others[-seed % len(axis.others)] for axis in free for place in axis.places}
+        yield other_values(with_sizes(resized(tensors, size, axes), changed), seed=seed)
 
 
 def _difference(

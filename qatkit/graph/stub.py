@@ -38,7 +38,7 @@ from qatkit.graph.attention.rules import (
     open_shortcut,
     open_window_attention,
 )
-from qatkit.graph.node_arguments import arguments, known, parameter_of, shape_of
+from qatkit.graph.node_arguments import arguments, has_free_axes, known, parameter_of, shape_of
 from qatkit.graph.nodes import called, module_of, op_class, site, turns_axes
 from qatkit.graph.overrides import matched
 from qatkit.graph.pass_result import PassResult
@@ -92,7 +92,7 @@ def _open_gated(gate: Callable[[Tensor], Tensor]) -> Callable[[fx.Node], str | N
 def _merge_patches(node: fx.Node) -> str | None:
     """Every second row and column into channels: four strided slices and a Cat, or one permute."""
     shape = shape_of(node.args[0])
-    if shape is None or len(shape) < 4 or shape[-3] % 2 or shape[-2] % 2:
+    if shape is None or len(shape) < 4 or shape[-3] % 2 or shape[-2] % 2 or has_free_axes(node):
         return ""
     *before, rows, columns, channels = shape[1:]
     axis = len(before) + 1  # of the rows; frames of a clip come before
@@ -114,7 +114,8 @@ def _merge_patches(node: fx.Node) -> str | None:
 def _drop_empty_pad(node: fx.Node) -> str | None:
     """Padding up to a multiple that the example has already (the patches of clips)."""
     given = arguments(node, F.pad)
-    if not node.all_input_nodes or any(known(amount) != 0 for amount in given["pad"]):
+    computed = has_free_axes(node) and any(isinstance(amount, fx.Node) for amount in given["pad"])
+    if not node.all_input_nodes or computed or any(known(amount) != 0 for amount in given["pad"]):
         return ""
     node.replace_all_uses_with(given["input"])
     node.graph.erase_node(node)
@@ -217,6 +218,8 @@ def _keep_norm_from_transposes(node: fx.Node) -> str | None:
     if shape is None or not isinstance(norm, nn.LayerNorm) or not isinstance(x, fx.Node):
         return ""
     images = len(shape) == 4 and op_class(x) in ("shape", "cat") and _turned(node)
+    if images and has_free_axes(node):
+        return ""
     if not images and (len(shape) < 3 or len(norm.normalized_shape) > 1 or not _behind_a_turn(x)):
         return ""
     graph, path = node.graph, site(node)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
+from qatkit.graph.capture.free_axes import Wanted
 from qatkit.graph.capture.model import capture
 from qatkit.graph.capture.sizes import drawn_output
 from qatkit.graph.nodes import OWNER, Outputs, classifies_in_training
@@ -28,15 +29,18 @@ _COPIED = (bool, int, float, str, dict, list, tuple, set, Tensor, nn.Module, typ
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
-def trace(model: nn.Module, example: Example) -> fx.GraphModule:
+def trace(model: nn.Module, example: Example, dynamic_axes: Wanted = "none") -> fx.GraphModule:
     """The graph of a copy of `model`, recorded as it runs on `example` (`qatkit.graph.capture`).
 
     A graph of ours is returned as it is.
 
+    Args:
+        dynamic_axes: as `qatkit.graph.capture.model.capture`.
+
     Raises:
         ConfigError: the model has control flow that depends on data; names the module and the line.
     """
-    return cast(fx.GraphModule, model) if is_traced(model) else _captured(model, example)
+    return cast(fx.GraphModule, model) if is_traced(model) else _captured(model, example, dynamic_axes)
 
 
 def is_traced(model: nn.Module) -> bool:
@@ -45,9 +49,9 @@ def is_traced(model: nn.Module) -> bool:
 
 
 @torch.inference_mode(False)  # whatever the caller is in: what is made here will be trained
-def _captured(model: nn.Module, example: Example) -> fx.GraphModule:
+def _captured(model: nn.Module, example: Example, dynamic_axes: Wanted) -> fx.GraphModule:
     duplicate = with_twins(copy_of(model))
-    graph_module = capture(duplicate, example)
+    graph_module = capture(duplicate, example, dynamic_axes)
     _call_batch_norms(graph_module.graph, duplicate, graph_module)
     # The auxiliary heads of torchvision's segmentation models, of GoogLeNet and of Inception.
     if getattr(model, "aux_classifier", None) is not None or classifies_in_training(model):

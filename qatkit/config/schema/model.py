@@ -107,7 +107,9 @@ class DataConfig:
         Choices(("none", "trivial_augment", "rand_augment", "auto_augment", "aug_mix")),
     )
     batch_size: int = setting(64, "training images a step and process", COUNT)
-    eval_batch_size: int = setting(100, "test images at a time; fewer where 64 MiB do not hold so many", COUNT)
+    eval_batch_size: int = setting(
+        100, "test images at a time; fewer where 64 MiB do not hold so many", COUNT
+    )
     workers: int = setting(
         2, "processes that load images, of passes that outlast their start; 0: none of their own", Range(0)
     )

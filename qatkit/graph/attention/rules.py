@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from qatkit.graph.attention import self_attention
 from qatkit.graph.attention.mvit import RelativePositions
 from qatkit.graph.attention.swin import CosineWindowAttention, WindowAttention, Windows
-from qatkit.graph.node_arguments import arguments, known, parameter_of, shape_of
+from qatkit.graph.node_arguments import arguments, has_free_axes, known, parameter_of, shape_of
 from qatkit.graph.nodes import is_float_tensor, known_type, module_of, site
 from qatkit.graph.trace import name_sites
 
@@ -82,8 +82,15 @@ def _mask(node: fx.Node, given: Mapping[str, Any], size: tuple[int, int]) -> tup
     graph, mask = node.graph, given.get("attn_mask")
     if given.get("is_causal"):
         name, owner = f"{site(node)}_causal_mask".replace(".", "_"), cast(fx.GraphModule, graph.owning_module)
-        owner.register_buffer(name, torch.full(size, -torch.inf).triu(1), persistent=False)
-        mask = graph.get_attr(name)
+        if has_free_axes(node):
+            rows, columns = (graph.call_method("size", (given[key], -2)) for key in ("query", "key"))
+            whole = graph.call_function(torch.full, ((rows, columns), -torch.inf))
+            mask = graph.call_method("triu", (whole, 1))
+            for new, what in ((rows, "rows"), (columns, "columns"), (whole, "hidden")):
+                new.meta["site"] = f"{site(node)}.causal_{what}"
+        else:
+            owner.register_buffer(name, torch.full(size, -torch.inf).triu(1), persistent=False)
+            mask = graph.get_attr(name)
         mask.meta["site"] = f"{site(node)}.causal_mask"
     elif mask is not None and not is_float_tensor(mask):
         hidden = graph.call_function(operator.invert, (mask,))

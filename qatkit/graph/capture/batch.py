@@ -1,13 +1,15 @@
-"""Two runs with batches of different size become one graph for any: what differs is a function of the size.
+"""Runs with batches of different size become one graph for any: what differs is a function of the size.
 
-Each run knows its sizes as plain numbers, 2·49 in one and 3·49 in the other. The two graphs have the same nodes, or the
+Each run knows its sizes as plain numbers, 2·49 in one and 3·49 in the other. The graphs have the same nodes, or the
 batch decides what is computed, which is refused. Where a number differs it is written as `size · a + b`, in
-`reshape` and `view` as -1.
+`reshape` and `view` as -1. Runs whose other axes differ too (`qatkit.graph.capture.free_axes`) are merged in the same
+way, with another function for numbers.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,96 +31,140 @@ def merge(one: Recording, other: Recording, sizes: tuple[int, int], axis: tuple[
     Raises:
         UntraceableError: what can't be written as a function of the size.
     """
-    _Merge(one, other, sizes, axis).run()
+    numbers = _OfTheBatch(one.graph, sizes, axis)
+    merge_with(one, [other], numbers, _HOW_MANY)
+
+
+Numbers = Callable[[fx.Node, tuple[int, ...]], "fx.Node | None"]
+
+
+def merge_with(one: Recording, others: Sequence[Recording], numbers: Numbers, reason: str) -> None:
+    """Makes the graph of `one` right for the sizes of all runs, and for those between.
+
+    Args:
+        others: the same model's runs with inputs of other sizes.
+        numbers: returns the node that computes a whole number that differs: of the node that has it as an argument,
+            and its values in all runs. None: there is none.
+        reason: why a difference that is no number is refused.
+
+    Raises:
+        UntraceableError: as `merge`.
+    """
+    _Merge(one, others, numbers, reason).run()
 
 
 class _Merge:
-    def __init__(
-        self, one: Recording, other: Recording, sizes: tuple[int, int], axis: tuple[int, int]
-    ) -> None:
-        self.one, self.other, self.sizes, self.axis = one, other, sizes, axis
-        self.expressions: dict[tuple[int, int], fx.Node] = {}
+    def __init__(self, one: Recording, others: Sequence[Recording], numbers: Numbers, reason: str) -> None:
+        self.one, self.others, self.numbers, self.reason = one, others, numbers, reason
         self.same: dict[fx.Node, fx.Node] = {}
 
     def run(self) -> None:
-        nodes, others = list(self.one.graph.nodes), list(self.other.graph.nodes)
-        for node, other in zip(nodes, others, strict=False):
-            if node.op != other.op or node.target != other.target:
-                raise self._refused(node)
-            self.same[other] = node
+        nodes, others = list(self.one.graph.nodes), [list(other.graph.nodes) for other in self.others]
+        for node, *twins in zip(nodes, *others, strict=False):
+            if any(node.op != twin.op or node.target != twin.target for twin in twins):
+                raise self._refused(next((n for n in (node, *twins) if "where" in n.meta), node))
+            self.same.update((twin, node) for twin in twins)
             if node.op == "get_attr" and node.target in self.one.constants and node.users:
                 self._check_constant(node)
             if node.op == "call_method" and node.target in ("view", "reshape") and "shape" in node.meta:
-                self._reshape(node, other)
+                self._reshape(node, twins)
             else:
-                node.args = self._fit(node, node.args, other.args)
-                node.kwargs = self._fit(node, node.kwargs, other.kwargs)
-        if len(nodes) != len(others):
-            raise self._refused(nodes[min(len(nodes), len(others)) - 1])
+                node.args = self._fit(node, node.args, *(twin.args for twin in twins))
+                node.kwargs = self._fit(node, node.kwargs, *(twin.kwargs for twin in twins))
+        if any(len(nodes) != len(other) for other in others):
+            raise self._refused(nodes[min(len(nodes), *map(len, others)) - 1])
 
-    def _refused(self, node: fx.Node, reason: str = _HOW_MANY) -> UntraceableError:
+    def _refused(self, node: fx.Node, reason: str = "") -> UntraceableError:
         stack = node.meta.get("nn_module_stack") or {}
         return UntraceableError(
-            reason, node.meta.get("where", ("", 0)), next(reversed(stack), ""), WHOLE_BATCH
+            reason or self.reason, node.meta.get("where", ("", 0)), next(reversed(stack), ""), WHOLE_BATCH
         )
 
     def _check_constant(self, node: fx.Node) -> None:
-        mine, theirs = (run.constants.get(str(node.target)) for run in (self.one, self.other))
-        if mine is None or theirs is None or mine.shape != theirs.shape or mine.dtype != theirs.dtype:
-            raise self._refused(
-                node, "a tensor made outside of torch's functions depends on the size of the batch"
-            )
-        if not torch.equal(mine.nan_to_num(), theirs.nan_to_num()):
-            raise self._refused(node, "a tensor made outside of torch depends on the inputs or on the batch")
+        mine = self.one.constants.get(str(node.target))
+        for other in self.others:
+            theirs = other.constants.get(str(node.target))
+            if mine is None or theirs is None or mine.shape != theirs.shape or mine.dtype != theirs.dtype:
+                raise self._refused(
+                    node, "a tensor made outside of torch's functions depends on the size of the batch"
+                )
+            if not torch.equal(mine.nan_to_num(), theirs.nan_to_num()):
+                raise self._refused(
+                    node, "a tensor made outside of torch depends on the inputs or on the batch"
+                )
 
-    def _reshape(self, node: fx.Node, other: fx.Node) -> None:
-        """One size that differs is -1, whatever was given; the others are numbers."""
-        shape, theirs = node.meta["shape"], other.meta["shape"]
+    def _reshape(self, node: fx.Node, others: Sequence[fx.Node]) -> None:
+        """One size that differs is -1, whatever was given; the others are numbers, or nodes that compute them."""
+        shapes = [node.meta["shape"], *(other.meta["shape"] for other in others)]
         if len(node.args) > 1 and isinstance(node.args[1], torch.dtype):
             return
-        differing = [i for i, (a, b) in enumerate(zip(shape, theirs, strict=False)) if a != b]
-        if len(shape) != len(theirs):
+        if len({len(shape) for shape in shapes}) > 1:
             raise self._refused(node)
-        if len(differing) > 1:
-            node.args = (
-                node.args[0],
-                *(self._number(node, a, b) for a, b in zip(shape, theirs, strict=True)),
-            )
-        else:
-            node.args = (node.args[0], *(-1 if i in differing else size for i, size in enumerate(shape)))
+        given = _given_shape(node)
+        sizes = list(zip(*shapes, strict=True))
+        differing = [i for i, values in enumerate(sizes) if len(set(values)) > 1]
+        computed = [i for i in differing if isinstance(given.get(i), fx.Node)]
+        left = [i for i in differing if i not in computed]
+        free = left or computed
+        rest = {
+            i: self._number(node, *sizes[i]) if i in left else given[i] for i in differing if len(free) > 1
+        }
+        if len(free) == 1:
+            rest = {i: given[i] for i in computed if i not in free} | {free[0]: -1}
+        elif -1 in given.values():
+            rest[next(i for i, size in given.items() if size == -1)] = -1
+        node.args = (node.args[0], *(rest.get(i, size) for i, size in enumerate(shapes[0])))
         node.kwargs = {}
 
-    def _fit(self, node: fx.Node, mine: Any, theirs: Any) -> Any:
+    def _fit(self, node: fx.Node, mine: Any, *theirs: Any) -> Any:
         if isinstance(mine, fx.Node):
-            if self.same.get(theirs) is not mine:
+            if any(self.same.get(one) is not mine for one in theirs):
                 raise self._refused(node)
             return mine
         if isinstance(mine, (tuple, list)):
-            if not isinstance(theirs, (tuple, list)) or len(mine) != len(theirs):
+            if any(not isinstance(one, (tuple, list)) or len(mine) != len(one) for one in theirs):
                 raise self._refused(node)
-            return type(mine)(self._fit(node, a, b) for a, b in zip(mine, theirs, strict=True))
+            return type(mine)(self._fit(node, *parts) for parts in zip(mine, *theirs, strict=True))
         if isinstance(mine, dict):
-            return {key: self._fit(node, value, theirs[key]) for key, value in mine.items()}
+            return {key: self._fit(node, value, *(one[key] for one in theirs)) for key, value in mine.items()}
         if isinstance(mine, slice):
-            ends = ((mine.start, theirs.start), (mine.stop, theirs.stop), (mine.step, theirs.step))
-            return slice(*(self._fit(node, a, b) for a, b in ends))
-        return self._number(node, mine, theirs)
+            ends = [(one.start, one.stop, one.step) for one in (mine, *theirs)]
+            return slice(*(self._fit(node, *parts) for parts in zip(*ends, strict=True)))
+        return self._number(node, mine, *theirs)
 
-    def _number(self, node: fx.Node, mine: Any, theirs: Any) -> Any:
-        if mine == theirs or (mine != mine and theirs != theirs):  # noqa: PLR0124  two NaNs
+    def _number(self, node: fx.Node, mine: Any, *theirs: Any) -> Any:
+        if all(mine == one or (mine != mine and one != one) for one in theirs):  # noqa: PLR0124  NaNs
             return mine
-        if type(mine) is not int or type(theirs) is not int:
+        values = (mine, *theirs)
+        found = self.numbers(node, values) if all(type(one) is int for one in values) else None
+        if found is None:
             raise self._refused(node)
-        slope, rest = divmod(theirs - mine, self.sizes[1] - self.sizes[0])
-        if rest:
-            raise self._refused(node)
-        return self._expression(slope, mine - slope * self.sizes[0])
+        return found
+
+
+def _given_shape(node: fx.Node) -> dict[int, Any]:
+    """The shape that a `view` or `reshape` asks for, by axis."""
+    given = node.args[1:] or tuple(node.kwargs.values())[:1]
+    shape = given[0] if len(given) == 1 and isinstance(given[0], (tuple, list)) else given
+    return dict(enumerate(shape))
+
+
+class _OfTheBatch:
+    """Numbers as functions of the size of the batch."""
+
+    def __init__(self, graph: fx.Graph, sizes: tuple[int, int], axis: tuple[int, int]) -> None:
+        self.graph, self.sizes, self.axis = graph, sizes, axis
+        self.expressions: dict[tuple[int, int], fx.Node] = {}
+
+    def __call__(self, node: fx.Node, values: tuple[int, ...]) -> fx.Node | None:
+        slope, rest = divmod(values[1] - values[0], self.sizes[1] - self.sizes[0])
+        return None if rest else self._expression(slope, values[0] - slope * self.sizes[0])
 
     def _expression(self, slope: int, constant: int) -> fx.Node:
         """`size · slope + constant`, once a graph, right behind the inputs."""
         if (slope, constant) in self.expressions:
             return self.expressions[slope, constant]
-        graph = self.one.graph
+        graph = self.graph
         inputs = [n for n in graph.nodes if n.op == "placeholder"]
         if (slope, constant) == (1, 0):
             with graph.inserting_after(inputs[-1]):

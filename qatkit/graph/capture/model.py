@@ -9,9 +9,11 @@ two runs under the recorder      batches of 2 and of 3, other values
 from __future__ import annotations
 
 import contextlib
+import functools
 import linecache
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +23,22 @@ from torch import Tensor, fx, nn
 from qatkit.graph.attention import self_attention
 from qatkit.graph.attention.self_attention import unusual_call
 from qatkit.graph.capture.batch import merge
+from qatkit.graph.capture.batch_axes import independent_axes
 from qatkit.graph.capture.calls import IN_TRAINING, RANDOM, UntraceableError
+from qatkit.graph.capture.free_axes import FreeAxes, FreeAxis, Wanted
 from qatkit.graph.capture.image_kernels import open_image_kernels
-from qatkit.graph.capture.run import Recording, record
+from qatkit.graph.capture.run import Recording, kept_buffers, record
 from qatkit.graph.capture.training import TrainingOnly, drop_reshaping, follow_mode, watch
 from qatkit.graph.nodes import classifies_in_training, is_opaque, module_of
 from qatkit.graph.signature import (
     Example,
     batch_axes,
     batch_size,
+    call,
     flatten,
     input_names,
     other_values,
+    output_leaves,
     resized,
     unflatten,
 )
@@ -44,20 +50,25 @@ Axes = tuple[int | None, ...]
 _PARTS = "or quantize the parts around it (qatkit.Parts)"
 
 
-def capture(model: nn.Module, example: Example) -> fx.GraphModule:
+def capture(model: nn.Module, example: Example, dynamic_axes: Wanted = "none") -> fx.GraphModule:
     """The graph of `model`, which is changed: hand over a copy.
 
     Its meta has `inputs` and `outputs` (names), `batch_axes` (one an input; all None for a model that takes the
-    example's batch size alone), `notes`, what a reader of the report should know, and `read_values`, whether the
-    graph depends on values that the model's tensors had.
+    example's batch size alone), `free_axes` (those of `dynamic_axes` that are), `notes`, what a reader of the report
+    should know, and `read_values`, whether the graph depends on values that the model's tensors had.
+
+    Args:
+        dynamic_axes: which axes beside the batch the graph takes other sizes of: "auto" for those that the model
+            leaves free, "none", or names of axes by input.
 
     Raises:
-        ConfigError: a line of the model depends on values of its inputs; names the module and the line.
+        ConfigError: a line of the model depends on values of its inputs; names the module and the line. An axis that
+            was asked for is not free.
     """
     _check(model)
     names, tensors = input_names(model, example), flatten(example)
     try:
-        return _captured(model, example, names, tensors)
+        return _captured(model, example, names, tensors, dynamic_axes)
     except UntraceableError as error:
         raise ConfigError("model.name", type(model).__name__, reason=_line(error)) from error
 
@@ -74,15 +85,28 @@ def _check(model: nn.Module) -> None:
 
 
 def _captured(
-    model: nn.Module, example: Example, names: Sequence[str], tensors: tuple[Tensor, ...]
+    model: nn.Module,
+    example: Example,
+    names: Sequence[str],
+    tensors: tuple[Tensor, ...],
+    dynamic_axes: Wanted,
 ) -> fx.GraphModule:
+    compiling: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     try:
-        one, sizes, axes = _recorded(model, example, names, tensors)
+        one, opened, sizes, axes = _recorded(model, example, names, tensors)
     except UntraceableError:
         # What a first run keeps for the next (tables of positions) is there in a second one; and code that asks
         # whether it is being compiled leaves out the short cuts that depend on values.
-        with _compiling():
-            one, sizes, axes = _recorded(model, example, names, tensors)
+        compiling = _compiling
+        with compiling():
+            one, opened, sizes, axes = _recorded(model, example, names, tensors)
+    free: list[FreeAxis] = []
+    about_sizes: list[tuple[str, str]] = []
+    if dynamic_axes != "none":
+        with compiling():
+            search = _free_axes(model, example, (names, tensors), opened, (sizes, axes), dynamic_axes)
+            other, free = search.run()
+        one, about_sizes = other or one, search.notes
     given = unflatten(example, resized(tensors, SIZES[0], axes) if sizes else tensors)
     rates, random, reshaping, kept = watch(model, given, one.only_training, one.drawn)
     graph_module = _module(model, one)
@@ -95,7 +119,9 @@ def _captured(
         "inputs": tuple(names),
         "outputs": one.outputs,
         "batch_axes": axes if sizes else (None,) * len(axes),
+        "free_axes": tuple(free),
         "notes": _notes(one, random, sizes)
+        + about_sizes
         + reshaped
         + _state(graph_module, one, kept)
         + _opaque(graph_module),
@@ -109,27 +135,39 @@ def _captured(
 
 def _recorded(
     model: nn.Module, example: Example, names: Sequence[str], tensors: tuple[Tensor, ...]
-) -> tuple[Recording, tuple[int, ...], Axes]:
-    """The recording for any batch, with no sizes if the model takes the example's alone; and the batch axes.
+) -> tuple[Recording, frozenset[str], tuple[int, ...], Axes]:
+    """The recording for any batch, what attention was opened, no sizes if the model takes the example's alone; and the
+    batch axes.
 
     An axis that is as long as the batch by chance (of a mask of positions) is found by leaving it out.
     """
     known = _declared_axes(model, names)
     guesses = [known] if known else _guesses(batch_axes(tensors))
-    first: tuple[Recording, tuple[int, ...], Axes] | Exception | None = None
+    if not known:
+        _set_mode(model)
+        found = independent_axes(tensors, functools.partial(_answers, model, example))
+        guesses = guesses if found is None else [found, *guesses]
+    first: tuple[Recording, frozenset[str], tuple[int, ...], Axes] | Exception | None = None
     for axes in guesses:
         try:
-            one, sizes = _recorded_along(axes, model, example, names, tensors)
+            one, opened, sizes = _recorded_along(axes, model, example, names, tensors)
         except (UntraceableError, ConfigError) as error:
             first = first or error
             continue
         if sizes:
-            return one, sizes, axes
-        first = first or (one, sizes, axes)
+            return one, opened, sizes, axes
+        first = first or (one, opened, sizes, axes)
     assert first is not None
     if isinstance(first, Exception):
         raise first
     return first
+
+
+def _answers(model: nn.Module, example: Example, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The outputs of the model, which is as it was afterwards."""
+    with torch.no_grad(), kept_buffers(model), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return output_leaves(call(model, unflatten(example, [t.clone() for t in tensors])))[1]
 
 
 def _declared_axes(model: nn.Module, names: Sequence[str]) -> Axes:
@@ -155,11 +193,11 @@ def _guesses(axes: Axes) -> list[Axes]:
 
 def _recorded_along(
     axes: Axes, model: nn.Module, example: Example, names: Sequence[str], tensors: tuple[Tensor, ...]
-) -> tuple[Recording, tuple[int, ...]]:
+) -> tuple[Recording, frozenset[str], tuple[int, ...]]:
     _set_mode(model)
     one, opened, sizes = _first(axes, model, example, names, tensors)
     if not sizes:
-        return one, sizes
+        return one, opened, sizes
     theirs = other_values(resized(tensors, SIZES[1], axes), seed=0)
     _set_mode(model)
     try:
@@ -167,11 +205,51 @@ def _recorded_along(
     except UntraceableError:
         raise
     except Exception:  # whatever a forward raises: it takes this batch size alone
-        return one, ()
+        return one, opened, ()
     first, axis = next((i, axis) for i, axis in enumerate(axes) if axis is not None)
     merge(one, other, SIZES, (first, axis))
     open_image_kernels(one.graph)
-    return one, sizes
+    return one, opened, sizes
+
+
+def _free_axes(
+    model: nn.Module,
+    example: Example,
+    given: tuple[Sequence[str], tuple[Tensor, ...]],
+    opened: frozenset[str],
+    batch: tuple[tuple[int, ...], Axes],
+    wanted: Wanted,
+) -> FreeAxes:
+    names, tensors = given
+
+    def recorded(inputs: tuple[Tensor, ...]) -> Recording:
+        _set_mode(model)
+        one = record(model, example, inputs, names, opened, trace_sizes=True)
+        open_image_kernels(one.graph)
+        return one
+
+    def answers(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        _set_mode(model)
+        return _answers(model, example, inputs)
+
+    def computed(one: Recording, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        with torch.no_grad(), kept_buffers(model):
+            found = _Recorded(model, one).run(*(t.clone() for t in inputs))
+        return found if isinstance(found, tuple) else (found,)
+
+    return FreeAxes(wanted, names, tensors, batch, recorded, answers, computed)
+
+
+class _Recorded(fx.Interpreter):
+    """Runs a recording on the model that it was made of."""
+
+    def __init__(self, model: nn.Module, one: Recording) -> None:
+        super().__init__(model, graph=one.graph)
+        self._constants = one.constants
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        known = self._constants.get(target)
+        return super().get_attr(target, args, kwargs) if known is None else known
 
 
 @contextlib.contextmanager

@@ -39,6 +39,7 @@ from qatkit.graph.capture.calls import (
     where,
 )
 from qatkit.graph.capture.picked import PickedValues
+from qatkit.graph.capture.traced_sizes import Expression, Quotient, TracedSize, emitted, traced
 from qatkit.graph.capture.written_out import written_out
 from qatkit.graph.nodes import classifies_in_training
 
@@ -52,6 +53,7 @@ class Recorder(TorchFunctionMode):
 
     Args:
         model: whose parameters and buffers are read by name.
+        trace_sizes: sizes of what depends on the inputs are computed in the graph (`TracedSize`), not numbers in it.
 
     Attributes:
         graph: what was recorded.
@@ -60,8 +62,10 @@ class Recorder(TorchFunctionMode):
         read_values: whether Python went on with values of a tensor.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, trace_sizes: bool = False) -> None:
         super().__init__()
+        self.trace_sizes = trace_sizes
+        self.sizes: dict[Expression, fx.Node] = {}
         self.graph = fx.Graph()
         self.constants: dict[str, Tensor] = {}
         self.random: list[fx.Node] = []
@@ -82,6 +86,7 @@ class Recorder(TorchFunctionMode):
         if not name.isidentifier() or keyword.iskeyword(name) or name == "self":
             node.target = node.name  # a parameter of the function that the graph becomes
         self.depends.add(node)
+        node.meta["shape"] = tuple(tensor.shape)
         self.aliases.bind(tensor, (node,), ())
 
     def emit(self, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
@@ -120,6 +125,8 @@ class Recorder(TorchFunctionMode):
             return {key: self.node_of(part) for key, part in value.items()}
         if isinstance(value, slice):
             return slice(*map(self.node_of, (value.start, value.stop, value.step)))
+        if isinstance(value, (TracedSize, Quotient)):
+            return emitted(value, self.emit, self.sizes)
         if isinstance(value, np.generic):  # np.float64 is a float, but not in code that is written out
             return value.item()
         if isinstance(value, fx.node.base_types) or value is None or value is Ellipsis:
@@ -193,7 +200,7 @@ class Recorder(TorchFunctionMode):
             self._changed(func, args, kwargs, nodes, changed)
             return result
         if not any(True for _ in tensors_in(result)) or any(result is tensor for tensor in sources):
-            return result
+            return self._sized(func.__name__, args, kwargs, result)
         if not sources:
             if func.__name__ in _CONSTANTS and not _few_numbers(args):
                 return result
@@ -292,7 +299,7 @@ class Recorder(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             result = func(*args)
         if not isinstance(result, Tensor) or result is tensor:
-            return result
+            return self._sized(name, args, {}, result)
         if name == "T":
             return self(torch.Tensor.permute, tensor, *reversed(range(tensor.ndim)))
         if name == "mT":
@@ -302,6 +309,14 @@ class Recorder(TorchFunctionMode):
         node = self.emit("call_function", getattr, (self.node_of(tensor), name), {})
         self.bind(result, node, (tensor,))
         return result
+
+    def _sized(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+        """Sizes of a tensor that depends on the inputs as sizes that know it, where they are wanted."""
+        if not self.trace_sizes or name not in ("shape", "size", "numel") or id(args[0]) in self.names:
+            return result
+        if args[0] not in self.aliases.values:
+            return result
+        return traced(name, args, kwargs, self.aliases.node_of, result)
 
     def _set(self, func: Any, name: str, tensor: Tensor, value: Any) -> None:
         """`x.data = y`, of which `x.data *= y` ends with an assignment of what is there already."""
@@ -328,7 +343,7 @@ def _few_numbers(args: tuple[Any, ...]) -> bool:
     """Whether a tensor is made of sizes, of which one may be the batch's."""
     given = args[0] if args else ()
     data = list(given) if isinstance(given, (list, tuple)) else [given]
-    return len(data) <= 8 and all(type(number) is int for number in data)
+    return len(data) <= 8 and all(type(number) in (int, TracedSize) for number in data)
 
 
 def _renamed(func: Any, args: tuple[Any, ...], result: Any) -> bool:

@@ -60,16 +60,19 @@ def record(
     tensors: Sequence[Tensor],
     names: Sequence[str],
     opened: frozenset[str],
+    *,
+    trace_sizes: bool = False,
 ) -> Recording:
     """Runs `model` on `tensors`, arranged as in `example`.
 
     Args:
         opened: paths of attention modules that are no leaves.
+        trace_sizes: as of `Recorder`.
 
     Raises:
         UntraceableError: a line that depends on values.
     """
-    recorder = Recorder(model)
+    recorder = Recorder(model, trace_sizes=trace_sizes)
     copies = [tensor.clone() for tensor in tensors]
     for name, tensor in zip(names, copies, strict=True):
         recorder.placeholder(name, tensor)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -31,7 +31,7 @@ from qatkit.graph.convert.integer_modules import (
 )
 from qatkit.graph.convert.recurrent_modules import QuantizedRecurrent
 from qatkit.graph.convert.simplify import simplify
-from qatkit.graph.node_arguments import BATCH_AXIS
+from qatkit.graph.node_arguments import BATCH_AXIS, VARYING_AXES
 from qatkit.graph.nodes import facts, is_float_tensor, module_of, site, turns_axes
 from qatkit.graph.operators import look_up
 from qatkit.graph.pad_channels import pad_channels
@@ -166,6 +166,7 @@ def _two_dimensional(node: fx.Node) -> None:
     shape, graph = list(node.meta["value"].shape), node.graph
     if len(shape) == 2:
         return
+    free = _leading_sizes(node, shape)
     _read_rows(node)
     before = cast(fx.Node, node.args[0])
     # Reshape in float, where it costs nothing, so that the pair stands right before the Gemm.
@@ -176,12 +177,25 @@ def _two_dimensional(node: fx.Node) -> None:
         flat = graph.call_method(*rows)
     reader.args = (flat,)
     flat.meta = {"site": f"{site(node)}.flatten", "value": torch.empty(0, device="meta")}
-    free = list(shape)
-    free[node.meta.get(BATCH_AXIS, 0)] = -1  # sequences may come before the batch
     with graph.inserting_after(node):
         restored = graph.call_method("reshape", (node, tuple(free)))
     restored.meta = {"site": f"{site(node)}.reshape", "value": node.meta["value"]}
     node.replace_all_uses_with(restored, delete_user_cb=_all_but(restored))
+
+
+def _leading_sizes(node: fx.Node, shape: Sequence[int]) -> list[Any]:
+    """The shape to restore: -1 for the batch, which may come behind the sequences, and nodes for other free axes."""
+    sizes: list[Any] = list(shape)
+    sizes[node.meta.get(BATCH_AXIS, 0)] = -1
+    varying = [axis for axis in node.meta.get(VARYING_AXES, ()) if axis != node.meta.get(BATCH_AXIS)]
+    if BATCH_AXIS not in node.meta and varying:  # the batch is of one size
+        sizes = list(shape)
+        sizes[varying.pop()] = -1
+    for axis in varying:
+        with node.graph.inserting_before(node):
+            sizes[axis] = node.graph.call_method("size", (node.args[0], axis))
+        sizes[axis].meta = {"site": f"{site(node)}.size", "value": shape[axis]}
+    return sizes
 
 
 def _read_rows(reader: fx.Node) -> None:

@@ -127,7 +127,9 @@ def _cut(
     """The part of each axis that the transposed convolution has."""
     if list(sizes) == list(made) and not any(begin):
         return y
-    parts = [slice(b, b + size) for b, size in zip(begin, sizes, strict=True)]
+    # From the end, which is right for inputs of any size.
+    rests = [m - b - size for b, size, m in zip(begin, sizes, made, strict=True)]
+    parts = [slice(b, -rest if rest else None) for b, rest in zip(begin, rests, strict=True)]
     return _new(node, "cut", operator.getitem, y, (slice(None), slice(None), *parts))
 
 

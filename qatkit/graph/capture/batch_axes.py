@@ -1,0 +1,93 @@
+"""Which axis of each input is the batch: the one along which samples do not know of each other.
+
+The first axis is, as a rule. Sequences [T, N, F], states [layers, N, hidden] and the like have it elsewhere, and a run
+with another number of frames may work as well as one with another number of samples. So a model of sequences, or of
+several inputs, is run twice with a batch of two, of which the last sample changes: no answer for the others may.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from qatkit.graph.signature import batch_axes, batch_size, other_values, resized
+
+Axes = tuple[int | None, ...]
+_IMAGES = 4  # axes of a batch of images: the first is the batch
+_MOST = 12  # ways of choosing an axis of each input
+
+
+def independent_axes(
+    tensors: Sequence[Tensor], run: Callable[[tuple[Tensor, ...]], Sequence[Tensor]]
+) -> Axes | None:
+    """Returns the axes along which samples are independent; None for the usual ones, or where there are none.
+
+    Args:
+        tensors: of the example.
+        run: returns the outputs of the model, in inference mode.
+    """
+    usual = batch_axes(tensors)
+    first = next((i for i, tensor in enumerate(tensors) if tensor.ndim), None)
+    if (
+        first is None
+        or (len(tensors) == 1 and tensors[0].ndim >= _IMAGES)
+        or _independent(tensors, usual, run)
+    ):
+        return None
+    if len(tensors) == 1 and tensors[0].ndim < 3:
+        return None
+    others = (axes for axes in _choices(tensors, first) if axes != usual)
+    found = (axes for axes in itertools.islice(others, _MOST) if _independent(tensors, axes, run))
+    return next(found, None)
+
+
+def _choices(tensors: Sequence[Tensor], first: int) -> Iterator[Axes]:
+    """An axis of the first input, and one as long of every other input that has any."""
+    for axis in range(min(tensors[first].ndim, 3)):
+        size = tensors[first].shape[axis]
+        options: list[list[int | None]] = [
+            [axis] if i == first else [*(a for a, n in enumerate(tensor.shape) if n == size)] or [None]
+            for i, tensor in enumerate(tensors)
+        ]
+        yield from itertools.product(*options)
+
+
+def _independent(
+    tensors: Sequence[Tensor], axes: Axes, run: Callable[[tuple[Tensor, ...]], Sequence[Tensor]]
+) -> bool:
+    count = 3 if batch_size(tensors, axes) == 2 else 2  # not the example's
+    given = other_values(resized(tensors, count, axes), seed=1)
+    changed = tuple(
+        tensor if axis is None else _with_another_last(tensor, axis)
+        for tensor, axis in zip(given, axes, strict=True)
+    )
+    try:
+        before, after = run(given), run(changed)
+    except Exception:  # whatever a forward raises: it takes no other batch along these axes
+        return False
+    return len(before) > 0 and all(_last_alone(*pair, count) for pair in zip(before, after, strict=True))
+
+
+def _with_another_last(tensor: Tensor, axis: int) -> Tensor:
+    new = tensor.clone()
+    (other,) = other_values((tensor.select(axis, -1),), seed=2)
+    new.select(axis, -1).copy_(other)
+    return new
+
+
+def _last_alone(before: Tensor, after: Tensor, count: int) -> bool:
+    """Whether an output has an axis in `count` parts, of which all but the last stay as they were."""
+    if before.shape != after.shape:
+        return False
+    if before.is_floating_point():
+        scale = before[before.isfinite()].abs().amax() if before.isfinite().any() else torch.ones(())
+        moved = ~torch.isclose(before, after, rtol=0, atol=float(scale) * 1e-5, equal_nan=True)
+    else:
+        moved = before != after
+    kept = [
+        (axis, size // count * (count - 1)) for axis, size in enumerate(before.shape) if size % count == 0
+    ]
+    return any(size and not moved.narrow(axis, 0, size).any() for axis, size in kept)

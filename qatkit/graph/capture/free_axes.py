@@ -1,0 +1,380 @@
+"""Axes beside the batch that a model leaves free: lengths, heights and widths, numbers of streams.
+
+    runs with other sizes, sizes traced    one axis after the other, then all together
+    → one graph                            what differs is computed from the sizes (`qatkit.graph.capture.traced_sizes`)
+    → a comparison                         of the graph and the model, at sizes that no run had
+
+An axis that decides what is computed, or for which the model has only so many weights, stays fixed, and a note names
+the line. A model that needs multiples (of 8 rows, say) has an axis that takes multiples alone.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from qatkit.graph.capture.batch import merge_with
+from qatkit.graph.capture.calls import UntraceableError
+from qatkit.graph.capture.merged_sizes import Shapes, check_forms, fold_fixed, sizes_in_run
+from qatkit.graph.capture.run import Recording
+from qatkit.graph.signature import other_values, resized
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.foreign import described
+
+Wanted = str | Mapping[str, Mapping[int, str]]  # "auto", "none", or names of axes by input
+Place = tuple[int, int]  # an input and its axis
+_DECIDES = "the size decides what is computed"
+_STEPS = (1, 2, 4, 8, 16, 32, 64)
+_NAMES = {4: {2: "height", 3: "width"}, 5: {2: "depth", 3: "height", 4: "width"}}
+_CLOSE = 1e-3  # of the largest output: another function, not another rounding
+
+
+@dataclass(frozen=True)
+class FreeAxis:
+    """An axis of one or more inputs that a graph takes any size of.
+
+    Attributes:
+        name: of its size, in the file.
+        places: inputs and their axes that have this size together.
+        size: in the example.
+        others: sizes that the model was run with, beside the example's.
+        step: the size is a multiple of it.
+    """
+
+    name: str
+    places: tuple[Place, ...]
+    size: int
+    others: tuple[int, ...]
+    step: int
+
+
+Check = Callable[[FreeAxis], None]  # raises where an axis is not free
+Record = Callable[[tuple[Tensor, ...]], Recording]
+Answers = Callable[[tuple[Tensor, ...]], Sequence[Tensor]]
+Computed = Callable[[Recording, tuple[Tensor, ...]], Sequence[Tensor]]
+
+
+class FreeAxes:
+    """The search for the free axes of one model.
+
+    Args:
+        wanted: "auto", or names of axes by input, which have to be free.
+        names: of the inputs.
+        tensors: the example's.
+        batch: sizes of the batch in two runs (none for a model that takes the example's alone), and its axes.
+        record: runs the model with sizes traced.
+        answers: returns the outputs of the model.
+        computed: returns the outputs of the graph of a recording.
+    """
+
+    def __init__(
+        self,
+        wanted: Wanted,
+        names: Sequence[str],
+        tensors: tuple[Tensor, ...],
+        batch: tuple[tuple[int, ...], tuple[int | None, ...]],
+        record: Record,
+        answers: Answers,
+        computed: Computed,
+    ) -> None:
+        self.wanted, self.names, self.tensors = wanted, names, tensors
+        self.batches, self.batch_axes = batch
+        self.record, self.answers, self.computed = record, answers, computed
+        self.notes: list[tuple[str, str]] = []
+        self.reasons: dict[tuple[Place, ...], str] = {}  # why a smaller step is not taken
+
+    def run(self) -> tuple[Recording | None, list[FreeAxis]]:
+        """Returns a graph for all free axes, or None where there are none, and the axes.
+
+        Raises:
+            ConfigError: an axis that was asked for is not free.
+        """
+        self._check_wanted()
+        found = self._each(self._run)
+        try:
+            one = self._merged(found, compare=True) if found else None
+        except (UntraceableError, _NotFreeError):  # not all of them, or not with these steps
+            self.notes.clear()
+            one, found = self._most(self._each(self._merge_alone))
+        found = [replace(axis, name=self._name(axis, len(found))) for axis in found]
+        self.notes += [
+            (
+                self._of(axis),
+                f"its size ({axis.name}) is a multiple of {axis.step}: {self.reasons[axis.places]}",
+            )
+            for axis in found
+            if axis.step > 1
+        ]
+        return one, found
+
+    def _most(self, found: list[FreeAxis]) -> tuple[Recording | None, list[FreeAxis]]:
+        while found:
+            try:
+                return self._merged(found, compare=True), found
+            except (UntraceableError, _NotFreeError) as error:
+                self._stays_fixed(found.pop(), error)
+        return None, []
+
+    def _each(self, check: Check) -> list[FreeAxis]:
+        """The axes that are free as far as `check` can tell, each alone."""
+        found: list[FreeAxis] = []
+        for number, groups in enumerate(self._candidates()):
+            if any(place in axis.places for axis in found for place in groups[0]):
+                continue
+            axis = self._first_free(groups, number, check)
+            found += [axis] if axis is not None else []
+        return found
+
+    def _check_wanted(self) -> None:
+        """Refuses, by ConfigError, names of inputs and axes that the model does not have."""
+        for name, axes in self.wanted.items() if not isinstance(self.wanted, str) else ():
+            if name not in self.names:
+                raise ConfigError("export.dynamic_axes", name, f"one of the inputs {', '.join(self.names)}")
+            rank = self.tensors[self.names.index(name)].ndim
+            batch = self.batch_axes[self.names.index(name)] if self.batches else None
+            for axis in axes:
+                if not 0 <= axis < rank or axis == batch:
+                    allowed = f"axes from 0 to {rank - 1}, without that of the batch ({batch})"
+                    raise ConfigError(f"export.dynamic_axes.{name}", axis, allowed)
+
+    def _candidates(self) -> Iterator[list[tuple[Place, ...]]]:
+        """Places of one axis, and of those as long as it that may have to change with it; of given names, theirs."""
+        if not isinstance(self.wanted, str):
+            named: dict[str, list[Place]] = {}
+            for input_name, axes in self.wanted.items():
+                for axis, name in axes.items():
+                    named.setdefault(name, []).append((self.names.index(input_name), axis))
+            yield from ([tuple(places)] for places in named.values())
+            return
+        places = [
+            (i, axis)
+            for i, tensor in enumerate(self.tensors)
+            for axis in range(tensor.ndim)
+            if tensor.shape[axis] > 1 and not (self.batches and axis == self.batch_axes[i])
+        ]
+        for place in places:
+            size = self._size(place)
+            same = [other for other in places if other != place and self._size(other) == size]
+            elsewhere = [other for other in same if other[0] != place[0]]
+            first: dict[int, Place] = {}
+            for other in elsewhere:
+                first.setdefault(other[0], other)
+            # Inputs of one shape, such as keys and values, first: some kernels of attention do not check them.
+            shape = self.tensors[place[0]].shape
+            alike = [
+                other for other in elsewhere if other[1] == place[1] and self.tensors[other[0]].shape == shape
+            ]
+            groups = [
+                (place, *alike),
+                (place,),
+                (place, *elsewhere),
+                (place, *first.values()),
+                (place, *same),
+            ]
+            yield list(dict.fromkeys(groups))
+
+    def _size(self, place: Place) -> int:
+        return self.tensors[place[0]].shape[place[1]]
+
+    def _first_free(self, groups: Sequence[tuple[Place, ...]], number: int, check: Check) -> FreeAxis | None:
+        reason: Exception | None = None
+        for places in groups:
+            try:
+                return self._free(places, number, check)
+            except (UntraceableError, _NotFreeError) as error:
+                reason = reason or error
+        assert reason is not None
+        self._stays_fixed(FreeAxis("", groups[0], self._size(groups[0][0]), (), 1), reason)
+        return None
+
+    def _free(self, places: tuple[Place, ...], number: int, check: Check) -> FreeAxis:
+        """Returns the axis at `places`, with a size far from the example's and one near it.
+
+        Raises:
+            UntraceableError, _NotFreeError: the model takes no other size.
+        """
+        size = self._size(places[0])
+        reason: Exception = _NotFreeError("the model takes no other size")
+        for other in _far(size, number):
+            axis = FreeAxis("", places, size, (other,), 1)
+            try:
+                check(axis)
+            except (UntraceableError, _NotFreeError) as error:
+                reason = error
+                continue
+            return self._with_step(axis, check)
+        raise reason
+
+    def _run(self, axis: FreeAxis) -> None:
+        self._recorded({axis: axis.others[-1]}, self.batches[0] if self.batches else None)
+
+    def _merge_alone(self, axis: FreeAxis) -> None:
+        self._merged([axis], compare=False)
+
+    def _with_step(self, axis: FreeAxis, check: Check) -> FreeAxis:
+        """The axis with the smallest step that the model takes."""
+        far = axis.others[0]
+        for step in _STEPS:
+            if axis.size % step or far % step:
+                break
+            for near in (axis.size + step, axis.size - step):
+                if near < 1:
+                    continue
+                found = FreeAxis("", axis.places, axis.size, (far, near), step)
+                try:
+                    check(found)
+                except (UntraceableError, _NotFreeError) as error:
+                    self.reasons[axis.places] = _in_words(error)
+                    continue
+                return found
+        raise _NotFreeError(f"the model takes {far} beside {axis.size}, but no size near it")
+
+    def _merged(self, axes: Sequence[FreeAxis], *, compare: bool) -> Recording:
+        """The graph for sizes of all runs: the example's, all far ones, all near ones.
+
+        Args:
+            compare: with the model, at a size that no run had.
+        """
+        batch, more = self.batches or (None, None)
+        one = self._recorded({}, batch)
+        others = [self._recorded({axis: axis.others[0] for axis in axes}, more)]
+        if all(len(axis.others) > 1 for axis in axes):
+            others.append(self._recorded({axis: axis.others[1] for axis in axes}, batch))
+        check_forms(one.graph, [other.graph for other in others])
+        values = [sizes_in_run(run.graph) for run in (one, *others)]
+        merge_with(one, others, Shapes(one.graph, [other.graph for other in others]), _DECIDES)
+        fold_fixed(one.graph, values)
+        if compare:
+            self._compare(one, axes, batch)
+        return one
+
+    def _compare(self, one: Recording, axes: Sequence[FreeAxis], batch: int | None) -> None:
+        """Raises where the graph and the model differ at sizes that no run had, if the model takes any."""
+        between = [{axis: _between(axis, i + more) for i, axis in enumerate(axes)} for more in range(3)]
+        for sizes in (*between, {axis: axis.others[-1] for axis in axes}):
+            tensors = self._inputs(sizes, batch)
+            try:
+                expected = self.answers(tensors)
+            except Exception:  # noqa: S112  whatever a forward raises: the model does not take one of the sizes
+                continue
+            found = ", ".join(f"{axis.size} → {size}" for axis, size in sizes.items())
+            try:
+                largest = _difference(expected, self.computed(one, tensors))
+            except Exception as error:  # as the model's
+                raise _NotFreeError(
+                    f"the graph fails with another size ({found}): {described(error)}"
+                ) from error
+            if not largest <= _CLOSE:
+                raise _NotFreeError(
+                    f"the graph differs from the model by {largest:.2g} of the output ({found})"
+                )
+            return
+
+    def _recorded(self, sizes: Mapping[FreeAxis, int], batch: int | None) -> Recording:
+        tensors = self._inputs(sizes, batch)
+        try:
+            return self.record(other_values(tensors, seed=len(sizes)) if sizes else tensors)
+        except UntraceableError:
+            raise
+        except Exception as error:  # whatever a forward raises
+            if _of_weights(error):
+                raise _HasWeightsError from error
+            raise _NotFreeError(f"the model failed with another size ({described(error)})") from error
+
+    def _inputs(self, sizes: Mapping[FreeAxis, int], batch: int | None) -> tuple[Tensor, ...]:
+        tensors = self.tensors if batch is None else resized(self.tensors, batch, self.batch_axes)
+        return with_sizes(tensors, {place: size for axis, size in sizes.items() for place in axis.places})
+
+    def _name(self, axis: FreeAxis, count: int) -> str:
+        i, along = axis.places[0]
+        if not isinstance(self.wanted, str):
+            return self.wanted[self.names[i]][along]
+        usual = _NAMES.get(self.tensors[i].ndim, {}).get(along)
+        if usual and len(self.tensors) == 1:
+            return usual
+        return "length" if count == 1 else f"{self.names[i]}_{along}"
+
+    def _of(self, axis: FreeAxis) -> str:
+        return ", ".join(f"{self.names[i]}, axis {along}" for i, along in axis.places)
+
+    def _stays_fixed(self, axis: FreeAxis, error: Exception) -> None:
+        reason, where = _in_words(error), self._of(axis)
+        if not isinstance(self.wanted, str):
+            i, along = axis.places[0]
+            raise ConfigError(
+                f"export.dynamic_axes.{self.names[i]}.{along}", self._size((i, along)), reason=reason
+            )
+        if not isinstance(error, _HasWeightsError):
+            self.notes.append((where, f"its size is fixed, {axis.size}: {reason}"))
+
+
+def _in_words(error: Exception) -> str:
+    if not isinstance(error, UntraceableError):
+        return str(error)
+    file, line = error.place
+    inside = f"in module '{error.module}' " if error.module else ""
+    return f"{error.reason} ({inside}at {file.rpartition('/')[2]}:{line})"
+
+
+class _NotFreeError(Exception):
+    """A model that fails, or computes otherwise, with another size."""
+
+
+class _HasWeightsError(_NotFreeError):
+    """An axis of features: a layer has weights for so many, which needs no note."""
+
+    def __str__(self) -> str:
+        return "a layer has weights for this size alone"
+
+
+def _of_weights(error: Exception) -> bool:
+    """Whether a layer of torch.nn with weights failed."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    owners = (frame.f_locals.get("self") for frame in frames)
+    return any(
+        isinstance(owner, nn.Module)
+        and type(owner).__module__.startswith("torch.nn")
+        and any(True for _ in owner.parameters(recurse=False))
+        for owner in owners
+    )
+
+
+def with_sizes(tensors: Sequence[Tensor], sizes: Mapping[Place, int]) -> tuple[Tensor, ...]:
+    """Returns `tensors` with other sizes along axes; what they hold is repeated."""
+    found = list(tensors)
+    for (i, axis), size in sizes.items():
+        found[i] = resized((found[i],), size, (axis,))[0]
+    return tuple(found)
+
+
+def _far(size: int, number: int) -> list[int]:
+    """Sizes that differ from `size` behind every stride, each axis by another amount; smaller ones for tables."""
+    unit = 32 * (number + 1)
+    steps = [unit * max(1, size // 64), unit, -unit * max(1, size // 128), 2 * (number + 1), -(number + 1)]
+    return [size + step for step in dict.fromkeys(steps) if size + step > 0]
+
+
+def _between(axis: FreeAxis, number: int) -> int:
+    """A size that no run had, another one for each axis."""
+    far = max(axis.others[0], axis.size)
+    steps = axis.step * (3 + 2 * number)
+    return axis.size + steps if axis.size + steps <= far else max(axis.step, axis.size - steps)
+
+
+def _difference(expected: Sequence[Tensor], found: Sequence[Tensor]) -> float:
+    """The largest difference of an output, as a share of its largest value; infinite for other shapes."""
+    largest = 0.0
+    for a, b in zip(expected, found, strict=True):
+        if a.shape != b.shape:
+            return float("inf")
+        if not a.is_floating_point():
+            largest = max(largest, float((a != b).any()))
+            continue
+        gap = (a - b).abs().nan_to_num(0.0, 0.0)
+        scale = a[a.isfinite()].abs().amax() if a.isfinite().any() else torch.ones(())
+        largest = max(largest, float(gap.amax() / scale.clamp_min(1e-30)) if gap.numel() else 0.0)
+    return largest

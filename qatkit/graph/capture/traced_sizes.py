@@ -1,0 +1,182 @@
+"""Sizes of tensors that know where they come from, so that a graph can compute them for inputs of other sizes.
+
+    h, w = x.shape[2:]            h is the number 64, and size(x, 2)
+    F.interpolate(y, (2 * h, w))  records (mul(size(x, 2), 2), size(x, 3))
+
+They are Python's own numbers in every other respect: a comparison or a loop is decided by the value of the run, and
+what is made by functions that know nothing of them (`int(h * 0.5)`) is a plain number.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+Expression = tuple[Any, ...]  # (function, arguments), each a number or an expression; ("size", node, axis)
+
+
+class TracedSize(int):
+    """A whole number that is computed from sizes of tensors.
+
+    Attributes:
+        expression: of the tensors' sizes.
+    """
+
+    expression: Expression
+
+    def __new__(cls, value: int, expression: Expression) -> TracedSize:
+        made = super().__new__(cls, value)
+        made.expression = expression
+        return made
+
+    def __reduce__(self) -> Any:
+        return int, (int(self),)
+
+    def __add__(self, other: Any) -> Any:
+        return _applied(operator.add, self, other)
+
+    def __radd__(self, other: Any) -> Any:
+        return _applied(operator.add, other, self)
+
+    def __sub__(self, other: Any) -> Any:
+        return _applied(operator.sub, self, other)
+
+    def __rsub__(self, other: Any) -> Any:
+        return _applied(operator.sub, other, self)
+
+    def __mul__(self, other: Any) -> Any:
+        return _applied(operator.mul, self, other)
+
+    def __rmul__(self, other: Any) -> Any:
+        return _applied(operator.mul, other, self)
+
+    def __floordiv__(self, other: Any) -> Any:
+        return _applied(operator.floordiv, self, other)
+
+    def __rfloordiv__(self, other: Any) -> Any:
+        return _applied(operator.floordiv, other, self)
+
+    def __mod__(self, other: Any) -> Any:
+        return _applied(operator.mod, self, other)
+
+    def __rmod__(self, other: Any) -> Any:
+        return _applied(operator.mod, other, self)
+
+    def __divmod__(self, other: Any) -> Any:
+        return self // other, self % other
+
+    def __neg__(self) -> Any:
+        return _applied(operator.neg, self)
+
+    def __pos__(self) -> TracedSize:
+        return self
+
+    def __truediv__(self, other: Any) -> Any:
+        return Quotient.of(self, other)
+
+    def __rtruediv__(self, other: Any) -> Any:
+        return Quotient.of(other, self)
+
+
+class Quotient(float):
+    """A size divided by a whole number, or a whole number by a size: rounded up or down it is a size again."""
+
+    parts: tuple[Any, Any]
+
+    @classmethod
+    def of(cls, above: Any, below: Any) -> Any:
+        """Returns above / below."""
+        value = _plain(above) / _plain(below)
+        if type(value) is not float or not (_whole(above) and _whole(below)):
+            return value
+        made = cls(value)
+        made.parts = (above, below)
+        return made
+
+    @property
+    def expression(self) -> Expression:
+        """The division of the sizes."""
+        return operator.truediv, *(getattr(part, "expression", part) for part in self.parts)
+
+    def __ceil__(self) -> Any:
+        above, below = self.parts
+        return -((-above) // below)
+
+    def __floor__(self) -> Any:
+        above, below = self.parts
+        return above // below
+
+    def __reduce__(self) -> Any:
+        return float, (float(self),)
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _plain(value: Any) -> Any:
+    return int(value) if isinstance(value, TracedSize) else value
+
+
+def _applied(function: Callable[..., Any], *args: Any) -> Any:
+    """The result for the plain numbers, with its expression if it is a whole number."""
+    try:
+        value = function(*map(_plain, args))
+    except TypeError:
+        return NotImplemented
+    if type(value) is not int or not all(map(_whole, args)):
+        return value
+    return TracedSize(value, (function, *(getattr(arg, "expression", arg) for arg in args)))
+
+
+def traced(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], node: Callable[[Tensor], fx.Node], result: Any
+) -> Any:
+    """Returns what `tensor.shape`, `.size()`, `.size(axis)` or `.numel()` gave, with each size traced.
+
+    Args:
+        name: of what was called.
+        args, kwargs: of the call; the tensor comes first.
+        node: returns the node of a tensor.
+    """
+    tensor = args[0]
+    with torch._C.DisableTorchFunction():
+        shape = tensor.shape
+    source = node(tensor)
+    sizes = [TracedSize(size, ("size", source, axis)) for axis, size in enumerate(shape)]
+    if isinstance(result, torch.Size):
+        return torch.Size(sizes)
+    if name == "numel":
+        product: Any = 1
+        for size in sizes:
+            product = product * size
+        return product
+    return sizes[args[1] if len(args) > 1 else kwargs["dim"]]
+
+
+def emitted(
+    value: TracedSize | Quotient, create: Callable[..., fx.Node], known: dict[Expression, fx.Node]
+) -> fx.Node:
+    """Returns the node that computes a size, added to the end of the graph if there is none.
+
+    Args:
+        create: adds a node: (op, target, args, kwargs).
+        known: expressions that have a node.
+    """
+
+    def of(expression: Any) -> Any:
+        if not isinstance(expression, tuple):
+            return expression
+        if expression not in known:
+            function, *args = expression
+            if function == "size":
+                known[expression] = create("call_method", "size", tuple(args), {})
+            else:
+                known[expression] = create("call_function", function, tuple(map(of, args)), {})
+        return known[expression]
+
+    return of(value.expression)  # type: ignore[no-any-return]

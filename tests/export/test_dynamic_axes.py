@@ -1,0 +1,109 @@
+"""One file for many sizes: ONNX Runtime answers as the converted module does, at sizes that nothing was made with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+import resizable
+import torch
+from torch import Tensor, nn
+
+from qatkit.export.torch_to_onnx import export_onnx
+from qatkit.graph.captured import Captured
+from qatkit.graph.signature import Example, flatten
+from qatkit.train.module import QATModule
+
+Shapes = list[tuple[int, ...]]
+
+
+def drawn(shape: tuple[int, ...], seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def example_of(shapes: Shapes, seed: int = 0) -> Example:
+    tensors = tuple(drawn(shape, seed + i) for i, shape in enumerate(shapes))
+    return tensors[0] if len(tensors) == 1 else tensors
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Shapes, list[str], list[Shapes]]] = {
+    "padded U-Net": (
+        lambda: resizable.UNet(pads=True), [(2, 3, 64, 64)], ["batch,3,height,width"],
+        [[(1, 3, 64, 64)], [(3, 3, 65, 97)], [(1, 3, 38, 51)]],
+    ),
+    "padded to a multiple": (
+        resizable.ToMultiple, [(2, 3, 50, 70)], ["batch,3,height,width"],
+        [[(1, 3, 49, 33)], [(3, 3, 64, 64)], [(1, 3, 17, 80)]],
+    ),
+    "detector": (
+        resizable.Detector, [(2, 3, 64, 64)], ["batch,3,height,width"],
+        [[(1, 3, 65, 97)], [(2, 3, 32, 40)], [(1, 3, 127, 64)]],
+    ),
+    "vocoder": (
+        resizable.Vocoder, [(2, 20, 33)], ["batch,20,length"], [[(1, 20, 7)], [(3, 20, 34)], [(1, 20, 100)]],
+    ),
+    "conformer": (
+        resizable.Conformer, [(2, 61, 20)], ["batch,length,20"], [[(1, 20, 20)], [(3, 62, 20)], [(1, 99, 20)]],
+    ),
+    "streams": (
+        lambda: resizable.Streams(batch_first=False), [(6, 2, 20), (1, 2, 24)],
+        ["length,batch,20", "1,batch,24"],
+        [[(1, 1, 20), (1, 1, 24)], [(9, 5, 20), (1, 5, 24)], [(40, 2, 20), (1, 2, 24)]],
+    ),
+    "cache": (
+        resizable.Cached, [(2, 3, 32), (2, 4, 9, 8), (2, 4, 9, 8)],
+        ["batch,x_1,32", "batch,4,keys_2,8", "batch,4,keys_2,8"],
+        [[(1, n, 32), (1, 4, past, 8), (1, 4, past, 8)] for n, past in ((3, 20), (7, 2), (2, 41))],
+    ),
+}  # fmt: skip
+
+
+def dims(session: ort.InferenceSession) -> list[str]:
+    return [",".join(map(str, value.shape)) for value in session.get_inputs()]
+
+
+SLOW = ("conformer", "padded to a multiple")  # torch's exporter takes long
+PARAMETERS = [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in CASES]
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_a_file_answers_as_its_module_at_every_size(name: str, tmp_path: Path) -> None:
+    make, shapes, axes, others = CASES[name]
+    torch.manual_seed(0)
+    model, example = make().eval(), example_of(shapes)
+    module = QATModule(Captured(model, example, "auto"), example)
+    module.calibrate([example, example_of(shapes, seed=9)])
+    converted = module.convert().graph.eval()
+    export_onnx(converted, example, tmp_path / "int8.onnx")
+    session = ort.InferenceSession(tmp_path / "int8.onnx")
+    assert dims(session) == axes
+    for given in others:
+        inputs = flatten(example_of(given, seed=3))
+        with torch.no_grad():
+            found, exact = converted(*inputs), model(*inputs)
+        expected = found if isinstance(found, tuple) else (found,)
+        names = [value.name for value in session.get_inputs()]
+        answers = session.run(None, {n: t.numpy() for n, t in zip(names, inputs, strict=True)})
+        for ours, theirs in zip(expected, answers, strict=True):
+            assert ours.shape == theirs.shape
+            np.testing.assert_allclose(theirs, ours.numpy(), atol=1e-6, rtol=0)
+        first = exact[0] if isinstance(exact, tuple) else exact
+        error = (first - expected[0]).square().mean() / first.square().mean()
+        assert error < 10**-2, f"{-10 * error.log10():.1f} dB at {given}"
+
+
+def test_the_float_file_takes_the_same_sizes(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, example = resizable.Causal().eval(), torch.arange(32).reshape(2, 16)
+    export_onnx(Captured(model, example, "auto").graph(), example, tmp_path / "float.onnx")
+    session = ort.InferenceSession(tmp_path / "float.onnx")
+    assert dims(session) == ["batch,length"]
+    for shape in ((1, 1), (3, 7), (1, 40)):
+        ids = torch.randint(0, 50, shape)
+        with torch.no_grad():
+            expected = model(ids).numpy()
+        (found,) = session.run(None, {"input": ids.numpy()})
+        np.testing.assert_allclose(found, expected, atol=1e-5, rtol=1e-5)
