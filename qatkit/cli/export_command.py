@@ -23,8 +23,8 @@ from qatkit.records.run_files import CONFIG_FILE
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.placement.sites import VARIANTS
 
-EXPORT_KEYS = ("checkpoint", "output_dir", "export.opset", "export.dynamic_batch", "export.io", "export.bundle",
-               "export.bundle_as", "export.bundle_float", "export.golden_images", "export.sign",
+EXPORT_KEYS = ("checkpoint", "output_dir", "export.opset", "export.dynamic_batch", "export.dynamic_axes", "export.io",
+               "export.bundle", "export.bundle_as", "export.bundle_float", "export.golden_images", "export.sign",
                "export.encrypt", "export.encrypt_bundle", "data",
                "calibration.cache", "verify.threads", "verify.audit", "verify.latency_batch",
                "trainer.debug")  # fmt: skip

@@ -19,7 +19,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -164,10 +164,35 @@ class Place(Limit):
         return f"a path, without control characters, of names of at most {_NAME_BYTES} bytes, {_PATH_BYTES} in all"
 
 
+@dataclass(frozen=True)
+class Axes(Limit):
+    """Which axes of inputs are dynamic: a word, or names by input and axis."""
+
+    def holds(self, value: Any) -> bool:
+        """Whether `value` is a word or a mapping of inputs to mappings of axes to names."""
+        if isinstance(value, str) or not isinstance(value, Mapping):
+            return value in ("none", "auto")
+        names = [name for axes in value.values() if isinstance(axes, Mapping) for name in axes.values()]
+        places = [axis for axes in value.values() if isinstance(axes, Mapping) for axis in axes]
+        return (
+            bool(names)
+            and all(isinstance(axes, Mapping) for axes in value.values())
+            and all(type(axis) is int and axis >= 0 for axis in places)
+            and all(isinstance(name, str) and name.isidentifier() and name != "batch" for name in names)
+        )
+
+    def expected(self) -> str:
+        """Returns the three forms."""
+        return "none, auto, or names by input and axis, as {input: {2: height, 3: width}}"
+
+    def __str__(self) -> str:
+        return "none | auto | {input: {axis: name}}"
+
+
 FRACTION = Range(0, 1)
 COUNT = Range(1, whole=True)
 POSITIVE = Range(0, above=True)
-PLACE, SWITCH = Place(), Switch()
+PLACE, SWITCH, AXES = Place(), Switch(), Axes()
 
 
 def setting(default: Any, doc: str, limit: Limit | None = None) -> Any:

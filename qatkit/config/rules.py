@@ -46,6 +46,7 @@ def validate(config: Config) -> None:
     _check_bundle(config)
     _check_low_bits(config)
     _check_table(config)
+    _check_axes(config)
     _check_preprocessing(config.data)
     for pattern, override in config.backend.overrides.items():
         _check_override(f"backend.overrides.{pattern}", override)
@@ -295,6 +296,13 @@ def _check_low_bits(config: Config) -> None:
 def _shown(value: object) -> str:
     """A value as it is typed."""
     return "null" if value is None else str(value).lower()
+
+
+def _check_axes(config: Config) -> None:
+    """A given ONNX file is edited, and its axes stay."""
+    wanted, name = config.export.dynamic_axes, config.model.name
+    if wanted != "none" and (config.onnx is not None or name.startswith("onnx/")):
+        raise ConfigError("export.dynamic_axes", wanted, "none with an ONNX file, which keeps its own axes")
 
 
 def _check_table(config: Config) -> None:

@@ -14,7 +14,7 @@ from qatkit.data.inputs import inputs_of
 from qatkit.encryption.vault import protected, readable, secret
 from qatkit.jobs.hand_over import bundle_line, bundled, check_hand_over, same_file, source_of
 from qatkit.records.run_files import CONFIG_FILE, REPORT_FILE, file_name, write_model_json
-from qatkit.run.build import data_of, qat_module
+from qatkit.run.build import captured, data_of, qat_module
 from qatkit.run.export import check_integer_ends, check_weights, finish_file, write_file
 from qatkit.run.find import output_dir
 from qatkit.run.folder import read_checkpoint, say
@@ -93,10 +93,11 @@ def _exported(config: Config) -> int:
 def restored(config: Config, checkpoint: str, stored: dict[str, Any]) -> QATModule:
     """The module that a checkpoint was written from, by the run's placement and what was stored."""
     blank = replace(config.model, weights=None, checkpoint=None, num_classes=stored["qatkit"]["num_classes"])
+    inputs = inputs_of(stored["qatkit"])
     module = qat_module(
         config,
-        models.build(blank),
-        inputs_of(stored["qatkit"]),
+        captured(config, models.build(blank), inputs),
+        inputs,
         QATModule,
         algorithms=stored["qatkit"].get("algorithms"),
         floats=stored["qatkit"].get("floats", ()),

@@ -116,7 +116,7 @@ class InCheckpoint:
 
 def begin(run: Run, data: DataModule, model: nn.Module, module_type: type[QATModule]) -> State:
     """The state before the first stage."""
-    return State(run, data, model, captured(model, data.inputs), module_type, run.stored())
+    return State(run, data, model, captured(run.config, model, data.inputs), module_type, run.stored())
 
 
 def carry_out(stages: Iterable[Stage], state: State) -> int:

@@ -44,7 +44,7 @@ def variants(config: Config) -> int:
             raise ConfigError("placement", config.placement, allowed)
         if (folder / CHECKPOINT_FILE).exists():
             raise ConfigError("output_dir", folder, "a folder without a run, for variants")
-        source = captured(model, inputs)
+        source = captured(config, model, inputs)
         module = qat_module(config, source, inputs, QATModule, algorithms=())
         opened = module.opened(source).graph
         forced = [site(node) for node in Overrides(opened, config.backend.overrides).forced_float]

@@ -183,6 +183,19 @@ def conclude_module(state: State) -> int:
     return hand_over(run, data, conclude(run, subject, told, files), run.int8_name)
 
 
+def other_sizes(converted: fx.GraphModule) -> list[dict[str, dict[int, int]]]:
+    """Returns the sizes beside the example's that a graph with free axes was made with, by input and axis."""
+    names, axes = converted.meta["inputs"], converted.meta.get("free_axes", ())
+    found: list[dict[str, dict[int, int]]] = []
+    for number in range(max((len(axis.others) for axis in axes), default=0)):
+        sizes: dict[str, dict[int, int]] = {}
+        for axis in axes:
+            for place, along in axis.places:
+                sizes.setdefault(names[place], {})[along] = axis.others[min(number, len(axis.others) - 1)]
+        found.append(sizes)
+    return found
+
+
 def float_on_purpose(module: QATModule, model: nn.Module) -> list[str]:
     """Returns what is float and no fault of the file: what the module leaves, and norms that a given file has in
     parts.
@@ -227,4 +240,5 @@ def _subject(state: State, converted: fx.GraphModule) -> Subject:
         task=data.task,
         states=data.states,
         sequences=data.sequences if data.states else None,
+        sizes=other_sizes(converted),
     )

@@ -285,11 +285,11 @@ def qat_module(
     return module
 
 
-def captured(model: nn.Module, inputs: Inputs) -> Captured:
+def captured(config: Config, model: nn.Module, inputs: Inputs) -> Captured:
     """Returns the float model that all modules of a run are made of (`qat_module`), with an example of two samples,
     which the exporter won't take for a constant.
     """
-    return Captured(model, inputs.example(2))
+    return Captured(model, inputs.example(2), config.export.dynamic_axes)
 
 
 def quantizers_of(config: Config) -> Quantizers:

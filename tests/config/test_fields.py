@@ -221,3 +221,15 @@ def test_library_code_refuses_what_the_schema_refuses(tmp_path: Path) -> None:
         Distribution(0)
     with pytest.raises(ConfigError, match=line(DataConfig, "image_size", "data.image_size", 0)):
         Preprocessing(0, 1, (0.5,), (0.5,))
+
+
+@pytest.mark.parametrize(
+    "value", ["yes", "", 3, None, {}, {"input": {}}, {"input": 2}, {"input": {"2": "h"}}, {"input": {2: "a b"}},
+              {"input": {-1: "w"}}, {"input": {2: "batch"}}, ["auto"]]
+)  # fmt: skip
+def test_dynamic_axes_are_a_word_or_names_by_axis(value: Any) -> None:
+    limit = limit_of(ExportConfig, "dynamic_axes")
+    for good in ("none", "auto", {"input": {2: "height", 3: "width"}}, {"ids": {1: "t"}, "mask": {1: "t"}}):
+        limit.check("export.dynamic_axes", good)
+    with pytest.raises(ConfigError, match="expected none, auto, or names by input and axis"):
+        limit.check("export.dynamic_axes", value)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
-from qatkit.config.fields import COUNT, FRACTION, PLACE, POSITIVE, Choices, Range, setting
+from qatkit.config.fields import AXES, COUNT, FRACTION, PLACE, POSITIVE, Choices, Range, setting
 
 # How a file is quantized: by simulation and training, or by ONNX Runtime's tools (qatkit.export.ort_modes).
 MODES = Choices(("dynamic", "static", "float16", "weight_only"))
@@ -18,6 +19,13 @@ class ExportConfig:
 
     opset: int = setting(13, "of the standard operators", Range(13, 23))
     dynamic_batch: bool = setting(True, "false: the batch is verify.latency_batch")
+    dynamic_axes: Any = setting(
+        "none",
+        "axes beside the batch that the file takes other sizes of: none; auto, all that the model leaves free; or "
+        "their names by input and axis, {input: {2: height, 3: width}}, where one name stands for one size. A given "
+        "ONNX file keeps its own",
+        AXES,
+    )
     pack_int4: bool = setting(
         False,
         "store weights of int4, int3 and int2 in 4 bits, not in bytes (opset 21): half the size, and computed in float "
@@ -188,6 +196,7 @@ class VerifyConfig:
             "qatkit.verify.checks.validation.ValidationCheck",
             "qatkit.verify.checks.size.SizeCheck",
             "qatkit.verify.checks.parity.ParityCheck",
+            "qatkit.verify.checks.sizes.SizesCheck",
             "qatkit.verify.checks.audit.AuditCheck",
             "qatkit.verify.checks.saturation.SaturationCheck",
         ],

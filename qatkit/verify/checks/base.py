@@ -66,6 +66,7 @@ class Subject:
         held_out: gives the training images held out, (images, labels); None where there are none.
         task: whose metrics are measured.
         states: of a model with states, the output that such an input takes from the step before.
+        sizes: of a file with free axes, other sizes than the example's: by input and axis.
         sequences: gives the sequences of steps that both files run through with their own states; None where there are
             no states.
     """
@@ -89,6 +90,7 @@ class Subject:
     task: Task = CLASSIFICATION
     states: Mapping[str, str] = field(default_factory=dict)
     sequences: Callable[[], Iterator[StepSequence]] | None = None
+    sizes: Sequence[Mapping[str, Mapping[int, int]]] = ()
 
     def some(self, count: int) -> Batches:
         """So many images with their labels, of all classes alike; without a `sample` the first batches."""
