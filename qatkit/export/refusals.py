@@ -19,6 +19,7 @@ from qatkit.export.translations import VALUES_ONLY
 from qatkit.graph.nodes import is_opaque
 from qatkit_verify.errors import ConfigError
 
+_NO_COMPLEX = "which ONNX has no type for; give the real and imaginary parts"
 _UNKNOWN = re.compile(r"No ONNX function found for <OpOverload\(op='([\w.]+)', overload='(\w+)'\)>")
 
 
@@ -41,6 +42,17 @@ def refuse_modules(module: nn.Module) -> None:
             )
         if isinstance(child, nn.LSTM) and child.proj_size:
             raise _refused(path, "an LSTM with proj_size, for which ONNX has no operator")
+
+
+def refuse_inputs(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
+    """Refuses complex inputs.
+
+    Raises:
+        ConfigError: names the input.
+    """
+    for name, tensor in zip(names, tensors, strict=True):
+        if tensor.is_complex():
+            raise _refused(name, f"an input with complex numbers, {_NO_COMPLEX} (torch.view_as_real)")
 
 
 def refuse_program(
@@ -79,7 +91,9 @@ def refuse_program(
         for value in node.all_input_nodes if node.op == "output" else ():
             found = value.meta.get("val")
             if isinstance(found, torch.Tensor) and found.is_complex():
-                raise _refused(_path(value), "an output with complex numbers, which ONNX has no type for")
+                raise _refused(
+                    _path(value), f"an output with complex numbers, {_NO_COMPLEX} (torch.view_as_real)"
+                )
 
 
 def refusal(error: Exception, module: nn.Module) -> ConfigError:

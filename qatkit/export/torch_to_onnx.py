@@ -25,7 +25,7 @@ from qatkit.export.node_names import name_functions, name_nodes
 from qatkit.export.ort_fusions import for_onnxruntime
 from qatkit.export.pack_int4 import pack
 from qatkit.export.quiet import quiet
-from qatkit.export.refusals import refusal, refuse_modules, refuse_program
+from qatkit.export.refusals import refusal, refuse_inputs, refuse_modules, refuse_program
 from qatkit.export.registry import tables_made_once
 from qatkit.export.shift_weights import shift_weights
 from qatkit.export.translations import translations
@@ -77,6 +77,7 @@ def export_onnx(
     axes = graph_axes(module, tensors) if dynamic_batch else (None,) * len(tensors)
     free: Sequence[FreeAxis] = getattr(module, "meta", {}).get("free_axes", ())
     ends = _ends(module, len(tensors))
+    refuse_inputs(ends.inputs, tensors)
     model = _torch_export(named.cpu().eval(), tensors, (axes, free), max(opset, TORCH_OPSET), ends, template)
     backend = getattr(module, "meta", {}).get("backend")
     with quiet():

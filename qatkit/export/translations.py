@@ -6,6 +6,7 @@ exporter forgets); and some of torch's functions that a few operators of ONNX sa
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -173,6 +174,15 @@ def _hypot(x, y):  # type: ignore[no-untyped-def]
     return op.Sqrt(op.Add(op.Mul(x, x), op.Mul(y, y)))
 
 
+def _atan2(y, x):  # type: ignore[no-untyped-def]
+    """The angle of (x, y); the exporter's own is -π where y is 0 and x negative."""
+    zero, half = (op.CastLike(op.Constant(value_float=value), y) for value in (0.0, math.pi))
+    angle = op.Atan(op.Div(y, x))
+    behind = op.Where(op.Less(y, zero), op.Sub(angle, half), op.Add(angle, half))
+    origin = op.And(op.Equal(x, zero), op.Equal(y, zero))
+    return op.Where(origin, zero, op.Where(op.Less(x, zero), behind, angle))
+
+
 def _fmax(x, y):  # type: ignore[no-untyped-def]
     """The larger one; of a number and NaN, the number."""
     return op.Where(op.IsNaN(x), y, op.Where(op.IsNaN(y), x, op.Max(x, y)))
@@ -214,6 +224,7 @@ def translations() -> dict[Callable[..., object], Callable[..., object]]:
         aten.cummax.default: scans.cummax,
         aten.cummin.default: scans.cummin,
         aten.logcumsumexp.default: scans.logcumsumexp,
+        aten.atan2.default: _atan2,
         aten.hypot.default: _hypot,
         aten.fmax.default: _fmax,
         aten.fmin.default: _fmin,

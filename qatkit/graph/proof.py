@@ -126,7 +126,7 @@ class _Wide(TorchFunctionMode):
 
 def _widened(value: Any) -> Any:
     if isinstance(value, torch.dtype):
-        return torch.float64 if value is torch.float32 else value
+        return {torch.float32: torch.float64, torch.complex64: torch.complex128}.get(value, value)
     if isinstance(value, dict):
         return {key: _widened(part) for key, part in value.items()}
     return tuple(map(_widened, value)) if type(value) is tuple else value

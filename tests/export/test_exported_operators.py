@@ -252,7 +252,7 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
     ),
     "places": (Pooled(), r"model\.name=1: the indices of aten\.adaptive_max_pool2d\.default have no form in ONNX"),
     "branch": (Doubtful(), r"model\.name=1: torch's exporter refuses it: Could not guard on data-dependent .*"),
-    "complex": (Call(fft.fft2), r"model\.name=1: an output with complex numbers, which ONNX has no type for"),
+    "complex": (Call(fft.fft2), r"model\.name=1: an output with complex numbers, which ONNX has no type for; .*"),
     "one batch": (
         Call(lambda x: torch.kron(x[:, :, :2, :2], torch.ones(1, 1, 2, 2))),
         r"export\.dynamic_batch=True: an operator of this model takes batches of 2 alone; false writes .*",

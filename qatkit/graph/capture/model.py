@@ -25,6 +25,7 @@ from qatkit.graph.attention.self_attention import unusual_call
 from qatkit.graph.capture.batch import merge
 from qatkit.graph.capture.batch_axes import independent_axes
 from qatkit.graph.capture.calls import IN_TRAINING, RANDOM, UntraceableError
+from qatkit.graph.capture.complex_numbers import open_complex
 from qatkit.graph.capture.free_axes import FreeAxes, FreeAxis, Wanted
 from qatkit.graph.capture.image_kernels import open_image_kernels
 from qatkit.graph.capture.run import Recording, kept_buffers, record
@@ -113,6 +114,7 @@ def _captured(
     random += follow_mode(graph_module, rates)
     reshaped = drop_reshaping(graph_module, reshaping)
     fold_constants(graph_module)
+    open_complex(graph_module)
     graph_module.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
     _refuse_random(graph_module, one)
     graph_module.meta |= {

@@ -236,7 +236,7 @@ class Recorder(TorchFunctionMode):
     ) -> None:
         """Makes `node` what the tensors in `result` are; of several, each an element of it."""
         if isinstance(result, Tensor):
-            node.meta["shape"] = tuple(result.shape)
+            node.meta |= {"shape": tuple(result.shape), "complex": result.is_complex()}
             self.aliases.bind(result, (*chain, node), sources)
         elif isinstance(result, (list, tuple)):
             for i, part in enumerate(result):

@@ -1,0 +1,205 @@
+"""Arithmetic of complex numbers in their parts: sums, products, powers, and what the polar form gives."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from qatkit.graph.capture.complex_writer import Pair, PairWriter
+
+Found = Pair | fx.Node | None  # None: the node is of a form that the rule does not know
+Rule = Callable[[PairWriter, fx.Node], Found]
+
+_POWERS = 8  # up to here a power is a product
+
+
+def operands(node: fx.Node, count: int) -> list[Any] | None:
+    """Returns the arguments of a call of `count` of them; None for one of another form."""
+    return list(node.args) if len(node.args) == count and not node.kwargs else None
+
+
+def turned(w: PairWriter, length: Any, angle: fx.Node) -> Pair:
+    """A number of this absolute value and angle."""
+    return Pair(*(_times(w, length, w.call(turn, angle)) for turn in (torch.cos, torch.sin)))
+
+
+def length(w: PairWriter, z: Any) -> fx.Node:
+    """The absolute value."""
+    both = w.call(torch.stack, list(w.nodes(z)), -1)
+    return w.call(torch.linalg.vector_norm, both, dim=-1)  # its gradient at 0 is 0
+
+
+def negative(w: PairWriter, part: Any) -> Any:
+    """The negative of a part."""
+    return w.call(operator.neg, part) if isinstance(part, fx.Node) else -part
+
+
+def _times(w: PairWriter, a: Any, b: Any) -> Any:
+    """The product of parts; a number that is 0 or 1 takes no node."""
+    for one, other in ((a, b), (b, a)):
+        if not isinstance(one, fx.Node) and one in (0, 1):
+            return other if one == 1 else 0.0
+    return w.call(operator.mul, a, b) if isinstance(a, fx.Node) or isinstance(b, fx.Node) else a * b
+
+
+def _plus(w: PairWriter, a: Any, b: Any, function: Any = operator.add) -> Any:
+    """The sum (or difference) of parts of one shape; 0 takes no node."""
+    if not isinstance(b, fx.Node) and b == 0:
+        return a
+    if not isinstance(a, fx.Node) and a == 0:
+        return b if function is operator.add else negative(w, b)
+    return w.call(function, a, b) if isinstance(a, fx.Node) or isinstance(b, fx.Node) else function(a, b)
+
+
+def sum_of(function: Any) -> Rule:
+    """Returns the rule of a sum or a difference, `operator.add` or `operator.sub`."""
+
+    def rule(w: PairWriter, node: fx.Node) -> Found:
+        given = operands(node, 2)
+        if given is None:
+            return None
+        made = []
+        for a, b in zip(*map(w.parts, given), strict=True):
+            other = (
+                given[0] if not isinstance(a, fx.Node) else given[1] if not isinstance(b, fx.Node) else None
+            )
+            if isinstance(other, fx.Node) and other.meta.get("shape") != node.meta.get("shape"):
+                # What is added has the larger shape, but no such part.
+                zeros = w.call(torch.zeros_like, next(p for p in w.parts(other) if isinstance(p, fx.Node)))
+                whole = (part if isinstance(part, fx.Node) else zeros for part in (a, b))
+                made.append(w.call(function, *whole))
+            else:
+                made.append(_plus(w, a, b, function))
+        return Pair(*made)
+
+    return rule
+
+
+def _product(w: PairWriter, given: Sequence[Any], call: Callable[[list[Any]], Any]) -> Pair:
+    """A function that is linear in each operand: the sum over the parts of each, of which i·i is -1."""
+    turning = [place for place, one in enumerate(given) if w.is_complex(one)]
+    sums: list[Any] = [0.0, 0.0]
+    for choice in itertools.product((0, 1), repeat=len(turning)):
+        chosen = list(given)
+        for place, which in zip(turning, choice, strict=True):
+            chosen[place] = w.parts(given[place])[which]
+        if any(not isinstance(chosen[place], fx.Node) and chosen[place] == 0 for place in turning):
+            continue
+        power = sum(choice)
+        sign = operator.sub if power % 4 > 1 else operator.add
+        sums[power % 2] = _plus(w, sums[power % 2], call(chosen), sign)
+    return Pair(*sums)
+
+
+def multiplied(w: PairWriter, node: fx.Node) -> Found:
+    """The product of each value with its counterpart."""
+    given = operands(node, 2)
+    return None if given is None else _product(w, given, lambda parts: _times(w, *parts))
+
+
+def matrices(w: PairWriter, node: fx.Node) -> Found:
+    """A product of matrices or vectors."""
+    given = operands(node, 2)
+    return None if given is None else _product(w, given, lambda parts: w.like(node, tuple(parts), {}))
+
+
+def einsum(w: PairWriter, node: fx.Node) -> Found:
+    """A sum of products, of any number of operands."""
+    equation, *given = node.args
+    if len(given) == 1 and isinstance(given[0], (list, tuple)):
+        given = list(given[0])
+    if not isinstance(equation, str) or node.kwargs:
+        return None
+    return _product(w, given, lambda parts: w.like(node, (equation, *parts), {}))
+
+
+def _square(w: PairWriter, z: Any) -> Any:
+    """The squared absolute value."""
+    return _plus(w, *(_times(w, part, part) for part in w.parts(z)))
+
+
+def divided(w: PairWriter, node: fx.Node) -> Found:
+    """A quotient: the product with the conjugate of the divisor, over its squared absolute value."""
+    given = operands(node, 2)
+    if given is None:
+        return None
+    z, by = given
+    if isinstance(by, complex):
+        return _pair_product(w, w.parts(z), w.parts(1 / by))
+    if not w.is_complex(by):
+        return _over(w, w.parts(z), by)
+    re, im = _pair_product(w, w.parts(z), Pair(w.parts(by).re, negative(w, w.parts(by).im)))
+    return _over(w, Pair(re, im), _square(w, by))
+
+
+def _over(w: PairWriter, z: Pair, size: Any) -> Pair:
+    """Complex numbers divided by real ones."""
+    return Pair(*(w.call(operator.truediv, p, size) if isinstance(p, fx.Node) or p else p for p in z))
+
+
+def _pair_product(w: PairWriter, a: Pair, b: Pair) -> Pair:
+    re = _plus(w, _times(w, a.re, b.re), _times(w, a.im, b.im), operator.sub)
+    return Pair(re, _plus(w, _times(w, a.re, b.im), _times(w, a.im, b.re)))
+
+
+def inverse(w: PairWriter, node: fx.Node) -> Found:
+    """The reciprocal."""
+    re, im = w.parts(node.args[0])
+    return _over(w, Pair(re, negative(w, im)), _square(w, node.args[0]))
+
+
+def sign(w: PairWriter, node: fx.Node) -> Found:
+    """The number over its absolute value; 0 of 0."""
+    size = w.call(torch.clamp, length(w, node.args[0]), min=torch.finfo(torch.float32).tiny)
+    return _over(w, w.parts(node.args[0]), size)
+
+
+def exponential(w: PairWriter, node: fx.Node) -> Found:
+    """The exponential: that of the real part, at the angle of the imaginary one."""
+    re, im = w.parts(node.args[0])
+    if not isinstance(im, fx.Node):
+        return None
+    return turned(w, w.call(torch.exp, re) if isinstance(re, fx.Node) else math.exp(re), im)
+
+
+def logarithm(w: PairWriter, node: fx.Node) -> Found:
+    """The natural logarithm: that of the absolute value, and the angle."""
+    re, im = w.nodes(node.args[0])
+    return Pair(w.call(torch.log, length(w, node.args[0])), w.call(torch.atan2, im, re))
+
+
+def power(w: PairWriter, node: fx.Node) -> Found:
+    """A product for small whole numbers; else the power of the absolute value, at a multiple of the angle."""
+    given = operands(node, 2)
+    if given is None or not isinstance(given[1], (int, float)):
+        return None
+    z, power = given
+    found = w.parts(z)
+    if isinstance(power, int) and 1 <= power <= _POWERS:
+        for _ in range(power - 1):
+            found = _pair_product(w, found, w.parts(z))
+        return found
+    return _rooted(w, z, power)
+
+
+def _rooted(w: PairWriter, z: Any, power: float) -> Pair:
+    re, im = w.nodes(z)
+    angle = w.call(operator.mul, w.call(torch.atan2, im, re), power)
+    return turned(w, w.call(torch.pow, length(w, z), power), angle)
+
+
+def squared(w: PairWriter, node: fx.Node) -> Found:
+    """The square."""
+    z = w.parts(node.args[0])
+    return _pair_product(w, z, z)
+
+
+def root(w: PairWriter, node: fx.Node) -> Found:
+    """The square root."""
+    return _rooted(w, node.args[0], 0.5)

@@ -1,0 +1,82 @@
+"""The parts of complex nodes, and nodes that are written in front of the one that is being rewritten."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+REAL_TYPES: dict[Any, torch.dtype] = {
+    torch.complex32: torch.float16,
+    torch.complex64: torch.float32,
+    torch.complex128: torch.float64,
+}
+
+
+class Pair(NamedTuple):
+    """The parts of complex numbers: nodes; a number for a part that is the same everywhere."""
+
+    re: Any
+    im: Any
+
+
+class PairWriter:
+    """Writes nodes of real numbers.
+
+    Attributes:
+        pairs: by complex node; of one that yields pieces, two nodes that do.
+        place: the node that is being rewritten, whose module and line the new ones get.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self.pairs: dict[fx.Node, Pair] = {}
+        self.place: fx.Node | None = None
+
+    def marked(self, new: fx.Node) -> fx.Node:
+        """`new`, as a part of the module that is being rewritten."""
+        assert self.place is not None
+        known = self.place.meta
+        new.meta |= {key: known[key] for key in ("nn_module_stack", "where") if key in known}
+        return new
+
+    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        """A node that calls a function."""
+        return self.marked(self.graph.call_function(function, args, kwargs))
+
+    def like(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+        """A node that calls what `node` does, with other arguments."""
+        return self.marked(self.graph.create_node(node.op, node.target, args, kwargs))
+
+    def by_part(self, node: fx.Node) -> Pair:
+        """The call of `node` on the real, and on the imaginary parts of its arguments."""
+        re, im = (self.like(node, self._of(node.args, i), self._of(node.kwargs, i)) for i in (0, 1))
+        return Pair(re, im)
+
+    def _of(self, value: Any, which: int) -> Any:
+        if isinstance(value, fx.Node):
+            return self.nodes(value)[which] if value in self.pairs else value
+        if isinstance(value, (tuple, list)):
+            return type(value)(self._of(part, which) for part in value)
+        if isinstance(value, dict):
+            return {key: self._of(part, which) for key, part in value.items()}
+        return REAL_TYPES.get(value, value) if isinstance(value, torch.dtype) else value
+
+    def parts(self, value: Any) -> Pair:
+        """The parts of an argument; the imaginary one of real numbers is 0."""
+        if isinstance(value, complex):
+            return Pair(value.real, value.imag)
+        return self.pairs.get(value, Pair(value, 0.0)) if isinstance(value, fx.Node) else Pair(value, 0.0)
+
+    def nodes(self, value: Any) -> tuple[fx.Node, fx.Node]:
+        """The parts of a node as nodes."""
+        re, im = self.parts(value)
+        if not isinstance(re, fx.Node):
+            return self.call(torch.full_like, im, re), im
+        return re, im if isinstance(im, fx.Node) else self.call(torch.full_like, re, im)
+
+    def is_complex(self, value: Any) -> bool:
+        """Whether an argument holds complex numbers."""
+        return isinstance(value, complex) or (isinstance(value, fx.Node) and value in self.pairs)
