@@ -30,6 +30,7 @@ from qatkit.graph.signature import (
     batch_size,
     call,
     flatten,
+    is_whole,
     other_values,
     output_leaves,
     resized,
@@ -38,6 +39,7 @@ from qatkit.graph.signature import (
 from qatkit.graph.stub import stub
 from qatkit.graph.trace import copy_of, is_traced, trace
 from qatkit_verify.errors import ConfigError
+from qatkit_verify.foreign import described
 
 _SIZES = (4, 1)  # the graph was recorded with batches of 2 and 3
 _LARGE = 2**20  # values of a sample, from which on it is compared alone: four of them take gigabytes
@@ -64,10 +66,29 @@ def prove(model: nn.Module, graph_module: fx.GraphModule, example: Example) -> N
     """
     if is_traced(model):
         return
-    for tensors in _others(flatten(example), graph_module):
-        largest = _difference(model, graph_module, example, tensors)
+    for tensors, largest in _differences(model, graph_module, example):
         if largest > _SURELY_ROUNDING:
             _look_closely(model, graph_module, example, tensors)
+
+
+def _differences(
+    model: nn.Module, graph_module: fx.GraphModule, example: Example
+) -> Iterator[tuple[tuple[Tensor, ...], float]]:
+    """Inputs that the model takes, and the difference with each."""
+    for tensors, alike in _others(flatten(example), graph_module):
+        try:
+            yield tensors, _difference(model, graph_module, example, tensors)
+            continue
+        except _NotTakenError:  # ids that stand where others belong
+            pass
+        try:
+            yield alike, _difference(model, graph_module, example, alike)
+        except _NotTakenError as error:
+            sizes = ", ".join(str(list(one.shape)) for one in alike)
+            reason = (
+                f"the model failed on inputs of the example's kind, of {sizes} ({described(error.error)})"
+            )
+            raise ConfigError("model.name", type(model).__name__, reason=reason) from error
 
 
 def _look_closely(
@@ -108,7 +129,9 @@ def _response(model: nn.Module, example: Example, tensors: tuple[Tensor, ...], c
     """
     generator = torch.Generator().manual_seed(0)
     moved = tuple(
-        t * (1 + change * torch.randn(t.shape, generator=generator)) if t.is_floating_point() else t
+        t * (1 + change * torch.randn(t.shape, generator=generator))
+        if t.is_floating_point() and not is_whole(t)
+        else t
         for t in tensors
     )
     before, after = (_of_model(model, example, given) for given in (tensors, moved))
@@ -148,8 +171,10 @@ def _doubles(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return tuple(t.double() if t.is_floating_point() else t for t in tensors)
 
 
-def _others(tensors: tuple[Tensor, ...], graph_module: fx.GraphModule) -> Iterator[tuple[Tensor, ...]]:
-    """Inputs of other sizes and values; of a graph for one size of batch, of that."""
+def _others(
+    tensors: tuple[Tensor, ...], graph_module: fx.GraphModule
+) -> Iterator[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]:
+    """Inputs of other sizes and values, of a graph for one size of batch, of that; and with the whole numbers given."""
     axes = graph_module.meta.get("batch_axes", (0,) * len(tensors))
     sizes: tuple[int, ...] = (batch_size(tensors),)
     if any(axis is not None for axis in axes):
@@ -158,7 +183,16 @@ def _others(tensors: tuple[Tensor, ...], graph_module: fx.GraphModule) -> Iterat
     free: Sequence[FreeAxis] = graph_module.meta.get("free_axes", ())
     for seed, size in enumerate(sizes, start=1):
         changed = {place: axis.others[-seed % len(axis.others)] for axis in free for place in axis.places}
-        yield other_values(with_sizes(resized(tensors, size, axes), changed), seed=seed)
+        given = with_sizes(resized(tensors, size, axes), changed)
+        yield other_values(given, seed=seed), other_values(given, seed=seed, whole=False)
+
+
+class _NotTakenError(RuntimeError):
+    """The model failed on inputs that are drawn."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 def _difference(
@@ -169,7 +203,10 @@ def _difference(
     eager = torch.compiler.set_stance("force_eager")
     with inference(model), inference(graph), warnings.catch_warnings(), eager:
         warnings.simplefilter("ignore")
-        _, expected, _ = output_leaves(call(model, unflatten(example, [t.clone() for t in tensors])))
+        try:
+            _, expected, _ = output_leaves(call(model, unflatten(example, [t.clone() for t in tensors])))
+        except Exception as error:  # whatever a forward raises
+            raise _NotTakenError(error) from error
         found = graph(*(t.clone() for t in tensors))
     found = found if isinstance(found, tuple) else (found,)
     return max(_relative(a, b) for a, b in zip(expected, found, strict=False))

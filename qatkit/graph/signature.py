@@ -284,15 +284,25 @@ def _rows(size: int, given: int, device: torch.device) -> Tensor:
     return torch.arange(size, device=device) % given
 
 
-def other_values(tensors: Sequence[Tensor], seed: int) -> tuple[Tensor, ...]:
+def other_values(tensors: Sequence[Tensor], seed: int, *, whole: bool = True) -> tuple[Tensor, ...]:
     """Tensors of the same shapes with other values of the same kind.
 
-    Floats get noise of their own spread, integers and booleans are shuffled: both stay what the model can take.
+    Floats get noise of their own spread. Whole numbers (integers, booleans, floats that count or name something) are
+    shuffled, each tensor for itself, so all lie in the range that the example has; where a model does not take them in
+    any order (columns that index tables of different sizes, offsets that have to rise), `whole` is False.
+
+    Args:
+        tensors: as given.
+        seed: of the noise.
+        whole: whether whole numbers are shuffled.
     """
     generator = torch.Generator().manual_seed(seed)
 
     def changed(tensor: Tensor) -> Tensor:
-        if tensor.is_floating_point() and tensor.ndim:
+        counted = is_whole(tensor)
+        if counted and not whole:
+            return tensor
+        if not counted and tensor.ndim:
             noise = torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
             return tensor + noise * (tensor.std() if tensor.numel() > 1 else 1.0)
         if tensor.numel() < 2:
@@ -301,3 +311,13 @@ def other_values(tensors: Sequence[Tensor], seed: int) -> tuple[Tensor, ...]:
         return tensor.flatten()[order].reshape(tensor.shape)
 
     return tuple(map(changed, tensors))
+
+
+def is_whole(tensor: Tensor) -> bool:
+    """Returns whether a tensor is of another type than float, or holds three or more different whole numbers."""
+    if not tensor.is_floating_point():
+        return True
+    return bool((tensor == tensor.round()).all()) and len(tensor.unique()) > _FLAGS
+
+
+_FLAGS = 2  # floats of two values alone (an empty image, a mask) get noise as others do

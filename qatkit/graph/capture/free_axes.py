@@ -277,7 +277,7 @@ class FreeAxes:
     def _recorded(self, sizes: Mapping[FreeAxis, int], batch: int | None) -> Recording:
         tensors = self._inputs(sizes, batch)
         try:
-            return self.record(other_values(tensors, seed=len(sizes)) if sizes else tensors)
+            return self.record(other_values(tensors, seed=len(sizes), whole=False) if sizes else tensors)
         except UntraceableError:
             raise
         except Exception as error:  # whatever a forward raises

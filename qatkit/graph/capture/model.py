@@ -38,6 +38,7 @@ from qatkit.graph.signature import (
     call,
     flatten,
     input_names,
+    is_whole,
     other_values,
     output_leaves,
     resized,
@@ -200,13 +201,8 @@ def _recorded_along(
     one, opened, sizes = _first(axes, model, example, names, tensors)
     if not sizes:
         return one, opened, sizes
-    theirs = other_values(resized(tensors, SIZES[1], axes), seed=0)
-    _set_mode(model)
-    try:
-        other = record(model, example, theirs, names, opened)
-    except UntraceableError:
-        raise
-    except Exception:  # whatever a forward raises: it takes this batch size alone
+    other = _second(resized(tensors, SIZES[1], axes), model, example, names, opened)
+    if other is None:
         return one, opened, ()
     first, axis = next((i, axis) for i, axis in enumerate(axes) if axis is not None)
     merge(one, other, SIZES, (first, axis))
@@ -252,6 +248,26 @@ class _Recorded(fx.Interpreter):
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         known = self._constants.get(target)
         return super().get_attr(target, args, kwargs) if known is None else known
+
+
+def _second(
+    tensors: tuple[Tensor, ...],
+    model: nn.Module,
+    example: Example,
+    names: Sequence[str],
+    opened: frozenset[str],
+    *,
+    whole: bool = True,
+) -> Recording | None:
+    """The run with other values, with the whole numbers given where it takes no others; None if it fails."""
+    _set_mode(model)
+    try:
+        return record(model, example, other_values(tensors, seed=0, whole=whole), names, opened)
+    except UntraceableError:
+        raise
+    except Exception:  # whatever a forward raises
+        again = whole and any(map(is_whole, tensors))
+    return _second(tensors, model, example, names, opened, whole=False) if again else None
 
 
 @contextlib.contextmanager
