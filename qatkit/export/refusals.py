@@ -27,13 +27,8 @@ def refuse_modules(module: nn.Module) -> None:
     """Refuses what torch's exporter would write wrongly, or ONNX Runtime has no kernels for.
 
     Raises:
-        ConfigError: names the parameter or the module.
+        ConfigError: names the module.
     """
-    for path, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if tensor.dtype is torch.bfloat16:
-            raise _refused(
-                path, "is bfloat16, for which ONNX Runtime's CPU provider has no kernels; .float() first"
-            )
     for path, child in module.named_modules():
         if is_opaque(child):
             reason = f"'{path}' is computed by ONNX Runtime, and torch's exporter has no form for it: only editing the "

@@ -32,7 +32,17 @@ from qatkit.export.translations import translations
 from qatkit.export.write_model import write_model
 from qatkit.graph.capture.free_axes import FreeAxis, with_sizes
 from qatkit.graph.convert.integer_modules import QuantizeDequantize
-from qatkit.graph.signature import Example, batch_size, flatten, graph_axes, graph_inputs, inputs_of, resized
+from qatkit.graph.signature import (
+    Example,
+    batch_size,
+    flatten,
+    graph_axes,
+    graph_inputs,
+    in_float32,
+    inputs_of,
+    resized,
+)
+from qatkit.graph.single_precision import in_single_precision
 
 TORCH_OPSET = 18
 
@@ -56,9 +66,10 @@ def export_onnx(
     `onnx.checker` with full check, and ONNX Runtime has loaded it.
 
     Args:
-        module: a graph, or a module whose forward takes the tensors of `example` one after the other.
+        module: a graph, or a module whose forward takes the tensors of `example` one after the other. One of half,
+            bfloat16 or double is written as a float32 copy computes: the file, its inputs and outputs are float32.
         example: the inputs, of the real shapes: images [N, C, H, W], or several tensors in the graph's order or by
-            their names.
+            their names. Floats may have any type.
         dynamic_batch: whether the file takes any number of images; of a graph that takes one size of batch alone
             (`graph.meta["batch_axes"]`) it never does.
         opset: as `export.opset`.
@@ -71,6 +82,7 @@ def export_onnx(
         ValueError: ONNX Runtime refuses the file.
     """
     limit_of(ExportConfig, "opset").check("export.opset", opset)
+    module, example = in_single_precision(module)[0], in_float32(example)
     refuse_modules(module)
     named = name_functions(module) if isinstance(module, fx.GraphModule) else module
     tensors = inputs_of(module, example) if isinstance(module, fx.GraphModule) else flatten(example)

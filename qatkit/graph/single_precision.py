@@ -3,7 +3,8 @@
     model.half(), and x.to(torch.float16), x.half(), torch.zeros(..., dtype=torch.float16) inside of it
     → a float32 copy whose forward reads each of these as float32
 
-Its parameters alone would not do: a model that casts what it gets meets its own float32 weights with halves.
+Its parameters alone would not do: a model that casts what it gets meets its own float32 weights with halves. So what
+a call yields in such a type all the same (of a NumPy array of doubles, say) is float32 too.
 """
 
 from __future__ import annotations
@@ -23,15 +24,26 @@ _CASTS: dict[Any, torch.dtype] = {
     Tensor.bfloat16: torch.bfloat16,
     Tensor.double: torch.float64,
 }
+_SHORT = (torch.float16, torch.bfloat16)
 _OLD_NAMES = {"Half": torch.float16, "BFloat16": torch.bfloat16, "Double": torch.float64}
 
 
 def in_single_precision(model: nn.Module) -> tuple[nn.Module, list[torch.dtype]]:
-    """A float32 copy of `model`, and which types its parameters had; `model` itself if they are float32."""
-    found = {p.dtype for p in model.parameters() if p.is_floating_point()} - {torch.float32}
+    """A float32 copy of `model`, and which types its parameters and buffers had; `model` itself if they are float32.
+
+    Buffers of doubles alone (tables that were computed exactly) make no model of doubles.
+    """
+    found = {one.dtype for one in model.parameters() if one.is_floating_point()}
+    found |= {one.dtype for one in model.buffers() if one.dtype in _SHORT}
+    found -= {torch.float32}
     if not found:
         return model, []
     model = copy_of(model).float()
+    for module in model.modules():
+        held = {
+            name: one for name, one in vars(module).items() if isinstance(one, Tensor) and one.dtype in found
+        }
+        vars(module).update({name: one.float() for name, one in held.items()})
     kind = type(model)
 
     @functools.wraps(kind.forward)
@@ -57,7 +69,14 @@ class _Single(TorchFunctionMode):
         if name == "type" and len(args) > 1 and isinstance(args[1], str):
             named = args[1].rpartition(".")[2].removesuffix("Tensor")
             args = (args[0], torch.float32 if _OLD_NAMES.get(named) in self.types else args[1])
-        return func(*self._plain(args), **self._plain(kwargs or {}))
+        return self._single(func(*self._plain(args), **self._plain(kwargs or {})))
+
+    def _single(self, result: Any) -> Any:
+        if isinstance(result, Tensor):
+            return result.float() if result.dtype in self.types else result
+        if type(result) in (tuple, list):
+            return type(result)(map(self._single, result))
+        return result
 
     def _plain(self, value: Any) -> Any:
         if isinstance(value, torch.dtype):

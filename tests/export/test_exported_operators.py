@@ -258,7 +258,6 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
         r"export\.dynamic_batch=True: an operator of this model takes batches of 2 alone; false writes .*",
     ),
     "projection": (Call(last_state, rnn=nn.LSTM(8, 5, proj_size=3)), r"model\.name=1\.layers\.rnn: an LSTM with .*"),
-    "bfloat16": (nn.Conv2d(3, 3, 1).bfloat16(), r"model\.name=1\.weight: is bfloat16, for which .*; \.float\(\) first"),
 }  # fmt: skip
 
 
