@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from qatkit.graph.capture.free_axes import Wanted
 from qatkit.graph.capture.model import capture
 from qatkit.graph.capture.sizes import drawn_output
+from qatkit.graph.closures import attributes_of, held_tensors, rebind
 from qatkit.graph.nodes import OWNER, Outputs, classifies_in_training
 from qatkit.graph.phase import inference
 from qatkit.graph.signature import Example, flatten, graph_inputs
@@ -64,30 +65,31 @@ def _captured(model: nn.Module, example: Example, dynamic_axes: Wanted) -> fx.Gr
 
 
 def copy_of(model: nn.Module) -> nn.Module:
-    """A copy; computed tensors (of weight_norm's hook, in a cache) are copied as values, what can't be is shared."""
-    return copy.deepcopy(model, what_copies_share(model))
+    """A copy; computed tensors (of weight_norm's hook, in a cache) are copied as values, what can't be is shared.
+
+    Its hooks, and the functions that it holds otherwise, refer to the copy.
+    """
+    memo = what_copies_share(model)
+    copied = copy.deepcopy(model, memo)
+    rebind(copied, memo)
+    return copied
 
 
 def what_copies_share(model: nn.Module) -> dict[int, Any]:
     """The memo that `copy.deepcopy` copies a model with (`copy_of`)."""
     memo: dict[int, Any] = {}
     for module in model.modules():
-        for name, value in module.__dict__.items():
-            if name in ("_parameters", "_buffers", "_modules"):
-                continue
-            inside = value.values() if isinstance(value, dict) else value
-            for one in inside if isinstance(value, (dict, list, tuple)) else (value,):
-                if isinstance(one, Tensor) and not one.is_leaf:
-                    memo[id(one)] = one.detach().clone()
-            if not isinstance(value, _COPIED) and not _can_be_copied(value):
+        for value in attributes_of(module).values():
+            memo |= {id(one): one.detach().clone() for one in held_tensors(value) if not one.is_leaf}
+            if not isinstance(value, _COPIED) and not _can_be_copied(value, memo):
                 memo[id(value)] = value
     return memo
 
 
-def _can_be_copied(value: Any) -> bool:
+def _can_be_copied(value: Any, memo: dict[int, Any]) -> bool:
     """Not a scripted function, a lock, a generator, whatever their own copy raises."""
     try:
-        copy.deepcopy(value)
+        copy.deepcopy(value, dict(memo))
     except Exception:
         return False
     return True

@@ -15,7 +15,6 @@ The files are of the size of the tensors that the example gave each part, with a
 
 from __future__ import annotations
 
-import copy
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -42,6 +41,7 @@ from qatkit.graph.signature import (
     unflatten,
 )
 from qatkit.graph.stub import stub
+from qatkit.graph.trace import copy_of
 from qatkit.quant.backends import FBGEMM, Backend
 from qatkit.quant.observers import MinMaxObserver
 from qatkit.quant.weight_fake_quantize import Quantizers
@@ -119,7 +119,7 @@ class Parts:
         batch_norm: str = "fold",
     ) -> None:
         _check(model, scope)
-        self.model, self.backend, self.skipped = copy.deepcopy(model), backend, list[tuple[str, str]]()
+        self.model, self.backend, self.skipped = copy_of(model), backend, list[tuple[str, str]]()
         calls = _first_calls(self.model, scope, example)
         self.inputs: dict[str, Any] = {path: seen.example for path, seen in calls.items()}
         for path in scope:
@@ -156,7 +156,7 @@ class Parts:
 
     def convert(self) -> nn.Module:
         """A copy of the model, in inference mode, with int8 parts."""
-        converted = copy.deepcopy(self.model).eval()
+        converted = copy_of(self.model).eval()
         for path, graph in self.graphs.items():
             part = converted.get_submodule(path)
             assert isinstance(part, Part)

@@ -281,6 +281,8 @@ def is_leaf(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return True
     if hasattr(module, "parametrizations") or module._forward_pre_hooks or module._forward_hooks:
         return False
+    if "forward" in vars(module):  # of its own, as adapters and profilers put it
+        return False
     if isinstance(module, nn.MultiheadAttention):
         return True
     if known_type(module) is not None:

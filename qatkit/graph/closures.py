@@ -1,0 +1,155 @@
+"""Functions that a model's modules hold, in a copy of it.
+
+    def keep(module, inputs, output):     # model.body.register_forward_hook(keep)
+        model.features["body"] = output
+
+`copy.deepcopy` copies no function: the hook of a copy would write into the original, and the copy would read its own
+features, which are old. So a function gets new cells and defaults, whose contents are copied along with the model.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+_HELD_APART = ("_parameters", "_buffers", "_modules")
+_NO_STATE = (type, types.ModuleType, types.BuiltinFunctionType, str, bytes, int, float, complex, type(None))
+
+
+def attributes_of(module: nn.Module) -> dict[str, Any]:
+    """Returns what a module holds beside parameters, buffers and modules."""
+    return {name: value for name, value in vars(module).items() if name not in _HELD_APART}
+
+
+def held_tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in containers, in objects other than modules, and in what functions and methods refer to."""
+    yield from (one for one in _reached(value) if isinstance(one, Tensor))
+
+
+def _reached(value: Any) -> Iterator[Any]:
+    """`value` and what it holds; of functions what they refer to."""
+    waiting, seen = [value], set[int]()
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, _NO_STATE) or id(one) in seen:
+            continue
+        seen.add(id(one))
+        yield one
+        if isinstance(one, Mapping):
+            waiting += one.values()
+        elif isinstance(one, (list, tuple, set)):
+            waiting += one
+        elif isinstance(one, types.MethodType):
+            waiting.append(one.__self__)
+        elif isinstance(one, functools.partial):
+            waiting += [one.func, *one.args, *one.keywords.values()]
+        elif isinstance(one, types.FunctionType):
+            waiting += [*_contents(one), *(one.__defaults__ or ()), *(one.__kwdefaults__ or {}).values()]
+        elif not isinstance(one, (nn.Module, Tensor)):
+            waiting += getattr(one, "__dict__", {}).values()
+
+
+def _contents(function: types.FunctionType) -> list[Any]:
+    return [cell.cell_contents for cell in function.__closure__ or () if not _is_empty(cell)]
+
+
+def _is_empty(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018  asks
+    except ValueError:
+        return True
+    return False
+
+
+def rebind(copied: nn.Module, memo: dict[int, Any]) -> None:
+    """Lets the functions that a copy holds, as hooks and as attributes, refer to copies of what they refer to.
+
+    Args:
+        copied: the copy of a model, by `copy.deepcopy`.
+        memo: what `copy.deepcopy` was called with.
+    """
+    functions = _Functions(memo)
+    for module in copied.modules():
+        for name, value in attributes_of(module).items():
+            if isinstance(value, dict):
+                value.update({key: functions.within(one) for key, one in value.items() if _has_state(one)})
+            elif isinstance(value, list):
+                value[:] = [functions.within(one) if _has_state(one) else one for one in value]
+            elif _has_state(value):
+                vars(module)[name] = functions.within(value)
+
+
+def _has_state(value: Any) -> bool:
+    """Whether a function refers to anything but functions and numbers."""
+    if not isinstance(value, (types.FunctionType, functools.partial)):
+        return False
+    plain = (types.FunctionType, functools.partial, tuple)
+    return any(not isinstance(one, plain) for one in _reached(value))
+
+
+class _Functions:
+    """Copies of functions; what several refer to is copied once.
+
+    Args:
+        memo: as `copy.deepcopy` takes it.
+    """
+
+    def __init__(self, memo: dict[int, Any]) -> None:
+        self.memo = memo
+        self.made: dict[int, Any] = {}
+        self.cells: dict[int, types.CellType] = {}
+
+    def of(self, value: Any) -> Any:
+        """The copy of a function with state, or of what one refers to."""
+        if isinstance(value, types.FunctionType):
+            if not _has_state(value):
+                return value
+            if id(value) not in self.made:
+                self._copy(value)
+            return self.made[id(value)]
+        if isinstance(value, weakref.ref):
+            target = self.memo.get(id(value()))
+            return value if target is None else weakref.ref(target)
+        for tensor in held_tensors(value):
+            if not tensor.is_leaf:
+                self.memo.setdefault(id(tensor), tensor.detach().clone())
+        try:
+            return self.within(copy.deepcopy(value, self.memo))
+        except Exception:  # a lock, a file, whatever its own copy raises: shared
+            return value
+
+    def within(self, copied: Any) -> Any:
+        """What `copy.deepcopy` made, with copies of the functions in it, which it has left as they were."""
+        if isinstance(copied, types.FunctionType):
+            return self.of(copied)
+        if isinstance(copied, functools.partial):
+            given = {key: self.within(one) for key, one in copied.keywords.items()}
+            return type(copied)(self.within(copied.func), *map(self.within, copied.args), **given)
+        return copied
+
+    def _copy(self, function: types.FunctionType) -> None:
+        new = types.FunctionType(
+            function.__code__,
+            function.__globals__,
+            function.__name__,
+            closure=tuple(map(self._cell, function.__closure__ or ())),
+        )
+        new.__qualname__, new.__doc__ = function.__qualname__, function.__doc__
+        vars(new).update(vars(function))
+        self.made[id(function)] = new
+        new.__defaults__ = function.__defaults__ and tuple(map(self.of, function.__defaults__))
+        new.__kwdefaults__ = function.__kwdefaults__ and {
+            k: self.of(v) for k, v in function.__kwdefaults__.items()
+        }
+        for cell in function.__closure__ or ():
+            if not _is_empty(cell) and _is_empty(self.cells[id(cell)]):
+                self.cells[id(cell)].cell_contents = self.of(cell.cell_contents)
+
+    def _cell(self, cell: types.CellType) -> types.CellType:
+        return self.cells.setdefault(id(cell), types.CellType())
