@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, fx
 
-from qatkit.graph.signature import Example, batch_size, graph_axes, inputs_of, on, resized
+from qatkit.graph.signature import Example, batch_multiple, batch_size, graph_axes, inputs_of, on, resized
 
 Tensors = tuple[Tensor, ...]
 
@@ -20,7 +20,9 @@ def first_images(graph_module: fx.GraphModule, batches: Iterable[Example], image
         tensors = inputs_of(graph_module, batch)
         axes = graph_axes(graph_module, tensors)
         size = batch_size(tensors, axes)
-        yield on(device, tensors if size <= left else resized(tensors, left, axes))
+        multiple = batch_multiple(graph_module)
+        rows = -(-left // multiple) * multiple
+        yield on(device, tensors if size <= rows else resized(tensors, rows, axes))
         left -= size
         if left <= 0:
             return

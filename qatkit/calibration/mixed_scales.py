@@ -29,7 +29,7 @@ from qatkit.graph.nodes import facts, module_of, op_class, site
 from qatkit.graph.overrides import OVERRIDDEN
 from qatkit.graph.phase import inference, set_phase
 from qatkit.graph.quantizers import QUANTIZES, is_quantizer
-from qatkit.graph.signature import Example, batch_size, graph_axes, inputs_of, on
+from qatkit.graph.signature import Example, batch_multiple, batch_size, graph_axes, inputs_of, on
 from qatkit.progress import shown
 from qatkit.quant import numerics
 from qatkit.quant.fake_quantize import FakeQuantize
@@ -106,6 +106,8 @@ class Sample:
             values = max(1, sum(one.numel() for one in batch) // count)
             fitting = room // values if self._kept else max(1, room // values)
             wanted, at_once = max(0, min(left, count, fitting)), max(1, min(_AT_ONCE, _VALUES // values))
+            multiple = batch_multiple(self._graph)
+            wanted, at_once = wanted // multiple * multiple, max(1, at_once // multiple) * multiple
             if all(axis is None for axis in axes):
                 wanted, at_once = (count, count) if left > 0 else (0, 1)
             for start in range(0, wanted, at_once):

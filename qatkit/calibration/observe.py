@@ -17,7 +17,7 @@ from qatkit.calibration.limits import set_limits
 from qatkit.graph.phase import inference, observe_in_parts, set_phase
 from qatkit.graph.quantizers import fake_quantizers
 from qatkit.graph.scales.align import align
-from qatkit.graph.signature import Example, batch_size, graph_axes, inputs_of, on
+from qatkit.graph.signature import Example, batch_multiple, batch_size, graph_axes, inputs_of, on
 from qatkit.quant.fake_quantize import FakeQuantize
 from qatkit_verify.errors import ConfigError
 
@@ -43,7 +43,7 @@ def calibrate(graph_module: fx.GraphModule, batches: Iterable[Example]) -> int:
         tensors = inputs_of(graph_module, batch)
         axes = graph_axes(graph_module, tensors)
         images += batch_size(tensors, axes)
-        parts = list(_parts(tensors, axes))
+        parts = list(_parts(tensors, axes, batch_multiple(graph_module)))
         observe_in_parts(graph_module, wanted=len(parts) > 1)
         for part in parts:
             graph_module(*on(device, part))
@@ -53,13 +53,15 @@ def calibrate(graph_module: fx.GraphModule, batches: Iterable[Example]) -> int:
     return images
 
 
-def _parts(tensors: Sequence[Tensor], axes: Sequence[int | None]) -> Iterator[tuple[Tensor, ...]]:
+def _parts(
+    tensors: Sequence[Tensor], axes: Sequence[int | None], multiple: int
+) -> Iterator[tuple[Tensor, ...]]:
     """Yields a batch some images at a time, so that about `_VALUES` values of inputs go through the graph together."""
     if all(axis is None for axis in axes):
         yield tuple(tensors)
         return
     count = batch_size(tensors, axes)
-    size = max(1, _VALUES * count // max(1, sum(one.numel() for one in tensors)))
+    size = max(1, _VALUES * count // max(1, sum(one.numel() for one in tensors)) // multiple) * multiple
     for start in range(0, count, size):
         rows = min(size, count - start)
         yield tuple(

@@ -34,6 +34,7 @@ from qatkit.graph.capture.free_axes import FreeAxis, with_sizes
 from qatkit.graph.convert.integer_modules import QuantizeDequantize
 from qatkit.graph.signature import (
     Example,
+    batch_multiple,
     batch_size,
     flatten,
     graph_axes,
@@ -177,12 +178,14 @@ def _torch_export(
     template: bool,
 ) -> ir.Model:
     axes, free = dynamic
+    multiple = batch_multiple(module)
     shapes: list[dict[int, Any]] = [{} for _ in tensors]
     if any(axis is not None for axis in axes):
         batch = torch.export.Dim("batch", min=1)
+        batch = batch if multiple == 1 else multiple * batch
         shapes = [{} if axis is None else {axis: batch} for axis in axes]
         # Two of them: a batch of one would be taken for a constant.
-        tensors = resized(tensors, max(2, batch_size(tensors, axes)), axes)
+        tensors = resized(tensors, max(2 * multiple, batch_size(tensors, axes)), axes)
     for one in free:
         size = torch.export.Dim(one.name)
         tensors = with_sizes(tensors, dict.fromkeys(one.places, max(2, one.size)))

@@ -70,10 +70,14 @@ def _is_empty(cell: types.CellType) -> bool:
 def rebind(copied: nn.Module, memo: dict[int, Any]) -> None:
     """Lets the functions that a copy holds, as hooks and as attributes, refer to copies of what they refer to.
 
+    Of a model without hooks nothing is changed: there no function of a module is called but by its own code.
+
     Args:
         copied: the copy of a model, by `copy.deepcopy`.
         memo: what `copy.deepcopy` was called with.
     """
+    if not any(map(_is_hooked, copied.modules())):
+        return
     functions = _Functions(memo)
     for module in copied.modules():
         for name, value in attributes_of(module).items():
@@ -83,6 +87,16 @@ def rebind(copied: nn.Module, memo: dict[int, Any]) -> None:
                 value[:] = [functions.within(one) if _has_state(one) else one for one in value]
             elif _has_state(value):
                 vars(module)[name] = functions.within(value)
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    """Whether a module has hooks, or a forward of its own, that refer to anything."""
+    hooks = (
+        *module._forward_hooks.values(),
+        *module._forward_pre_hooks.values(),
+        vars(module).get("forward"),
+    )
+    return any(map(_has_state, hooks)) or any(isinstance(one, types.MethodType) for one in hooks)
 
 
 def _has_state(value: Any) -> bool:

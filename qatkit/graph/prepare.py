@@ -18,7 +18,7 @@ from qatkit.graph.overrides import OVERRIDDEN, Overrides
 from qatkit.graph.pass_result import PassResult
 from qatkit.graph.placement import Placement, Point, constants, place
 from qatkit.graph.quantizers import QUANTIZES, quantizer_after, quantizer_of
-from qatkit.graph.signature import Example, batch_size, flatten, graph_axes, resized
+from qatkit.graph.signature import Example, batch_multiple, batch_size, flatten, graph_axes, resized
 from qatkit.graph.trace import propagate, tidy
 from qatkit.graph.weight_only import is_recurrent, quantize_weights_alone
 from qatkit.quant.backends import Backend
@@ -100,7 +100,7 @@ def _find_batch_axes(graph_module: fx.GraphModule, example: Example) -> None:
     """Writes into the meta of every Linear with leading axes which axis of its output is as long as the batch, and
     which ones follow the free axes of the inputs.
 
-    By a run with one image more, and one with other sizes; of a graph whose capture says nothing of batches the first
+    By a run with more images, and one with other sizes; of a graph whose capture says nothing of batches the first
     axis is that of the batch.
     """
     axes, free = (graph_module.meta.get(key, ()) for key in ("batch_axes", "free_axes"))
@@ -110,7 +110,9 @@ def _find_batch_axes(graph_module: fx.GraphModule, example: Example) -> None:
         return
     tensors = flatten(example)
     if batched:
-        propagate(graph_module, resized(tensors, batch_size(tensors, axes) + 1, axes))
+        propagate(
+            graph_module, resized(tensors, batch_size(tensors, axes) + batch_multiple(graph_module), axes)
+        )
         for node, shape in shapes.items():
             node.meta[BATCH_AXIS] = next(iter(_differing(shape, node)), 0)
     if free:

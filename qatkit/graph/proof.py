@@ -27,6 +27,7 @@ from qatkit.graph.nodes import site
 from qatkit.graph.phase import inference
 from qatkit.graph.signature import (
     Example,
+    batch_multiple,
     batch_size,
     call,
     flatten,
@@ -176,6 +177,7 @@ def _others(
 ) -> Iterator[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]:
     """Inputs of other sizes and values, of a graph for one size of batch, of that; and with the whole numbers given."""
     axes = graph_module.meta.get("batch_axes", (0,) * len(tensors))
+    multiple = batch_multiple(graph_module)
     sizes: tuple[int, ...] = (batch_size(tensors),)
     if any(axis is not None for axis in axes):
         large = sum(one.numel() for one in tensors) // batch_size(tensors, axes) >= _LARGE
@@ -183,7 +185,7 @@ def _others(
     free: Sequence[FreeAxis] = graph_module.meta.get("free_axes", ())
     for seed, size in enumerate(sizes, start=1):
         changed = {place: axis.others[-seed % len(axis.others)] for axis in free for place in axis.places}
-        given = with_sizes(resized(tensors, size, axes), changed)
+        given = with_sizes(resized(tensors, size * multiple, axes), changed)
         yield other_values(given, seed=seed), other_values(given, seed=seed, whole=False)
 
 

@@ -132,6 +132,11 @@ def graph_axes(graph_module: nn.Module, tensors: Sequence[Tensor]) -> tuple[int 
     return batch_axes(tensors) if found is None else tuple(found)
 
 
+def batch_multiple(graph_module: nn.Module) -> int:
+    """The number of which the sizes of a graph's batches are multiples."""
+    return int(getattr(graph_module, "meta", {}).get("batch_multiple", 1))
+
+
 def on(device: torch.device, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """`tensors` on a device."""
     return tuple(tensor.to(device) for tensor in tensors)

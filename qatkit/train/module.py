@@ -35,7 +35,15 @@ from qatkit.graph.prepare import BY_OVERRIDE, prepare_qat, ready_to_place
 from qatkit.graph.proof import prove
 from qatkit.graph.quantizers import quantized_operators
 from qatkit.graph.scales.align import align
-from qatkit.graph.signature import Example, flatten, graph_axes, in_float32, resized, unflatten
+from qatkit.graph.signature import (
+    Example,
+    batch_multiple,
+    flatten,
+    graph_axes,
+    in_float32,
+    resized,
+    unflatten,
+)
 from qatkit.graph.single_precision import in_single_precision
 from qatkit.graph.stub import stub
 from qatkit.graph.trace import is_traced
@@ -314,6 +322,8 @@ class QATModule(FineTuning):
 
 
 def _of_one(graph: fx.GraphModule, example: Example) -> Example:
-    """A copy of `example` with one row along the batch axes of the graph's inputs."""
+    """A copy of `example` with one row along the batch axes of the graph's inputs, or as few as the graph takes."""
     tensors = flatten(example)
-    return unflatten(example, [t.clone() for t in resized(tensors, 1, graph_axes(graph, tensors))])
+    return unflatten(
+        example, [t.clone() for t in resized(tensors, batch_multiple(graph), graph_axes(graph, tensors))]
+    )

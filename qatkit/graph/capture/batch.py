@@ -4,6 +4,9 @@ Each run knows its sizes as plain numbers, 2·49 in one and 3·49 in the other. 
 batch decides what is computed, which is refused. Where a number differs it is written as `size · a + b`, in
 `reshape` and `view` as -1. Runs whose other axes differ too (`qatkit.graph.capture.free_axes`) are merged in the same
 way, with another function for numbers.
+
+A model that cuts the batch into halves (`x.chunk(2)`, `x[: len(x) // 2]`) is recorded with 2·2 and 3·2 images: its
+numbers are functions of the size's half, and batches are multiples of two.
 """
 
 from __future__ import annotations
@@ -16,23 +19,30 @@ import torch
 from torch import fx
 
 from qatkit.graph.capture.calls import WHOLE_BATCH, UntraceableError
+from qatkit.graph.capture.pieces import cuts, takes_every_nth, turns
 from qatkit.graph.capture.run import Recording
 
 _HOW_MANY = "the size of the batch decides what is computed"
 
 
-def merge(one: Recording, other: Recording, sizes: tuple[int, int], axis: tuple[int, int]) -> None:
-    """Makes the graph of `one` right for any size of the batch.
+def merge(
+    one: Recording, other: Recording, sizes: tuple[int, int], axis: tuple[int, int], factor: int = 1
+) -> bool:
+    """Makes the graph of `one` right for any size of the batch; returns whether it takes multiples of `factor` alone.
 
     Args:
-        sizes: of the batch in the two runs.
+        sizes: of the batch in the two runs, by `factor`.
         axis: which input has the batch, and along which of its axes.
+        factor: of which the size is a multiple.
 
     Raises:
         UntraceableError: what can't be written as a function of the size.
     """
-    numbers = _OfTheBatch(one.graph, sizes, axis)
-    merge_with(one, [other], numbers, _HOW_MANY)
+    numbers = _OfTheBatch(one.graph, sizes, axis, factor)
+    merging = _Merge(one, [other], numbers, _HOW_MANY)
+    every_nth = any(map(takes_every_nth, one.graph.nodes, other.graph.nodes))
+    merging.run()
+    return numbers.divides or every_nth
 
 
 Numbers = Callable[[fx.Node, tuple[int, ...]], "fx.Node | None"]
@@ -60,6 +70,9 @@ class _Merge:
 
     def run(self) -> None:
         nodes, others = list(self.one.graph.nodes), [list(other.graph.nodes) for other in self.others]
+        pairs = list(zip(nodes, others[0], strict=False)) if len(others) == 1 else []
+        found = [(node, cuts(node, other)) for node, other in pairs]
+        turned = [(node, turns(node, other)) for node, other in pairs]
         for node, *twins in zip(nodes, *others, strict=False):
             if any(node.op != twin.op or node.target != twin.target for twin in twins):
                 raise self._refused(next((n for n in (node, *twins) if "where" in n.meta), node))
@@ -73,6 +86,31 @@ class _Merge:
                 node.kwargs = self._fit(node, node.kwargs, *(twin.kwargs for twin in twins))
         if any(len(nodes) != len(other) for other in others):
             raise self._refused(nodes[min(len(nodes), *map(len, others)) - 1])
+        for node, turn in turned:
+            if turn is not None:
+                self._turn(node, *turn)
+        for node, pieces in found:
+            if pieces is not None:
+                self._slice(node, *pieces)
+
+    def _slice(self, node: fx.Node, axis: int, ends: list[tuple[int, int]]) -> None:
+        """The pieces of the batch as slices: torch's exporter would count them."""
+        starts = [(0, 0), *ends[:-1]]
+        for piece in list(node.users):
+            start, stop = (self._number(node, *pair[piece.args[1]]) for pair in (starts, ends))  # type: ignore[index]
+            piece.args = (node.args[0], (*[slice(None)] * axis, slice(start, stop)))
+
+    def _turn(self, node: fx.Node, axis: int, first: tuple[int, int]) -> None:
+        """`roll` by a share of the batch as a Cat of two slices."""
+        place, whole = self._number(node, *first), (slice(None),) * axis
+        with self.one.graph.inserting_before(node):
+            ends = [slice(place, None), slice(None, place)]
+            parts = [
+                self.one.graph.call_function(operator.getitem, (node.args[0], (*whole, end))) for end in ends
+            ]
+        for part in parts:
+            part.meta |= {key: value for key, value in node.meta.items() if key != "shape"}
+        node.op, node.target, node.args, node.kwargs = "call_function", torch.cat, (parts, axis), {}
 
     def _refused(self, node: fx.Node, reason: str = "") -> UntraceableError:
         stack = node.meta.get("nn_module_stack") or {}
@@ -150,10 +188,11 @@ def _given_shape(node: fx.Node) -> dict[int, Any]:
 
 
 class _OfTheBatch:
-    """Numbers as functions of the size of the batch."""
+    """Numbers as functions of the size of the batch, or of a part of it."""
 
-    def __init__(self, graph: fx.Graph, sizes: tuple[int, int], axis: tuple[int, int]) -> None:
-        self.graph, self.sizes, self.axis = graph, sizes, axis
+    def __init__(self, graph: fx.Graph, sizes: tuple[int, int], axis: tuple[int, int], factor: int) -> None:
+        self.graph, self.sizes, self.axis, self.factor = graph, sizes, axis, factor
+        self.divides = False
         self.expressions: dict[tuple[int, int], fx.Node] = {}
 
     def __call__(self, node: fx.Node, values: tuple[int, ...]) -> fx.Node | None:
@@ -161,14 +200,23 @@ class _OfTheBatch:
         return None if rest else self._expression(slope, values[0] - slope * self.sizes[0])
 
     def _expression(self, slope: int, constant: int) -> fx.Node:
-        """`size · slope + constant`, once a graph, right behind the inputs."""
+        """`size · slope / factor + constant`, once a graph, right behind the inputs."""
         if (slope, constant) in self.expressions:
             return self.expressions[slope, constant]
         graph = self.graph
         inputs = [n for n in graph.nodes if n.op == "placeholder"]
-        if (slope, constant) == (1, 0):
+        if (slope, constant) == (self.factor, 0):
             with graph.inserting_after(inputs[-1]):
                 node = graph.call_method("size", (inputs[self.axis[0]], self.axis[1]))
+        elif (slope, constant) == (1, 0):
+            size = self._expression(self.factor, 0)
+            self.divides = True
+            with graph.inserting_after(size):
+                node = graph.call_function(operator.floordiv, (size, self.factor))
+        elif constant == 0 and slope % self.factor == 0:
+            size = self._expression(self.factor, 0)
+            with graph.inserting_after(size):
+                node = graph.call_function(operator.mul, (size, slope // self.factor))
         elif constant == 0:
             size = self._expression(1, 0)
             with graph.inserting_after(size):

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import linecache
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +27,11 @@ from qatkit.graph.capture.calls import IN_TRAINING, RANDOM, UntraceableError
 from qatkit.graph.capture.complex_numbers import open_complex
 from qatkit.graph.capture.free_axes import FreeAxes, FreeAxis, Wanted
 from qatkit.graph.capture.image_kernels import open_image_kernels
+from qatkit.graph.capture.notes import code_at, notes_of, notes_of_opaque, notes_of_state
+from qatkit.graph.capture.pieces import may_halve
 from qatkit.graph.capture.run import Recording, kept_buffers, record
 from qatkit.graph.capture.training import TrainingOnly, drop_reshaping, follow_mode, watch
-from qatkit.graph.nodes import classifies_in_training, is_opaque, module_of
+from qatkit.graph.nodes import classifies_in_training
 from qatkit.graph.signature import (
     Example,
     batch_axes,
@@ -49,6 +50,7 @@ from qatkit_verify.foreign import described
 
 SIZES: tuple[int, int] = (2, 3)
 Axes = tuple[int | None, ...]
+Recorded = tuple[Recording, frozenset[str], tuple[int, ...], Axes]  # as `_recorded` returns it
 _PARTS = "or quantize the parts around it (qatkit.Parts)"
 
 
@@ -93,23 +95,14 @@ def _captured(
     tensors: tuple[Tensor, ...],
     dynamic_axes: Wanted,
 ) -> fx.GraphModule:
-    compiling: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-    try:
-        one, opened, sizes, axes = _recorded(model, example, names, tensors)
-    except UntraceableError:
-        # What a first run keeps for the next (tables of positions) is there in a second one; and code that asks
-        # whether it is being compiled leaves out the short cuts that depend on values.
-        compiling = _compiling
-        with compiling():
-            one, opened, sizes, axes = _recorded(model, example, names, tensors)
+    one, opened, sizes, axes = _recorded_by_multiples(model, example, names, tensors)
     free: list[FreeAxis] = []
     about_sizes: list[tuple[str, str]] = []
     if dynamic_axes != "none":
-        with compiling():
-            search = _free_axes(model, example, (names, tensors), opened, (sizes, axes), dynamic_axes)
-            other, free = search.run()
+        search = _free_axes(model, example, (names, tensors), opened, (sizes, axes), dynamic_axes)
+        other, free = search.run()
         one, about_sizes = other or one, search.notes
-    given = unflatten(example, resized(tensors, SIZES[0], axes) if sizes else tensors)
+    given = unflatten(example, resized(tensors, sizes[0], axes) if sizes else tensors)
     rates, random, reshaping, kept = watch(model, given, one.only_training, one.drawn)
     graph_module = _module(model, one)
     random += follow_mode(graph_module, rates)
@@ -123,11 +116,12 @@ def _captured(
         "outputs": one.outputs,
         "batch_axes": axes if sizes else (None,) * len(axes),
         "free_axes": tuple(free),
-        "notes": _notes(one, random, sizes)
+        "batch_multiple": sizes[1] - sizes[0] if sizes else 1,
+        "notes": notes_of(one, random, sizes)
         + about_sizes
         + reshaped
-        + _state(graph_module, one, kept)
-        + _opaque(graph_module),
+        + notes_of_state(graph_module, one, kept)
+        + notes_of_opaque(graph_module),
         "read_values": one.read_values,
     }
     for node in graph_module.graph.nodes:  # paths of this machine have no place in a checkpoint
@@ -136,9 +130,44 @@ def _captured(
     return graph_module
 
 
-def _recorded(
+def _recorded_by_multiples(
     model: nn.Module, example: Example, names: Sequence[str], tensors: tuple[Tensor, ...]
-) -> tuple[Recording, frozenset[str], tuple[int, ...], Axes]:
+) -> Recorded:
+    """The recording for any batch, else for multiples of a divisor of the example's, else for the example's alone."""
+    found: Recorded | UntraceableError
+    try:
+        found = _recorded_twice(model, example, names, tensors)
+    except UntraceableError as error:
+        found = error
+    some = not isinstance(found, UntraceableError) and bool(found[2])
+    if not isinstance(found, UntraceableError) and some and not found[0].shares:
+        return found
+    images = batch_size(tensors, batch_axes(tensors))
+    for factor in [number for number in range(2, images + 1) if images % number == 0]:
+        with contextlib.suppress(UntraceableError, ConfigError):
+            other = _recorded(model, example, names, tensors, factor)
+            if other[2] and (other[0].shares or not some):
+                return other
+    if isinstance(found, UntraceableError):
+        raise found
+    return found
+
+
+def _recorded_twice(
+    model: nn.Module, example: Example, names: Sequence[str], tensors: tuple[Tensor, ...]
+) -> Recorded:
+    try:
+        return _recorded(model, example, names, tensors)
+    except UntraceableError:
+        # What a first run keeps for the next (tables of positions) is there in a second one; and code that asks
+        # whether it is being compiled leaves out the short cuts that depend on values.
+        with _compiling():
+            return _recorded(model, example, names, tensors)
+
+
+def _recorded(
+    model: nn.Module, example: Example, names: Sequence[str], tensors: tuple[Tensor, ...], factor: int = 1
+) -> Recorded:
     """The recording for any batch, what attention was opened, no sizes if the model takes the example's alone; and the
     batch axes.
 
@@ -150,10 +179,10 @@ def _recorded(
         _set_mode(model)
         found = independent_axes(tensors, functools.partial(_answers, model, example))
         guesses = guesses if found is None else [found, *guesses]
-    first: tuple[Recording, frozenset[str], tuple[int, ...], Axes] | Exception | None = None
+    first: Recorded | Exception | None = None
     for axes in guesses:
         try:
-            one, opened, sizes = _recorded_along(axes, model, example, names, tensors)
+            one, opened, sizes = _recorded_along(axes, model, example, names, tensors, factor)
         except (UntraceableError, ConfigError) as error:
             first = first or error
             continue
@@ -195,17 +224,25 @@ def _guesses(axes: Axes) -> list[Axes]:
 
 
 def _recorded_along(
-    axes: Axes, model: nn.Module, example: Example, names: Sequence[str], tensors: tuple[Tensor, ...]
+    axes: Axes,
+    model: nn.Module,
+    example: Example,
+    names: Sequence[str],
+    tensors: tuple[Tensor, ...],
+    factor: int,
 ) -> tuple[Recording, frozenset[str], tuple[int, ...]]:
     _set_mode(model)
-    one, opened, sizes = _first(axes, model, example, names, tensors)
+    one, opened, sizes = _first(axes, model, example, names, tensors, factor)
     if not sizes:
         return one, opened, sizes
-    other = _second(resized(tensors, SIZES[1], axes), model, example, names, opened)
+    other = _second(resized(tensors, sizes[1], axes), model, example, names, opened)
     if other is None:
         return one, opened, ()
     first, axis = next((i, axis) for i, axis in enumerate(axes) if axis is not None)
-    merge(one, other, SIZES, (first, axis))
+    if factor > 1 and not _alike(other, record(model, example, tensors, names, opened)):
+        return one, opened, ()
+    halves = factor == 1 and may_halve(one, other)
+    one.shares = merge(one, other, SIZES, (first, axis), factor) or halves
     open_image_kernels(one.graph)
     return one, opened, sizes
 
@@ -222,7 +259,11 @@ def _free_axes(
 
     def recorded(inputs: tuple[Tensor, ...]) -> Recording:
         _set_mode(model)
-        one = record(model, example, inputs, names, opened, trace_sizes=True)
+        try:
+            one = record(model, example, inputs, names, opened, trace_sizes=True)
+        except UntraceableError:
+            with _compiling():
+                one = record(model, example, inputs, names, opened, trace_sizes=True)
         open_image_kernels(one.graph)
         return one
 
@@ -248,6 +289,11 @@ class _Recorded(fx.Interpreter):
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         known = self._constants.get(target)
         return super().get_attr(target, args, kwargs) if known is None else known
+
+
+def _alike(one: Recording, other: Recording) -> bool:
+    """Whether two runs made the same calls."""
+    return [node.target for node in one.graph.nodes] == [node.target for node in other.graph.nodes]
 
 
 def _second(
@@ -291,17 +337,22 @@ def _set_mode(model: nn.Module) -> None:
 
 
 def _first(
-    axes: Axes, model: nn.Module, example: Example, names: Sequence[str], tensors: tuple[Tensor, ...]
+    axes: Axes,
+    model: nn.Module,
+    example: Example,
+    names: Sequence[str],
+    tensors: tuple[Tensor, ...],
+    factor: int,
 ) -> tuple[Recording, frozenset[str], tuple[int, ...]]:
     """The first run, with what attention had to be opened; no sizes if the model takes the example's batch alone."""
-    sizes: tuple[int, ...] = SIZES if any(axis is not None for axis in axes) else ()
-    given = resized(tensors, SIZES[0], axes) if sizes else tensors
+    sizes = tuple(factor * size for size in SIZES) if any(axis is not None for axis in axes) else ()
+    given = resized(tensors, sizes[0], axes) if sizes else tensors
     try:
         one = record(model, example, given, names, frozenset())
     except UntraceableError:
         raise
     except Exception as error:  # whatever a forward raises
-        if batch_size(tensors, axes) == SIZES[0] or not sizes:
+        if not sizes or batch_size(tensors, axes) == sizes[0]:
             raise _no_call(model, error) from error
         sizes, given = (), tensors
         try:
@@ -389,50 +440,8 @@ def _refuse_random(graph_module: fx.GraphModule, one: Recording) -> None:
             raise UntraceableError(reason, node.meta["where"], next(reversed(stack), ""), IN_TRAINING)
 
 
-def _notes(
-    one: Recording, random: Sequence[tuple[str, int]], sizes: tuple[int, ...]
-) -> list[tuple[str, str]]:
-    notes = [
-        (
-            _code(place),
-            "draws random numbers in training, which is no part of the graph: fine-tuning goes without",
-        )
-        for place in random
-    ]
-    if one.dropped:
-        notes.append(("output", f"what is no tensor is left out: {', '.join(one.dropped)}"))
-    if "autocast" in one.contexts:
-        notes.append(("model", "enters torch.autocast: the graph is float32, before it is quantized"))
-    if not sizes:
-        notes.append(("input", "the model takes the batch size of the example alone: so does the file"))
-    return notes
-
-
-def _state(graph_module: fx.GraphModule, one: Recording, kept: set[str]) -> list[tuple[str, str]]:
-    """Notes of buffers that a call changes, and of which the outputs depend as they were before it; `kept` are those
-    that a call in training mode changes.
-    """
-    read = {str(node.target) for node in graph_module.graph.nodes if node.op == "get_attr"}
-    reason = "changes with every call of the model: the graph starts from what it holds now, each time"
-    found = [(name, reason) for name in sorted(read & one.changed)]
-    reason = "is changed in training, which is no part of the graph: fine-tuning keeps what it holds now"
-    return found + [(name, reason) for name in sorted(read & kept - one.changed)]
-
-
-def _opaque(graph_module: fx.GraphModule) -> list[tuple[str, str]]:
-    """Notes of modules that torch does not compute."""
-    modules = {
-        str(node.target): module_of(node) for node in graph_module.graph.nodes if node.op == "call_module"
-    }
-    return [(path, str(module.reason)) for path, module in modules.items() if is_opaque(module)]
-
-
-def _code(place: tuple[str, int]) -> str:
-    return linecache.getline(*place).strip() or "a line"
-
-
 def _line(error: UntraceableError) -> str:
     file, number = error.place
     inside = f"in module '{error.module}' " if error.module else ""
-    line = f"{file}:{number} `{_code(error.place)}`"
+    line = f"{file}:{number} `{code_at(error.place)}`"
     return f"the model cannot be captured {inside}at {line}: {error.reason}; {error.hint}, {_PARTS}"

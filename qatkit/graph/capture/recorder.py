@@ -85,6 +85,7 @@ class Recorder(TorchFunctionMode):
         node = self.graph.placeholder(name)
         if not name.isidentifier() or keyword.iskeyword(name) or name == "self":
             node.target = node.name  # a parameter of the function that the graph becomes
+        node.meta["shape"] = tuple(tensor.shape)
         self.depends.add(node)
         node.meta["shape"] = tuple(tensor.shape)
         self.aliases.bind(tensor, (node,), ())

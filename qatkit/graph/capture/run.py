@@ -39,6 +39,7 @@ class Recording:
         changed: names of buffers that the run changed; they are as before.
         drawn: paths of modules whose outputs were drawn (`qatkit.graph.capture.sizes`).
         read_values: whether the graph depends on values that tensors of the model had.
+        shares: whether numbers of the graph are shares of the batch's size, or may be.
     """
 
     graph: fx.Graph
@@ -52,6 +53,7 @@ class Recording:
     changed: set[str]
     drawn: set[str]
     read_values: bool
+    shares: bool = False
 
 
 def record(

@@ -1,0 +1,58 @@
+"""What a reader of the report should know of a capture."""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Sequence
+
+from torch import fx
+
+from qatkit.graph.capture.run import Recording
+from qatkit.graph.nodes import is_opaque, module_of
+
+
+def notes_of(
+    one: Recording, random: Sequence[tuple[str, int]], sizes: tuple[int, ...]
+) -> list[tuple[str, str]]:
+    """Notes of what a recording left out, and of the batches that it holds for; `sizes` are those of its runs."""
+    notes = [
+        (
+            code_at(place),
+            "draws random numbers in training, which is no part of the graph: fine-tuning goes without",
+        )
+        for place in random
+    ]
+    if one.dropped:
+        notes.append(("output", f"what is no tensor is left out: {', '.join(one.dropped)}"))
+    if "autocast" in one.contexts:
+        notes.append(("model", "enters torch.autocast: the graph is float32, before it is quantized"))
+    multiple = sizes[1] - sizes[0] if sizes else 1
+    if multiple > 1:
+        notes.append(("input", f"the model takes batches that are multiples of {multiple}: so does the file"))
+    if not sizes:
+        notes.append(("input", "the model takes the batch size of the example alone: so does the file"))
+    return notes
+
+
+def notes_of_state(graph_module: fx.GraphModule, one: Recording, kept: set[str]) -> list[tuple[str, str]]:
+    """Notes of buffers that a call changes, and of which the outputs depend as they were before it; `kept` are those
+    that a call in training mode changes.
+    """
+    read = {str(node.target) for node in graph_module.graph.nodes if node.op == "get_attr"}
+    reason = "changes with every call of the model: the graph starts from what it holds now, each time"
+    found = [(name, reason) for name in sorted(read & one.changed)]
+    reason = "is changed in training, which is no part of the graph: fine-tuning keeps what it holds now"
+    return found + [(name, reason) for name in sorted(read & kept - one.changed)]
+
+
+def notes_of_opaque(graph_module: fx.GraphModule) -> list[tuple[str, str]]:
+    """Notes of modules that torch does not compute."""
+    modules = {
+        str(node.target): module_of(node) for node in graph_module.graph.nodes if node.op == "call_module"
+    }
+    return [(path, str(module.reason)) for path, module in modules.items() if is_opaque(module)]
+
+
+def code_at(place: tuple[str, int]) -> str:
+    """Returns the line of code at a place, a file and a number."""
+    return linecache.getline(*place).strip() or "a line"

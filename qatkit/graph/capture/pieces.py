@@ -1,0 +1,131 @@
+"""Pieces of the batch: what a model cuts out of it, seen in two recorded runs."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from torch import fx
+
+from qatkit.graph.capture.run import Recording
+
+_CUTS = ("chunk", "split", "tensor_split", "split_with_sizes", "hsplit", "vsplit", "dsplit")
+
+
+def cuts(node: fx.Node, other: fx.Node) -> tuple[int, list[tuple[int, int]]] | None:
+    """Returns the axis along which a call cuts the batch, and the ends of the pieces in both runs.
+
+    None for another call, and where the pieces do not grow with the batch.
+    """
+    found = _cuts(node, other)
+    if found is None:
+        return None
+    axis, sizes = found
+    ends, (whole, theirs) = [(0, 0)], (sum(one) for one in zip(*sizes, strict=True))
+    for mine, its in sizes:
+        if mine * theirs != its * whole:
+            return None
+        ends.append((ends[-1][0] + mine, ends[-1][1] + its))
+    return axis, ends[1:]
+
+
+def _cuts(node: fx.Node, other: fx.Node) -> tuple[int, list[tuple[int, int]]] | None:
+    """The axis, and the sizes of the pieces in both runs."""
+    axis = _batch_axis(node, other)
+    if axis is None or _name(node) not in _CUTS or _name(node) != _name(other):
+        return None
+    pieces = [
+        {user.args[1]: user.meta["shape"] for user in one.users if _is_piece(user)} for one in (node, other)
+    ]
+    count = len(node.users)
+    if any(set(found) != set(range(count)) or not count for found in pieces):
+        return None
+    sizes = [(pieces[0][i][axis], pieces[1][i][axis]) for i in range(count)]
+    along = [[shape for i, shape in enumerate(found[0]) if i != axis] for found in pieces]
+    whole = [[size for i, size in enumerate(_shape(one)) if i != axis] for one in (node, other)]
+    return (axis, sizes) if along == whole and all(mine and its for mine, its in sizes) else None
+
+
+def turns(node: fx.Node, other: fx.Node) -> tuple[int, tuple[int, int]] | None:
+    """Returns the axis along which a `roll` turns the batch by a share of it, and the first image in each run."""
+    axis = _batch_axis(node, other)
+    given, theirs = (
+        dict(zip(("shifts", "dims"), one.args[1:], strict=False)) | one.kwargs for one in (node, other)
+    )
+    if axis is None or _name(node) != "roll" or given == theirs:
+        return None
+    shifts, its, along = (
+        _single(one) for one in (given.get("shifts"), theirs.get("shifts"), given.get("dims"))
+    )
+    if shifts is None or its is None or along is None or along % len(_shape(node)) != axis:
+        return None
+    sizes = _shape(node)[axis], _shape(other)[axis]
+    return axis, (-shifts % sizes[0], -its % sizes[1])
+
+
+def _single(value: Any) -> int | None:
+    found = value[0] if isinstance(value, (tuple, list)) and len(value) == 1 else value
+    return found if isinstance(found, int) else None
+
+
+def _is_piece(node: fx.Node) -> bool:
+    return node.target is operator.getitem and isinstance(node.args[1], int) and "shape" in node.meta
+
+
+def _name(node: fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else str(getattr(node.target, "__name__", ""))
+
+
+def _shape(node: fx.Node) -> tuple[int, ...]:
+    """The shape of the first argument."""
+    first = node.args[0] if node.args else None
+    return tuple(first.meta.get("shape", ())) if isinstance(first, fx.Node) else ()
+
+
+def _batch_axis(node: fx.Node, other: fx.Node) -> int | None:
+    """The axis along which the first argument differs between the runs."""
+    mine, theirs = _shape(node), _shape(other)
+    differing = [i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b]
+    return differing[0] if len(differing) == 1 and len(mine) == len(theirs) else None
+
+
+def may_halve(one: Recording, other: Recording) -> bool:
+    """Whether a model may cut the batch at a share of its size: of 2 and of 3 images a half is 1 each time."""
+    pairs = zip(one.graph.nodes, other.graph.nodes, strict=False)
+    return any(_may_halve(node, its) for node, its in pairs)
+
+
+def _may_halve(node: fx.Node, other: fx.Node) -> bool:
+    axis = _batch_axis(node, other)
+    if axis is None:
+        return False
+    if _name(node) in _CUTS:
+        return cuts(node, other) is None
+    if _name(node) in ("roll", "narrow", "select"):
+        return True
+    return _is_place(_index(node, axis))
+
+
+def takes_every_nth(node: fx.Node, other: fx.Node) -> bool:
+    """Whether a call takes every n-th of the images."""
+    axis = _batch_axis(node, other)
+    index = None if axis is None else _index(node, axis)
+    return isinstance(index, slice) and index.step not in (None, 1)
+
+
+def _index(node: fx.Node, axis: int) -> Any:
+    """What an index of slices and integers says of an axis; None for another one."""
+    if node.target is not operator.getitem:
+        return None
+    given = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    before = given[: axis + 1]
+    if len(before) <= axis or not all(isinstance(part, slice) for part in before[:-1]):
+        return None
+    return before[-1]
+
+
+def _is_place(index: Any) -> bool:
+    """Whether an index is a place within the batch: not 0, its end or all of it."""
+    if isinstance(index, slice):
+        return any(isinstance(end, int) and end for end in (index.start, index.stop))
+    return isinstance(index, int) and index > 0
