@@ -19,7 +19,7 @@ from qatkit.data import DataModule
 from qatkit.data.inputs import Batch, Inputs
 from qatkit.graph.captured import Captured
 from qatkit.graph.phase import inference
-from qatkit.graph.signature import output_leaves
+from qatkit.graph.signature import call, output_leaves
 from qatkit.importing import ImportedModel, prove_import
 from qatkit.models.onnx_files import PREFIX
 from qatkit.quant.fake_quantize import FakeQuantize
@@ -139,9 +139,10 @@ def built(config: Config, data: DataModule) -> nn.Module:
     _check_trains(model, config)
     try:
         outputs, cost = _outputs_of(model, config, data)
-        again = not _fits(outputs, config, data) and data.one_at_a_time()
-    except ConfigError as error:
-        if error.key != "onnx" or not data.one_at_a_time():
+        several = _fits(outputs, config, data) and _alone_alike(model, outputs, data)
+        again = not several and _one_at_a_time(model, data)
+    except ConfigError:
+        if not _one_at_a_time(model, data):
             raise
         again = True
     if again:
@@ -149,6 +150,11 @@ def built(config: Config, data: DataModule) -> nn.Module:
     count, tensors = data.rows(examples(config)), list(outputs.values())
     if wanted := _wrong_output(tensors[0] if tensors else None, count, data):
         raise ConfigError("model.name", config.model.name, wanted)
+    if config.schedule.epochs and not any(one.is_floating_point() for one in tensors):
+        allowed = (
+            "0 with a model that gives whole numbers alone, which no gradient leads to (recipe=onnx_ptq)"
+        )
+        raise ConfigError("schedule.epochs", config.schedule.epochs, allowed)
     data.task = data.task.suited([one.numpy() for one in tensors], list(outputs), count)
     check_model(config, data, cost)
     return model
@@ -170,6 +176,25 @@ def _fits(outputs: Mapping[str, Tensor], config: Config, data: DataModule) -> bo
     count, width = data.rows(examples(config)), data.num_classes if data.labelled else None
     first = next(iter(outputs.values()), None)
     return first is not None and data.task.fits(first.shape, count, width)
+
+
+def _one_at_a_time(model: nn.Module, data: DataModule) -> bool:
+    """Makes every batch one sample, for the data and for the capture; returns whether that is a change."""
+    changed = data.one_at_a_time()
+    if changed and isinstance(model, ImportedModel):
+        model.batch_axes = dict.fromkeys(model.inputs)
+    return changed
+
+
+def _alone_alike(model: nn.Module, outputs: Mapping[str, Tensor], data: DataModule) -> bool:
+    """Returns whether an imported file gives one sample outputs of as many axes as several: a Squeeze without axes, for
+    one, removes the batch axis of a lone sample.
+    """
+    if not isinstance(model, ImportedModel) or not data.of_arrays or data.rows(2) < 2:
+        return True
+    with inference(model):
+        _, alone, _ = output_leaves(call(model, data.first_batch(1)))
+    return [one.ndim for one in alone] == [one.ndim for one in outputs.values()]
 
 
 def _outputs_of(model: nn.Module, config: Config, data: DataModule) -> tuple[dict[str, Tensor], Cost]:
@@ -225,10 +250,11 @@ def _wrong_output(output: Tensor | None, count: int, data: DataModule) -> str:
     """Returns in words what a model should have given of `count` images; "" for finite outputs that the task wants."""
     task, width = data.task, data.num_classes if data.labelled else None
     name = task.names.outputs
-    told = f"a model that gives float {name} {task.shape_text(width)}; of {count} images it gives "
+    kind = "" if task.every_output else "float "
+    told = f"a model that gives {kind}{name} {task.shape_text(width)}; of {count} images it gives "
     if output is None:
         return f"{told}no tensor"
-    if not task.fits(output.shape, count, width) or not output.is_floating_point():
+    if not task.fits(output.shape, count, width) or not (task.every_output or output.is_floating_point()):
         return f"{told}{list(output.shape)} of {str(output.dtype).removeprefix('torch.')}"
     return (
         ""

@@ -3,6 +3,7 @@
 verify.decision=cosine          the outputs point in one direction (cosine of at least 0.99)
 argmax(AXIS)    the largest value along an axis is at the same place, everywhere
 threshold(T)    the same values are above T
+equal           the same values everywhere, of whole numbers
 boxes           detectors: the same boxes of the same class; the figure is F1
 strings         CTC recognizers: the same text
 mask            segmentation, saliency: the same places, as mean IoU or as the share of equal classes
@@ -80,7 +81,9 @@ class Outputs(Task):
         return (output.float() - wanted).square().mean() / power
 
     def suited(self, outputs: Sequence[Array], names: Sequence[str], samples: int) -> Outputs:
-        decision = fit(self.asked, Seen(outputs, names, samples))
+        import numpy as np
+
+        decision = fit(self.asked, Seen([np.atleast_1d(one) for one in outputs], names, samples))
         power = float((decision.joined(outputs).astype("float64") ** 2).mean())
         return Outputs(self.asked, decision, max(power, 1e-30))
 

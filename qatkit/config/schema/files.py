@@ -142,10 +142,11 @@ class VerifyConfig:
     decision: str = setting(
         "auto",
         "with task=outputs: what two outputs have the same where they agree. cosine(LEAST): their direction (0.99); "
-        "argmax(AXIS); threshold(VALUE); boxes(SCORE): a detector's boxes, as F1; strings(BLANK): a CTC recognizer's "
-        "texts; mask(THRESHOLD): mean IoU, or the share of pixels of the same class; the dotted path of a function "
-        "from outputs [N, ...] to integers or booleans; auto: argmax(1) of rows that add up to 1, threshold(0.5) of "
-        "one value in 0..1, mask and boxes where values leave no doubt, else cosine",
+        "argmax(AXIS); threshold(VALUE); equal: whole numbers; boxes(SCORE): a detector's boxes, as F1; "
+        "strings(BLANK): a CTC recognizer's texts; mask(THRESHOLD): mean IoU, or the share of pixels of the same "
+        "class; the dotted path of a function from outputs [N, ...] to integers or booleans; auto: argmax(1) of rows "
+        "that add up to 1, threshold(0.5) of one value in 0..1, equal of whole numbers, mask and boxes where values "
+        "leave no doubt, else cosine",
     )
     min_float_agreement: float | None = setting(
         0.9,

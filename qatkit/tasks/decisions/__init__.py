@@ -1,7 +1,7 @@
 """Decisions, by which the outputs of two models agree: values of `verify.decision`.
 
 base.py             `Request` and `Decision`; how one is typed
-plain.py            argmax, threshold, cosine, a function of a user's
+plain.py            argmax, threshold, equal, cosine, a function of a user's
 strings.py          texts of CTC recognizers
 masks.py            masks and maps of classes
 boxes.py            boxes of detectors: box_layouts.py and find_boxes.py read them, matched_boxes.py compares
@@ -12,7 +12,7 @@ from __future__ import annotations
 from qatkit.tasks.decisions.base import KEY, Decision, MisfitError, Request, Seen, parsed, undecided
 from qatkit.tasks.decisions.boxes import BoxRequest
 from qatkit.tasks.decisions.masks import Mask, class_maps, one_mask
-from qatkit.tasks.decisions.plain import ALIKE, Argmax, Cosine, Function, Threshold, cosines
+from qatkit.tasks.decisions.plain import ALIKE, Argmax, Cosine, Equal, Function, Threshold, cosines
 from qatkit.tasks.decisions.strings import Strings
 from qatkit_verify.dotted import resolve
 from qatkit_verify.errors import ConfigError
@@ -20,7 +20,7 @@ from qatkit_verify.errors import ConfigError
 AUTO = "auto"
 _ONE = 1e-3  # how near to 1 the probabilities of a row add up
 DECISIONS: dict[str, type[Request]] = {
-    kind.name: kind for kind in (Argmax, Threshold, Cosine, BoxRequest, Strings, Mask)
+    kind.name: kind for kind in (Argmax, Threshold, Equal, Cosine, BoxRequest, Strings, Mask)
 }
 
 __all__ = [
@@ -72,16 +72,19 @@ def guessed(seen: Seen) -> str:
     threshold(0.5)    one probability
     mask              probabilities of classes at each place, or one channel that is nearly all 0 or 1
     boxes             `qatkit.tasks.decisions.find_boxes.sure`
+    equal             whole numbers or booleans
     """
+    from qatkit.tasks.decisions.find_boxes import sure
+
     first, samples = seen.first, seen.samples
+    if first.dtype.kind in "iub":
+        return BoxRequest.name if sure(seen) else Equal.name
     if not len(first) or (first.shape[0] != samples and first.ndim > 2):
         return Cosine.name
     if first.ndim == 2:
         return _of_rows(seen)
     if class_maps(seen.outputs) or one_mask(seen.outputs):
         return Mask.name
-    from qatkit.tasks.decisions.find_boxes import sure
-
     return BoxRequest.name if sure(seen) else Cosine.name
 
 

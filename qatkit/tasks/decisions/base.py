@@ -85,8 +85,8 @@ class Request(ABC):
         """
 
     def fits(self, shape: Sequence[int], samples: int) -> bool:
-        """Returns whether the first output may have this shape for so many samples."""
-        return len(shape) > 0 and shape[0] % samples == 0
+        """Returns whether the first output may have this shape for so many samples; of one it may have no axes."""
+        return shape[0] % samples == 0 if shape else samples == 1
 
 
 class Decision(ABC):
@@ -118,7 +118,7 @@ class Decision(ABC):
         """Returns what is judged of all outputs, float32 [N, ...]; by default the first one."""
         import numpy as np
 
-        return np.asarray(outputs[0], np.float32)
+        return np.atleast_1d(np.asarray(outputs[0], np.float32))
 
     def decide(self, output: Array) -> Array:
         """Returns what the first output decides, [N, ...]; of a decision that has no such form, the output."""

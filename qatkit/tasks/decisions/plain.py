@@ -1,4 +1,6 @@
-"""Decisions on the first output alone: the largest value, values above a limit, a direction, a function of a user's."""
+"""Decisions on the first output alone: the largest value, values above a limit, equal values, a direction, a user's
+function.
+"""
 
 from __future__ import annotations
 
@@ -77,6 +79,22 @@ class Threshold(Request, Decision):
     def decide(self, output: Array) -> Array:
         above: Array = output > self.limit
         return above
+
+
+@dataclass(frozen=True)
+class Equal(Request, Decision):
+    """The same values everywhere: for classes and other whole numbers that a model gives by itself."""
+
+    name: ClassVar[str] = "equal"
+    call: ClassVar[str] = "equal"
+    decides: ClassVar[bool] = True
+
+    @property
+    def title(self) -> str:
+        return "values, equal"
+
+    def fitted(self, seen: Seen) -> Decision:
+        return self
 
 
 @dataclass(frozen=True)
