@@ -15,6 +15,7 @@ from qatkit.config.schema import Config
 from qatkit.data import DataModule
 from qatkit.data.inputs import ArrayInputs, Inputs
 from qatkit.export.add_integer_ends import to_integer_io
+from qatkit.export.larger_file import why_larger
 from qatkit.export.tensorrt_table import split_parts, tensorrt_table
 from qatkit.export.torch_to_onnx import export_onnx
 from qatkit.graph.captured import Captured
@@ -223,10 +224,11 @@ def write_files(run: Run, data: DataModule, model: Captured, module: QATModule) 
         note = write_file(converted.graph, config, data.inputs, run.files / run.int8_name)
         write_float_file(model, config, data.inputs, run.files / FLOAT_FILE)
         about = finish_file(run.files / run.int8_name, config, data)
+    larger = why_larger(run.files / FLOAT_FILE, run.files / run.int8_name) if paths_of(model) else None
     write_model_json(folder, about)
     ranges = calibration_ranges(module.graph)
     write_text(folder / RANGES_FILE, json.dumps(ranges, indent=1) + "\n")
-    extra, notes = list[str](), [*_low_bits(module, config), *([note] if note else [])]
+    extra, notes = list[str](), [*_low_bits(module, config), *filter(None, (note, larger))]
     if config.export.tensorrt_table is not None:
         parts = split_parts(module.graph.graph)
         table, missing = tensorrt_table(run.files / FLOAT_FILE, ranges, config.export.tensorrt_table, parts)

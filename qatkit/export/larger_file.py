@@ -1,0 +1,65 @@
+"""Why a quantized file takes more bytes than the float one that it was made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import onnx
+
+_INTEGERS = "_quantized"  # behind the name of a weight
+
+
+def why_larger(given: Path, written: Path) -> str | None:
+    """Returns in words why the quantized file is the larger one; None where it is not.
+
+    Args:
+        given: the float file.
+        written: the quantized one, with the integers of a weight under its name and `_quantized`.
+    """
+    sizes = [path.stat().st_size for path in (given, written)]
+    if sizes[1] <= sizes[0]:
+        return None
+    before, after = (onnx.load(str(path)) for path in (given, written))
+    left = dict(_constants(after.graph))
+    made = {name for node in before.graph.node if node.op_type != "Constant" for name in node.output}
+    computed, kept = list[int](), list[int]()
+    for name, size in left.items():
+        origin = name.removesuffix(_INTEGERS)
+        if origin == name:
+            continue
+        if origin in left:
+            kept.append(size)
+        elif origin in made:
+            computed.append(size)
+    reasons = []
+    if computed:
+        reasons.append(
+            f"{_bytes(computed)} are the integers of weights that the float file computes from smaller constants"
+        )
+    if kept:
+        reasons.append(
+            f"{_bytes(kept)} are the integers of weights that operators left in float read as well, so that both stay"
+        )
+    nodes = sum(_of_nodes(one.graph) * sign for one, sign in ((after, 1), (before, -1)))
+    if nodes > 0:
+        reasons.append(f"{nodes / 1e3:.0f} kB are QuantizeLinear and DequantizeLinear nodes and names")
+    told = f"the INT8 file is {(sizes[1] - sizes[0]) / 1e3:.0f} kB larger than the float one"
+    return f"{told}: {'; '.join(reasons)}" if reasons else told
+
+
+def _constants(graph: onnx.GraphProto) -> Iterator[tuple[str, int]]:
+    """Yields the constants of the main graph by name, with their bytes."""
+    for tensor in graph.initializer:
+        yield tensor.name, tensor.ByteSize()
+    for node in graph.node:
+        if node.op_type == "Constant":
+            yield node.output[0], node.ByteSize()
+
+
+def _of_nodes(graph: onnx.GraphProto) -> int:
+    return sum(node.ByteSize() for node in graph.node if node.op_type != "Constant")
+
+
+def _bytes(sizes: list[int]) -> str:
+    return f"{sum(sizes) / 1e3:.0f} kB"
