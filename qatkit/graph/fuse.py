@@ -29,15 +29,24 @@ from qatkit.graph.pads import open_pads
 from qatkit.graph.pass_result import PassResult
 from qatkit.graph.signature import Example
 from qatkit.graph.trace import propagate, tidy, trace
+from qatkit.graph.weights.branches import merge_branches
 from qatkit.graph.weights.lift import lift_weights
 from qatkit.quant.computed_weights import Computed
 from qatkit.quant.qat_layers import QATConv2d, fold_batch_norm
 
+_STATISTICS = (
+    "BatchNorms of branches that are merged keep their statistics (schedule.batch_norm=train changes others)"
+)
 _OUT_OF_PLACE = {operator.iadd: operator.add, operator.imul: operator.mul, operator.isub: operator.sub}
 
 
 def fuse(
-    model: nn.Module, example: Example, batch_norm: str = "fold", *, depthwise: bool = False
+    model: nn.Module,
+    example: Example,
+    batch_norm: str = "fold",
+    *,
+    depthwise: bool = False,
+    branches: str = "train",
 ) -> PassResult:
     """Records the graph of `model` (a copy; a GraphModule is changed in place) and fuses its BatchNorms.
 
@@ -46,16 +55,22 @@ def fuse(
         example: one input of the real shape.
         batch_norm: "fold", "freeze" or "train".
         depthwise: a BatchNorm2d that can't be fused becomes a depthwise convolution, which has an int8 kernel.
+        branches: "train" or "merged" (`qatkit.graph.weights.branches`).
 
     Raises:
-        ConfigError: unknown `batch_norm`, or a model whose graph can't be recorded.
+        ConfigError: unknown `batch_norm` or `branches`, or a model whose graph can't be recorded.
     """
     limit_of(ScheduleConfig, "batch_norm").check("schedule.batch_norm", batch_norm)
+    limit_of(ScheduleConfig, "branches").check("schedule.branches", branches)
     graph_module = trace(model, example)
     _normalize(graph_module)
     open_pads(graph_module)
     propagate(graph_module, example)
+    merged = merge_branches(graph_module, fold=batch_norm == "fold", merged=branches == "merged")
+    if merged.changed and batch_norm == "train":
+        graph_module.meta["notes"] = [*graph_module.meta["notes"], ("schedule.batch_norm", _STATISTICS)]
     result = lift_weights(graph_module)
+    result.changed += merged.changed
     if result.changed:
         propagate(graph_module, example)
     reads = parameter_reads(graph_module.graph)
@@ -98,13 +113,19 @@ def _fuse_pair(node: fx.Node, batch_norm: str, reads: Mapping[int, int]) -> None
     module, bn = module_of(before), module_of(node)
     owner = node.graph.owning_module
     assert owner is not None
-    if batch_norm == "fold" and not _alive(module, reads):
+    # Others may read its tensors (DBB pads with what its BatchNorm makes of zeros): then it lives on in the operator.
+    readers = [
+        n for n in node.graph.nodes if n.op == "get_attr" and str(n.target).startswith(f"{node.target}.")
+    ]
+    if batch_norm == "fold" and not readers and not _alive(module, reads):
         module.weight, module.bias = _folded(
             cast(Tensor, module.weight), cast("Tensor | None", module.bias), bn
         )
     else:
         fused = qat_type(module).from_float(module, bn, frozen=batch_norm != "train")
         owner.set_submodule(str(before.target), fused.train(module.training))
+    for reader in readers:
+        reader.target = f"{before.target}.bn{str(reader.target).removeprefix(str(node.target))}"
     node.replace_all_uses_with(before)
     node.graph.erase_node(node)
     if not any(n.op == "call_module" and n.target == node.target for n in before.graph.nodes):

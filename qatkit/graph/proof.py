@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from qatkit.graph.capture.free_axes import FreeAxis, with_sizes
 from qatkit.graph.capture.run import plain_contexts
+from qatkit.graph.capture.training_paths import PATHS, follow_paths
 from qatkit.graph.fuse import fuse
 from qatkit.graph.nodes import site
 from qatkit.graph.phase import inference
@@ -205,6 +206,7 @@ def _difference(
     eager = torch.compiler.set_stance("force_eager")
     with inference(model), inference(graph), warnings.catch_warnings(), eager:
         warnings.simplefilter("ignore")
+        follow_paths(model, graph.meta.get(PATHS, ()))  # their merged copies are compared by the capture
         try:
             _, expected, _ = output_leaves(call(model, unflatten(example, [t.clone() for t in tensors])))
         except Exception as error:  # whatever a forward raises

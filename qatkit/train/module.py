@@ -172,7 +172,10 @@ class QATModule(FineTuning):
 
     def fuse(self, model: nn.Module) -> PassResult:
         """Hook: BatchNorms into their operators (a traced copy of `model`; a graph of ours is changed in place)."""
-        return fuse(model, self.example, self.schedule.batch_norm, depthwise=True)
+        schedule = self.schedule
+        # Without training, merged weights are plain ones, which the algorithms may change.
+        branches = schedule.branches if schedule.epochs else "merged"
+        return fuse(model, self.example, schedule.batch_norm, depthwise=True, branches=branches)
 
     def _captured(self, model: nn.Module | Captured) -> Captured | None:
         """Where `fuse` gets a graph from; a hook of one's own is given the model itself."""

@@ -194,3 +194,28 @@ def test_an_input_given_by_name_is_one_like_any_other() -> None:
     np.testing.assert_allclose(run_ort(done.path, done.images, optimize=False), wanted, atol=2e-6)
     exact = run_torch(done.model, done.images)
     assert np.square(wanted - exact).mean() < 1e-3 * np.square(exact).mean()
+
+
+@pytest.mark.parametrize("batch_norm", ["fold", "freeze", "train"])
+def test_a_batch_norm_that_others_read_lives_on(batch_norm: str) -> None:
+    """As in DBB, whose padding has the values that a BatchNorm makes of zeros."""
+
+    class Padded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.bn, self.last = nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            border = self.bn.bias.view(1, -1, 1, 1)
+            y: Tensor = self.last(F.pad(self.bn(self.conv(x)) - border, (1, 1, 1, 1)) + border)
+            return y
+
+    model, x = settle(Padded(), 3, 8, 8), noise(4, 3, 8, 8)
+    graph = fuse(model, x[:2], batch_norm).graph
+    torch.testing.assert_close(graph.eval()(x), model(x), rtol=1e-5, atol=1e-5)
+    assert not [n for n in graph.graph.nodes if n.op == "call_module" and n.target == "bn"]
+    graph(x).square().sum().backward()
+    (shift,) = [one for name, one in graph.named_parameters() if name.endswith("bn.bias")]
+    model(x).square().sum().backward()
+    assert shift.grad is not None and model.bn.bias.grad is not None  # type: ignore[union-attr]
+    torch.testing.assert_close(shift.grad, model.bn.bias.grad, rtol=1e-4, atol=1e-4)  # type: ignore[union-attr]

@@ -37,6 +37,12 @@ class ScheduleConfig:
     )
     enable_fake_quant: float = setting(0.0, "milestone from which values are quantized", FRACTION)
     freeze_observers: float = setting(0.5, "milestone from which ranges are fixed", FRACTION)
+    branches: str = setting(
+        "train",
+        "of re-parameterized blocks, which are one convolution in the file: train all of them, and quantize what they "
+        "merge to, or train that alone",
+        Choices(("train", "merged")),
+    )
     freeze_batch_norm: float = setting(
         0.5, "milestone from which statistics are fixed (batch_norm=train)", FRACTION
     )

@@ -21,6 +21,7 @@ from qatkit.graph.capture.batch import merge_with
 from qatkit.graph.capture.calls import UntraceableError
 from qatkit.graph.capture.merged_sizes import Shapes, check_forms, fold_fixed, sizes_in_run
 from qatkit.graph.capture.run import Recording
+from qatkit.graph.capture.runs import Runs
 from qatkit.graph.signature import other_values, resized
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.foreign import described
@@ -53,9 +54,6 @@ class FreeAxis:
 
 
 Check = Callable[[FreeAxis], None]  # raises where an axis is not free
-Record = Callable[[tuple[Tensor, ...]], Recording]
-Answers = Callable[[tuple[Tensor, ...]], Sequence[Tensor]]
-Computed = Callable[[Recording, tuple[Tensor, ...]], Sequence[Tensor]]
 
 
 class FreeAxes:
@@ -63,27 +61,23 @@ class FreeAxes:
 
     Args:
         wanted: "auto", or names of axes by input, which have to be free.
-        names: of the inputs.
-        tensors: the example's.
-        batch: sizes of the batch in two runs (none for a model that takes the example's alone), and its axes.
-        record: runs the model with sizes traced.
-        answers: returns the outputs of the model.
-        computed: returns the outputs of the graph of a recording.
+        runs: of the model.
+        opened: paths of attention modules that are no leaves.
+        batches: sizes of the batch in two runs; none for a model that takes the example's alone.
+        batch_axes: one an input.
     """
 
     def __init__(
         self,
         wanted: Wanted,
-        names: Sequence[str],
-        tensors: tuple[Tensor, ...],
-        batch: tuple[tuple[int, ...], tuple[int | None, ...]],
-        record: Record,
-        answers: Answers,
-        computed: Computed,
+        runs: Runs,
+        opened: frozenset[str],
+        batches: tuple[int, ...],
+        batch_axes: tuple[int | None, ...],
     ) -> None:
-        self.wanted, self.names, self.tensors = wanted, names, tensors
-        self.batches, self.batch_axes = batch
-        self.record, self.answers, self.computed = record, answers, computed
+        self.wanted, self.runs, self.opened = wanted, runs, opened
+        self.names, self.tensors = runs.names, runs.tensors
+        self.batches, self.batch_axes = batches, batch_axes
         self.notes: list[tuple[str, str]] = []
         self.reasons: dict[tuple[Place, ...], str] = {}  # why a smaller step is not taken
 
@@ -258,12 +252,12 @@ class FreeAxes:
         for sizes in (*between, {axis: axis.others[-1] for axis in axes}):
             tensors = self._inputs(sizes, batch)
             try:
-                expected = self.answers(tensors)
+                expected = self.runs.answers(tensors)
             except Exception:  # noqa: S112  whatever a forward raises: the model does not take one of the sizes
                 continue
             found = ", ".join(f"{axis.size} → {size}" for axis, size in sizes.items())
             try:
-                largest = _difference(expected, self.computed(one, tensors))
+                largest = _difference(expected, self.runs.computed(one, tensors))
             except Exception as error:  # as the model's
                 raise _NotFreeError(
                     f"the graph fails with another size ({found}): {described(error)}"
@@ -276,8 +270,9 @@ class FreeAxes:
 
     def _recorded(self, sizes: Mapping[FreeAxis, int], batch: int | None) -> Recording:
         tensors = self._inputs(sizes, batch)
+        given = other_values(tensors, seed=len(sizes), whole=False) if sizes else tensors
         try:
-            return self.record(other_values(tensors, seed=len(sizes), whole=False) if sizes else tensors)
+            return self.runs.record(given, self.opened)
         except UntraceableError:
             raise
         except Exception as error:  # whatever a forward raises

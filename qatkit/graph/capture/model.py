@@ -8,49 +8,29 @@ two runs under the recorder      batches of 2 and of 3, other values
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import traceback
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from qatkit.graph.attention import self_attention
-from qatkit.graph.attention.self_attention import unusual_call
-from qatkit.graph.capture.batch import merge
-from qatkit.graph.capture.batch_axes import independent_axes
 from qatkit.graph.capture.calls import IN_TRAINING, RANDOM, UntraceableError
 from qatkit.graph.capture.complex_numbers import open_complex
 from qatkit.graph.capture.free_axes import FreeAxes, FreeAxis, Wanted
-from qatkit.graph.capture.image_kernels import open_image_kernels
 from qatkit.graph.capture.notes import code_at, notes_of, notes_of_opaque, notes_of_state
-from qatkit.graph.capture.pieces import may_halve
-from qatkit.graph.capture.run import Recording, kept_buffers, record
+from qatkit.graph.capture.run import Recording
+from qatkit.graph.capture.runs import Runs
 from qatkit.graph.capture.training import TrainingOnly, drop_reshaping, follow_mode, watch
-from qatkit.graph.nodes import classifies_in_training
-from qatkit.graph.signature import (
-    Example,
-    batch_axes,
-    batch_size,
-    call,
-    flatten,
-    input_names,
-    is_whole,
-    other_values,
-    output_leaves,
-    resized,
-    unflatten,
+from qatkit.graph.capture.training_paths import (
+    PATHS,
+    missing_parameters,
+    notes_of_paths,
+    training_paths,
 )
+from qatkit.graph.signature import Example, flatten, input_names, resized, unflatten
 from qatkit_verify.errors import ConfigError
-from qatkit_verify.foreign import described
 
-SIZES: tuple[int, int] = (2, 3)
-Axes = tuple[int | None, ...]
-Recorded = tuple[Recording, frozenset[str], tuple[int, ...], Axes]  # as `_recorded` returns it
 _PARTS = "or quantize the parts around it (qatkit.Parts)"
 
 
@@ -95,14 +75,24 @@ def _captured(
     tensors: tuple[Tensor, ...],
     dynamic_axes: Wanted,
 ) -> fx.GraphModule:
-    one, opened, sizes, axes = _recorded_by_multiples(model, example, names, tensors)
+    runs = Runs(model, example, names, tensors)
+    one, opened, sizes, axes = runs.for_any_batch()
+    given = unflatten(example, resized(tensors, sizes[0], axes) if sizes else tensors)
+    paths = training_paths(model, given, missing_parameters(model, one.graph))
+    if paths.blocks:
+        try:
+            runs.blocks = paths.blocks
+            one, opened, sizes, axes = runs.for_any_batch()
+        except (UntraceableError, ConfigError):
+            paths, runs.blocks = replace(paths, blocks=()), ()
+            runs.set_mode()
     free: list[FreeAxis] = []
     about_sizes: list[tuple[str, str]] = []
     if dynamic_axes != "none":
-        search = _free_axes(model, example, (names, tensors), opened, (sizes, axes), dynamic_axes)
+        search = FreeAxes(dynamic_axes, runs, opened, sizes, axes)
         other, free = search.run()
         one, about_sizes = other or one, search.notes
-    given = unflatten(example, resized(tensors, sizes[0], axes) if sizes else tensors)
+    apart = notes_of_paths(model, paths, missing_parameters(model, one.graph))
     rates, random, reshaping, kept = watch(model, given, one.only_training, one.drawn)
     graph_module = _module(model, one)
     random += follow_mode(graph_module, rates)
@@ -121,262 +111,15 @@ def _captured(
         + about_sizes
         + reshaped
         + notes_of_state(graph_module, one, kept)
-        + notes_of_opaque(graph_module),
+        + notes_of_opaque(graph_module)
+        + apart,
+        PATHS: paths.blocks,
         "read_values": one.read_values,
     }
     for node in graph_module.graph.nodes:  # paths of this machine have no place in a checkpoint
         node.meta.pop("where", None)
     graph_module.recompile()
     return graph_module
-
-
-def _recorded_by_multiples(
-    model: nn.Module, example: Example, names: Sequence[str], tensors: tuple[Tensor, ...]
-) -> Recorded:
-    """The recording for any batch, else for multiples of a divisor of the example's, else for the example's alone."""
-    found: Recorded | UntraceableError
-    try:
-        found = _recorded_twice(model, example, names, tensors)
-    except UntraceableError as error:
-        found = error
-    some = not isinstance(found, UntraceableError) and bool(found[2])
-    if not isinstance(found, UntraceableError) and some and not found[0].shares:
-        return found
-    images = batch_size(tensors, batch_axes(tensors))
-    for factor in [number for number in range(2, images + 1) if images % number == 0]:
-        with contextlib.suppress(UntraceableError, ConfigError):
-            other = _recorded(model, example, names, tensors, factor)
-            if other[2] and (other[0].shares or not some):
-                return other
-    if isinstance(found, UntraceableError):
-        raise found
-    return found
-
-
-def _recorded_twice(
-    model: nn.Module, example: Example, names: Sequence[str], tensors: tuple[Tensor, ...]
-) -> Recorded:
-    try:
-        return _recorded(model, example, names, tensors)
-    except UntraceableError:
-        # What a first run keeps for the next (tables of positions) is there in a second one; and code that asks
-        # whether it is being compiled leaves out the short cuts that depend on values.
-        with _compiling():
-            return _recorded(model, example, names, tensors)
-
-
-def _recorded(
-    model: nn.Module, example: Example, names: Sequence[str], tensors: tuple[Tensor, ...], factor: int = 1
-) -> Recorded:
-    """The recording for any batch, what attention was opened, no sizes if the model takes the example's alone; and the
-    batch axes.
-
-    An axis that is as long as the batch by chance (of a mask of positions) is found by leaving it out.
-    """
-    known = _declared_axes(model, names)
-    guesses = [known] if known else _guesses(batch_axes(tensors))
-    if not known:
-        _set_mode(model)
-        found = independent_axes(tensors, functools.partial(_answers, model, example))
-        guesses = guesses if found is None else [found, *guesses]
-    first: Recorded | Exception | None = None
-    for axes in guesses:
-        try:
-            one, opened, sizes = _recorded_along(axes, model, example, names, tensors, factor)
-        except (UntraceableError, ConfigError) as error:
-            first = first or error
-            continue
-        if sizes:
-            return one, opened, sizes, axes
-        first = first or (one, opened, sizes, axes)
-    assert first is not None
-    if isinstance(first, Exception):
-        raise first
-    return first
-
-
-def _answers(model: nn.Module, example: Example, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The outputs of the model, which is as it was afterwards."""
-    with torch.no_grad(), kept_buffers(model), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return output_leaves(call(model, unflatten(example, [t.clone() for t in tensors])))[1]
-
-
-def _declared_axes(model: nn.Module, names: Sequence[str]) -> Axes:
-    """Returns the batch axis of each input of a model that knows them; empty for one that does not."""
-    declared: Mapping[str, int | None] | None = getattr(model, "batch_axes", None)
-    if not isinstance(declared, Mapping):
-        return ()
-    if len(names) == 1 and len(declared) == 1:
-        return tuple(declared.values())
-    return tuple(declared.get(name) for name in names)
-
-
-def _guesses(axes: Axes) -> list[Axes]:
-    """`axes`, all but one of them, and each alone."""
-    given = [i for i, axis in enumerate(axes) if axis is not None]
-    if len(given) < 2:
-        return [axes]
-    without = [[i for i in given if i != left] for left in reversed(given)]
-    kept = [given, *without, *([i] for i in given)]
-    found = [tuple(axis if i in one else None for i, axis in enumerate(axes)) for one in kept]
-    return list(dict.fromkeys(found))
-
-
-def _recorded_along(
-    axes: Axes,
-    model: nn.Module,
-    example: Example,
-    names: Sequence[str],
-    tensors: tuple[Tensor, ...],
-    factor: int,
-) -> tuple[Recording, frozenset[str], tuple[int, ...]]:
-    _set_mode(model)
-    one, opened, sizes = _first(axes, model, example, names, tensors, factor)
-    if not sizes:
-        return one, opened, sizes
-    other = _second(resized(tensors, sizes[1], axes), model, example, names, opened)
-    if other is None:
-        return one, opened, ()
-    first, axis = next((i, axis) for i, axis in enumerate(axes) if axis is not None)
-    if factor > 1 and not _alike(other, record(model, example, tensors, names, opened)):
-        return one, opened, ()
-    halves = factor == 1 and may_halve(one, other)
-    one.shares = merge(one, other, SIZES, (first, axis), factor) or halves
-    open_image_kernels(one.graph)
-    return one, opened, sizes
-
-
-def _free_axes(
-    model: nn.Module,
-    example: Example,
-    given: tuple[Sequence[str], tuple[Tensor, ...]],
-    opened: frozenset[str],
-    batch: tuple[tuple[int, ...], Axes],
-    wanted: Wanted,
-) -> FreeAxes:
-    names, tensors = given
-
-    def recorded(inputs: tuple[Tensor, ...]) -> Recording:
-        _set_mode(model)
-        try:
-            one = record(model, example, inputs, names, opened, trace_sizes=True)
-        except UntraceableError:
-            with _compiling():
-                one = record(model, example, inputs, names, opened, trace_sizes=True)
-        open_image_kernels(one.graph)
-        return one
-
-    def answers(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        _set_mode(model)
-        return _answers(model, example, inputs)
-
-    def computed(one: Recording, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        with torch.no_grad(), kept_buffers(model):
-            found = _Recorded(model, one).run(*(t.clone() for t in inputs))
-        return found if isinstance(found, tuple) else (found,)
-
-    return FreeAxes(wanted, names, tensors, batch, recorded, answers, computed)
-
-
-class _Recorded(fx.Interpreter):
-    """Runs a recording on the model that it was made of."""
-
-    def __init__(self, model: nn.Module, one: Recording) -> None:
-        super().__init__(model, graph=one.graph)
-        self._constants = one.constants
-
-    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
-        known = self._constants.get(target)
-        return super().get_attr(target, args, kwargs) if known is None else known
-
-
-def _alike(one: Recording, other: Recording) -> bool:
-    """Whether two runs made the same calls."""
-    return [node.target for node in one.graph.nodes] == [node.target for node in other.graph.nodes]
-
-
-def _second(
-    tensors: tuple[Tensor, ...],
-    model: nn.Module,
-    example: Example,
-    names: Sequence[str],
-    opened: frozenset[str],
-    *,
-    whole: bool = True,
-) -> Recording | None:
-    """The run with other values, with the whole numbers given where it takes no others; None if it fails."""
-    _set_mode(model)
-    try:
-        return record(model, example, other_values(tensors, seed=0, whole=whole), names, opened)
-    except UntraceableError:
-        raise
-    except Exception:  # whatever a forward raises
-        again = whole and any(map(is_whole, tensors))
-    return _second(tensors, model, example, names, opened, whole=False) if again else None
-
-
-@contextlib.contextmanager
-def _compiling() -> Iterator[None]:
-    """`torch.compiler.is_compiling()` is true, as it is while torch.compile follows a model."""
-    before = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = True
-    try:
-        yield
-    finally:
-        torch.compiler._is_compiling_flag = before
-
-
-def _set_mode(model: nn.Module) -> None:
-    """Inference mode; torchvision's GoogLeNet and Inception call their auxiliary heads in training alone."""
-    model.train()  # some drop what they keep for inference when they are put into training mode
-    model.eval()
-    if classifies_in_training(model):
-        for module in model.modules():
-            module.training = any(True for _ in module.children())
-
-
-def _first(
-    axes: Axes,
-    model: nn.Module,
-    example: Example,
-    names: Sequence[str],
-    tensors: tuple[Tensor, ...],
-    factor: int,
-) -> tuple[Recording, frozenset[str], tuple[int, ...]]:
-    """The first run, with what attention had to be opened; no sizes if the model takes the example's batch alone."""
-    sizes = tuple(factor * size for size in SIZES) if any(axis is not None for axis in axes) else ()
-    given = resized(tensors, sizes[0], axes) if sizes else tensors
-    try:
-        one = record(model, example, given, names, frozenset())
-    except UntraceableError:
-        raise
-    except Exception as error:  # whatever a forward raises
-        if not sizes or batch_size(tensors, axes) == sizes[0]:
-            raise _no_call(model, error) from error
-        sizes, given = (), tensors
-        try:
-            one = record(model, example, given, names, frozenset())
-        except UntraceableError:
-            raise
-        except Exception as again:
-            raise _no_call(model, again) from again
-    opened = frozenset(
-        str(node.target)
-        for node in one.graph.nodes
-        if node.op == "call_module"
-        and isinstance(module := model.get_submodule(str(node.target)), nn.MultiheadAttention)
-        and (self_attention.why_not(module) or unusual_call(node))
-    )
-    return (record(model, example, given, names, opened) if opened else one), opened, sizes
-
-
-def _no_call(model: nn.Module, error: Exception) -> Exception:
-    """What a forward raised as one line; a mistake of the recorder itself as it is."""
-    if Path(traceback.extract_tb(error.__traceback__)[-1].filename).parent == Path(__file__).parent:
-        return error
-    reason = f"the model failed on the example input ({described(error)})"
-    return ConfigError("model.name", type(model).__name__, reason=reason)
 
 
 def _module(model: nn.Module, one: Recording) -> fx.GraphModule:

@@ -1,0 +1,259 @@
+"""Blocks that train another path than they evaluate, and parameters that training alone reaches.
+
+A re-parameterized block evaluates with a merged copy of its branches, which is often frozen (`eval_conv` of SPAN). A
+graph recorded in inference mode has the copy, and nothing would ever train the branches:
+
+    a run in training mode, with gradients      →  parameters that reach the outputs and are not in the graph
+    the innermost module around one of them
+    that inference mode calls too               →  a block
+    the same outputs from both of its paths     →  it is recorded in training mode, with its BatchNorms as in inference
+    anything else (auxiliary heads)             →  a note
+
+A model whose graph has all parameters that require gradients needs no such run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils import _pytree as pytree
+
+from qatkit.graph.capture.run import kept_buffers, plain_contexts
+from qatkit.graph.nodes import called
+from qatkit.graph.signature import Example, call, flatten, leaves, unflatten
+
+PATHS = "training_paths"  # in a graph's meta: the paths of the blocks that were recorded in training mode
+_NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
+_WITHOUT_GRADIENT = ("detach", "detach_", "data")
+_ROUNDING = 1e-4  # of the largest output: what two paths of one block may differ by in float32
+_NAMED = 4  # modules of a note
+_ALONE = (
+    "trains in the model's training mode alone, and is no part of the graph: fine-tuning leaves it as it is"
+)
+
+
+@dataclass(frozen=True)
+class TrainingPaths:
+    """The findings of a run in training mode.
+
+    Attributes:
+        around: by parameter that training mode alone reaches, the innermost module that inference mode calls too.
+        differences: by such a module, how far its two paths are apart, as a share of the output.
+        blocks: paths of the modules whose graph is to be recorded in training mode.
+    """
+
+    around: Mapping[str, str]
+    differences: Mapping[str, float]
+    blocks: tuple[str, ...]
+
+
+def missing_parameters(model: nn.Module, graph: fx.Graph) -> dict[str, nn.Parameter]:
+    """The parameters that require gradients, and that get none from the outputs of `graph`, recorded from `model`."""
+    read: set[int] = set()
+    for node in _before(next(iter(reversed(graph.nodes)))):
+        path = str(node.target)
+        if node.op == "call_module":
+            read.update(map(id, model.get_submodule(path).parameters()))
+        elif node.op == "get_attr":
+            owner, _, name = path.rpartition(".")
+            read.add(id(getattr(model.get_submodule(owner), name, None)))
+    return {name: one for name, one in model.named_parameters() if one.requires_grad and id(one) not in read}
+
+
+def _before(end: fx.Node) -> set[fx.Node]:
+    """The nodes that `end` gets a gradient to."""
+    found, left = set[fx.Node](), [end]
+    while left:
+        node = left.pop()
+        if node not in found and called(node) not in _WITHOUT_GRADIENT:
+            found.add(node)
+            left += node.all_input_nodes
+    return found
+
+
+def training_paths(model: nn.Module, example: Example, missing: Mapping[str, nn.Parameter]) -> TrainingPaths:
+    """Runs `model` in both modes, if any parameter is missing; it is left in inference mode then.
+
+    Args:
+        missing: the parameters that may be trained by another path than that of inference.
+    """
+    if not missing:
+        return TrainingPaths({}, {}, ())
+    reached = _reached(model, example, missing)
+    _evaluate(model)
+    around = _blocks(model, example, reached)
+    differences = _differences(model, example, set(around.values())) if around else {}
+    _evaluate(model)
+    blocks = tuple(path for path, found in differences.items() if found <= _ROUNDING)
+    return TrainingPaths(around, differences, blocks)
+
+
+def follow_paths(model: nn.Module, blocks: Collection[str]) -> None:
+    """Puts the modules at `blocks` into training mode, and all modules inside of them into inference mode."""
+    for path in sorted(blocks, key=len):  # an outer one before what it holds
+        block = model.get_submodule(path).train()
+        for module in block.modules():
+            if module is not block:
+                module.training = False
+
+
+def notes_of_paths(model: nn.Module, paths: TrainingPaths, missing: Collection[str]) -> list[tuple[str, str]]:
+    """Names the parameters that stay out of the graph, by their modules: in one line where nothing is in their place,
+    in another where evaluation computes something else than training does.
+
+    Args:
+        missing: from the graph as it was recorded in the end.
+    """
+    apart = [name for name in paths.around if name in missing]
+    gaps = {name: paths.differences[paths.around[name]] for name in apart}
+    inexact = [name for name in apart if _ROUNDING < gaps[name] < float("inf")]
+    by_far = [name for name in apart if name not in inexact]
+    largest = max((gaps[name] for name in inexact), default=0.0)
+    found = []
+    for names, reason in (
+        (by_far, _ALONE),
+        (inexact, f"{_ALONE}; what evaluates in its place differs by {largest:.1g} of the output"),
+    ):
+        groups = _groups(model, names)
+        if groups:
+            found.append((listed(groups), reason))
+    return found
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
+
+
+def _evaluate(model: nn.Module) -> None:
+    model.train()  # some merge when they leave training mode
+    model.eval()
+
+
+def _reached(model: nn.Module, example: Example, missing: Mapping[str, nn.Parameter]) -> list[str]:
+    """The names of those of `missing` that get a gradient from the outputs of training mode.
+
+    A model that can't be run so (it wants targets) has nothing to tell.
+    """
+    model.train()
+    for module in model.modules():
+        if isinstance(module, _NORMS):
+            module.training = False
+    try:
+        with _apart(model), torch.enable_grad():
+            outputs = _leaves(call(model, _copied(example)))
+            total = sum(one.float().sum() for one in outputs if one.requires_grad)
+            given = torch.autograd.grad(total, list(missing.values()), allow_unused=True)  # type: ignore[arg-type]
+    except Exception:  # whatever a forward raises without the targets it wants in training
+        return []
+    return [name for name, one in zip(missing, given, strict=True) if one is not None]
+
+
+def _blocks(model: nn.Module, example: Example, names: Iterable[str]) -> dict[str, str]:
+    """By parameter, the path of the innermost module around it that inference mode calls."""
+    called = {id(model)}
+
+    def note(module: nn.Module, _: Any) -> None:
+        called.add(id(module))
+
+    handle = register_module_forward_pre_hook(note)
+    try:
+        with _apart(model), torch.no_grad():
+            call(model, _copied(example))
+    finally:
+        handle.remove()
+    found = {}
+    for name in names:
+        path = name.rpartition(".")[0]
+        while id(model.get_submodule(path)) not in called:
+            path = path.rpartition(".")[0]
+        found[name] = path
+    return found
+
+
+def _differences(model: nn.Module, example: Example, paths: Collection[str]) -> dict[str, float]:
+    """Compares the training path of each module with its outputs in inference mode, for its first inputs."""
+    given: dict[str, tuple[Any, Any]] = {}
+    results: dict[str, Any] = {}
+    with contextlib.ExitStack() as stack:
+        for path in paths:
+
+            def before(_: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
+                given.setdefault(path, _cloned((args, kwargs)))
+
+            def after(_: nn.Module, __: Any, ___: Any, result: Any, path: str = path) -> None:
+                results.setdefault(path, _cloned(result))
+
+            module = model.get_submodule(path)
+            stack.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
+            stack.enter_context(module.register_forward_hook(after, with_kwargs=True))
+        stack.enter_context(_apart(model))
+        stack.enter_context(torch.no_grad())
+        call(model, _copied(example))
+    return {path: _difference(model, path, *given[path], results[path]) for path in sorted(results)}
+
+
+def _difference(model: nn.Module, path: str, args: Any, kwargs: Any, expected: Any) -> float:
+    follow_paths(model, [path])
+    try:
+        with _apart(model), torch.no_grad():
+            found = _leaves(model.get_submodule(path)(*args, **kwargs))
+    except Exception:  # whatever a forward raises in training
+        return float("inf")
+    wanted = _leaves(expected)
+    if [one.shape for one in found] != [one.shape for one in wanted]:
+        return float("inf")
+    pairs = [pair for pair in zip(wanted, found, strict=True) if pair[0].numel()]
+    return max((_relative(*pair) for pair in pairs), default=0.0)
+
+
+def _relative(wanted: Tensor, found: Tensor) -> float:
+    gap = (wanted.double() - found.double()).abs().max() / wanted.abs().max().double().clamp_min(1e-30)
+    return float(gap) if gap.isfinite() else float("inf")
+
+
+@contextlib.contextmanager
+def _apart(model: nn.Module) -> Iterator[None]:
+    """A run that leaves no trace: neither in buffers nor in random numbers."""
+    with (
+        torch.random.fork_rng(devices=[]),
+        torch.compiler.set_stance("force_eager"),
+        plain_contexts(set()),
+        kept_buffers(model),
+    ):
+        yield
+
+
+def _copied(example: Example) -> Any:
+    return unflatten(example, [tensor.clone() for tensor in flatten(example)])
+
+
+def _cloned(value: Any) -> Any:
+    """Copies of the tensors in `value`: what a module is given may be changed in place."""
+    return pytree.tree_map_only(Tensor, torch.clone, value)
+
+
+def _leaves(value: Any) -> list[Tensor]:
+    return [one for _, one in leaves(value) if isinstance(one, Tensor)]
+
+
+def _groups(model: nn.Module, names: Sequence[str]) -> list[str]:
+    """The outermost modules that have no other trainable parameters than these; else the parameters' own names."""
+    others = [n for n, one in model.named_parameters() if one.requires_grad and n not in names]
+    found = []
+    for name in names:
+        parts = name.split(".")
+        paths = [".".join(parts[: i + 1]) for i in range(len(parts))]
+        found.append(next(path for path in paths if not any(_lies_in(n, path) for n in others)))
+    return list(dict.fromkeys(found))
+
+
+def _lies_in(name: str, path: str) -> bool:
+    return name == path or name.startswith(f"{path}.")
