@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from qatkit.graph.signature import batch_axes, batch_size, other_values, resized
 
@@ -21,11 +21,15 @@ _MOST = 12  # ways of choosing an axis of each input
 
 
 def independent_axes(
-    tensors: Sequence[Tensor], run: Callable[[tuple[Tensor, ...]], Sequence[Tensor]]
+    model: nn.Module, tensors: Sequence[Tensor], run: Callable[[tuple[Tensor, ...]], Sequence[Tensor]]
 ) -> Axes | None:
     """Returns the axes along which samples are independent; None for the usual ones, or where there are none.
 
+    Another axis than the first of the first input is looked at only where a layer has its batch there
+    (`batch_first=False`): a model that mixes the samples of a batch may well treat other axes point by point.
+
     Args:
+        model: whose layers are looked at.
         tensors: of the example.
         run: returns the outputs of the model, in inference mode.
     """
@@ -37,16 +41,15 @@ def independent_axes(
         or _independent(tensors, usual, run)
     ):
         return None
-    if len(tensors) == 1 and tensors[0].ndim < 3:
-        return None
-    others = (axes for axes in _choices(tensors, first) if axes != usual)
+    time_first = any(getattr(module, "batch_first", True) is False for module in model.modules())
+    others = (axes for axes in _choices(tensors, first, 3 if time_first else 1) if axes != usual)
     found = (axes for axes in itertools.islice(others, _MOST) if _independent(tensors, axes, run))
     return next(found, None)
 
 
-def _choices(tensors: Sequence[Tensor], first: int) -> Iterator[Axes]:
-    """An axis of the first input, and one as long of every other input that has any."""
-    for axis in range(min(tensors[first].ndim, 3)):
+def _choices(tensors: Sequence[Tensor], first: int, most: int) -> Iterator[Axes]:
+    """One of so many axes of the first input, and one as long of every other input that has any."""
+    for axis in range(min(tensors[first].ndim, most)):
         size = tensors[first].shape[axis]
         options: list[list[int | None]] = [
             [axis] if i == first else [*(a for a, n in enumerate(tensor.shape) if n == size)] or [None]

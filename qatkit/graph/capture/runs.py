@@ -122,7 +122,8 @@ class Runs:
     def answers(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Returns the outputs of the model, which is as it was afterwards."""
         self.set_mode()
-        with torch.no_grad(), kept_buffers(self.model), warnings.catch_warnings():
+        eager = torch.compiler.set_stance("force_eager")
+        with torch.no_grad(), eager, kept_buffers(self.model), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return output_leaves(call(self.model, self._call(tensors)))[1]
 
@@ -167,8 +168,9 @@ class Runs:
         """
         known = _declared_axes(self.model, self.names)
         guesses = [known] if known else _guesses(batch_axes(self.tensors))
-        if not known and (independent := independent_axes(self.tensors, self.answers)) is not None:
-            guesses.insert(0, independent)
+        if not known:
+            found_axes = independent_axes(self.model, self.tensors, self.answers)
+            guesses = guesses if found_axes is None else [found_axes, *guesses]
         first: ForAnyBatch | Exception | None = None
         for axes in guesses:
             try:
@@ -193,12 +195,22 @@ class Runs:
         if other is None:
             return ForAnyBatch(one, opened, (), axes)
         first, axis = next((i, axis) for i, axis in enumerate(axes) if axis is not None)
-        if factor > 1 and not _alike(other, self._record(self.tensors, opened)):
+        if factor > 1 and not self._takes_multiples(factor, axes, opened, other):
             return ForAnyBatch(one, opened, (), axes)
         halves = factor == 1 and may_halve(one, other)
         one.shares = merge(one, other, SIZES, (first, axis), factor) or halves
         open_image_kernels(one.graph)
         return ForAnyBatch(one, opened, sizes, axes)
+
+    def _takes_multiples(self, factor: int, axes: Axes, opened: frozenset[str], run: Recording) -> bool:
+        """Whether the example, and as few as `factor`, are computed as in another run."""
+        few = resized(self.tensors, factor, axes)
+        try:
+            return all(_alike(run, self._record(tensors, opened)) for tensors in (self.tensors, few))
+        except UntraceableError:
+            raise
+        except Exception:  # whatever a forward raises
+            return False
 
     def _first(self, axes: Axes, factor: int) -> tuple[Recording, frozenset[str], tuple[int, ...]]:
         """The first run, with what attention had to be opened; no sizes if the model takes this batch alone."""
