@@ -67,26 +67,35 @@ def _is_empty(cell: types.CellType) -> bool:
     return False
 
 
-def rebind(copied: nn.Module, memo: dict[int, Any]) -> None:
+def rebind(model: nn.Module, copied: nn.Module, memo: dict[int, Any]) -> None:
     """Lets the functions that a copy holds, as hooks and as attributes, refer to copies of what they refer to.
 
-    Of a model without hooks nothing is changed: there no function of a module is called but by its own code.
+    Of a model without hooks nothing is changed: there no function of a module is called but by its own code. Functions
+    that the copy has made itself (torch.compile's) are right as they are.
 
     Args:
-        copied: the copy of a model, by `copy.deepcopy`.
+        model: what was copied.
+        copied: its copy, by `copy.deepcopy`.
         memo: what `copy.deepcopy` was called with.
     """
     if not any(map(_is_hooked, copied.modules())):
         return
+    held = [value for module in model.modules() for value in attributes_of(module).values()]
+    given = {id(one) for one in _reached(held) if isinstance(one, types.FunctionType)}
     functions = _Functions(memo)
+
+    def again(value: Any) -> Any:
+        is_own = isinstance(value, types.FunctionType) and id(value) not in given
+        return value if is_own or not _has_state(value) else functions.within(value)
+
     for module in copied.modules():
         for name, value in attributes_of(module).items():
             if isinstance(value, dict):
-                value.update({key: functions.within(one) for key, one in value.items() if _has_state(one)})
+                value.update({key: again(one) for key, one in value.items()})
             elif isinstance(value, list):
-                value[:] = [functions.within(one) if _has_state(one) else one for one in value]
-            elif _has_state(value):
-                vars(module)[name] = functions.within(value)
+                value[:] = map(again, value)
+            else:
+                vars(module)[name] = again(value)
 
 
 def _is_hooked(module: nn.Module) -> bool:

@@ -71,7 +71,7 @@ def copy_of(model: nn.Module) -> nn.Module:
     """
     memo = what_copies_share(model)
     copied = copy.deepcopy(model, memo)
-    rebind(copied, memo)
+    rebind(model, copied, memo)
     return copied
 
 
