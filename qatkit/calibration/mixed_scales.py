@@ -9,6 +9,8 @@ Each quantizer alone is put into the float graph, and its error is looked at whe
     at an output          channel by channel, against what the channel varies by: each means something of its own
     at the next operator  with a weight, or at the next quantizer: in total, since a weight makes of its inputs what
                           it needs, and channels that say little are common inside of a network
+    behind a logarithm    small values count as much as large ones there, so that an operator with a weight in front of
+                          it ends nothing: what follows is looked at as well
 
 What loses too much is left float: the operator that makes the tensor where that has no weight, else the operators with
 a weight on either side of it. Of fewer than 8 bits nothing is expected.
@@ -25,6 +27,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
+from qatkit.calibration.reach import reaching_logarithms, reaching_outputs, weighted
 from qatkit.graph.nodes import facts, module_of, op_class, site
 from qatkit.graph.overrides import OVERRIDDEN
 from qatkit.graph.phase import inference, set_phase
@@ -229,10 +232,11 @@ def _decibel(signal: Tensor, error: Tensor) -> Tensor:
 
 @dataclass
 class _At:
-    """One quantizer, what its values reach, and what was found there."""
+    """One quantizer, what its values reach, what of that has a weight and a logarithm behind it, and what was found."""
 
     node: fx.Node
     behind: list[fx.Node]
+    through: frozenset[fx.Node]
     sinks: dict[str, _Sink] = field(default_factory=dict)
 
 
@@ -245,9 +249,10 @@ class _Measured(fx.Interpreter):
     def __init__(self, graph_module: fx.GraphModule) -> None:
         super().__init__(graph_module)
         self._graph = graph_module
-        self._tail = _reaching_outputs(graph_module.graph)
+        self._tail = reaching_outputs(graph_module.graph)
+        self._logged = reaching_logarithms(graph_module.graph)
         self.points = [
-            _At(node, self._behind(node))
+            _At(node, behind := self._behind(node), frozenset(filter(self._passed, behind)))
             for node in graph_module.graph.nodes
             if is_quantizer(node) and cast(FakeQuantize, module_of(node)).spec.dtype in WHOLE
         ]
@@ -304,8 +309,9 @@ class _Measured(fx.Interpreter):
             )
             return
         found = super().run_node(node)
-        if not _weighted(node):
+        if not weighted(node) or self._passed(node):
             values[node] = found
+        if not weighted(node):
             return
         before, after = (result, found) if isinstance(found, Tensor) else (result[0], found[0])
         self._sink(at, site(node), False).add(before, after, [_channels(node, before)])
@@ -323,25 +329,13 @@ class _Measured(fx.Interpreter):
                 if user in found:
                     continue
                 found.add(user)
-                if not _weighted(user) and not (is_quantizer(user) and user not in self._tail):
+                ends = weighted(user) and not self._passed(user)
+                if not ends and not (is_quantizer(user) and user not in self._tail):
                     left.append(user)
         return [node for node in quantizer.graph.nodes if node in found]
 
-
-def _weighted(node: fx.Node) -> bool:
-    """Returns whether a node multiplies by weights, which change an error in their own way."""
-    return node.op == "call_module" and (facts(node).weighted or op_class(node) in ("lstm", "gru", "rnn"))
-
-
-def _reaching_outputs(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes whose values reach an output without passing an operator with a weight."""
-    found: set[fx.Node] = set()
-    for node in reversed(graph.nodes):
-        if node.op == "output" or (
-            node in found or any(user in found and not _weighted(user) for user in node.users)
-        ):
-            found.add(node)
-    return found
+    def _passed(self, node: fx.Node) -> bool:
+        return weighted(node) and node in self._logged
 
 
 def _axes(value: Tensor) -> Sequence[int]:
@@ -362,7 +356,7 @@ def _judged(at: _At) -> MixedScale | None:
     if not losses:
         return None
     lost = {one.where for one in losses}
-    readers = [node for node in _direct(at.node) if site(node) in lost]
+    readers = [node for node in _direct(at.node) if site(node) in lost or node in at.through]
     source = _source(at.node)
     chosen = readers if source.op == "placeholder" else [source, *readers]
     overridden = cast(fx.GraphModule, at.node.graph.owning_module).meta.get(OVERRIDDEN, ())
@@ -383,7 +377,7 @@ def _direct(quantizer: fx.Node) -> list[fx.Node]:
     found, left = [], list(quantizer.users)
     while left:
         node = left.pop(0)
-        if _weighted(node):
+        if weighted(node):
             found.append(node)
         elif facts(node).keeps_range:
             left += node.users

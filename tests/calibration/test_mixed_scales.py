@@ -74,6 +74,23 @@ class FrontEnd(nn.Module):
         return cast(Tensor, self.conv(torch.log(self.filters(x).square() + 1e-8)))
 
 
+class Spectrum(nn.Module):
+    """Logarithms of a sum over bands, whose energies span six orders of magnitude, and an operator behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.filters, self.bands = nn.Conv1d(1, 16, 32, stride=16, bias=False), nn.Linear(16, 8, bias=False)
+        self.head = nn.Linear(8, 8)
+        with torch.no_grad():
+            self.filters.weight *= torch.logspace(0, -2, 16)[:, None, None]
+            self.bands.weight.copy_(torch.eye(8).repeat_interleave(2, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        energies = self.filters(x).square().transpose(1, 2)
+        return cast(Tensor, self.head(torch.log(self.bands(energies) + 1e-8)))
+
+
 def shipped(
     model: nn.Module, images: Tensor, path: Path, mixed: str = "float", **options: object
 ) -> QATModule:
@@ -136,6 +153,19 @@ def test_the_filters_of_a_logarithm_stay_float(tmp_path: Path) -> None:
     lost, kept = (decibel(exact, run(path, sound), 1).mean() for path in (before, after))
     assert kept > 25 > lost + 10
     assert module.floats == ["filters"]
+
+
+def test_bands_before_a_logarithm_are_looked_at_behind_it(tmp_path: Path) -> None:
+    model, sound = Spectrum(), noise(32, 1, 512)
+    exact = model(sound).detach().numpy()
+    before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
+
+    shipped(model, sound, before, "report")
+    module = shipped(model, sound, after)
+
+    lost, kept = (decibel(exact, run(path, sound), 2).mean() for path in (before, after))
+    assert kept > 25 > lost + 25
+    assert {"square", "bands"} <= {*module.floats} and "head" not in module.floats
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,10 @@ class Equal(Request, Decision):
     def title(self) -> str:
         return "values, equal"
 
+    @classmethod
+    def takes(cls, seen: Seen) -> bool:
+        return seen.first.dtype.kind in "iub"
+
     def fitted(self, seen: Seen) -> Decision:
         return self
 

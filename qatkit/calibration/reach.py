@@ -1,0 +1,38 @@
+"""How far the values of a graph reach: to an output, to a logarithm, through operators with weights or not."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from qatkit.graph.nodes import facts, op_class
+from qatkit.graph.quantizers import is_quantizer
+
+_LOGARITHMS = (torch.log, torch.log2, torch.log10, torch.log1p, "log", "log2", "log10", "log1p")
+
+
+def weighted(node: fx.Node) -> bool:
+    """Returns whether a node multiplies by weights, which change an error in their own way."""
+    return node.op == "call_module" and (facts(node).weighted or op_class(node) in ("lstm", "gru", "rnn"))
+
+
+def reaching_outputs(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes whose values reach an output without passing an operator with a weight."""
+    found: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node.op == "output" or (
+            node in found or any(user in found and not weighted(user) for user in node.users)
+        ):
+            found.add(node)
+    return found
+
+
+def reaching_logarithms(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes whose values reach a logarithm without passing a quantizer."""
+    found: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if any(
+            user.target in _LOGARITHMS or (user in found and not is_quantizer(user)) for user in node.users
+        ):
+            found.add(node)
+    return found
