@@ -155,6 +155,8 @@ def _construct(config: ModelConfig, builder: Callable[..., Any], classes: int | 
         try:
             model = builder(**kwargs)
         except (TypeError, ValueError) as error:
+            if isinstance(error, ConfigError) and error.key == "onnx":
+                raise  # the file's fault, whatever the arguments
             allowed = f"arguments that {config.name} takes ({first_line(error)})"
             raise ConfigError("model.kwargs", kwargs, allowed) from error
     if not isinstance(model, nn.Module):

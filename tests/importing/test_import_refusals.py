@@ -11,9 +11,11 @@ import torch
 from onnx import helper, numpy_helper
 from onnx_models import FLOAT, Array, save
 
+from qatkit.config.schema import ModelConfig
 from qatkit.importing import import_onnx, prove_import
 from qatkit.importing.inputs import file_inputs
 from qatkit.importing.read import last_opset, read
+from qatkit.models.build import build
 from qatkit_verify.errors import ConfigError
 
 X: Array = np.ones((1, 2, 4, 4), np.float32)
@@ -216,3 +218,10 @@ def test_a_part_that_is_quantized_already(tmp_path: Path) -> None:
     constants |= {"s": np.array(0.1, np.float32), "z": np.array(0, np.uint8)}
     message = _message(save(tmp_path / "m.onnx", nodes, {"x": X}, ["y"], constants))
     assert "node 'quantize': QuantizeLinear is quantized already" in message
+
+
+def test_a_fault_of_the_file_is_not_one_of_the_arguments(tmp_path: Path) -> None:
+    nodes = [helper.make_node("DynamicQuantizeLinear", ["x"], ["y", "scale", "zero"], "/Quantize")]
+    path = save(tmp_path / "quantized.onnx", nodes, {"x": (FLOAT, ["n", 4])}, ["y"])
+    with pytest.raises(ConfigError, match=r"^onnx=.*is quantized already; a float model is expected"):
+        build(ModelConfig(name=f"onnx/{path}"))
