@@ -84,22 +84,22 @@ MODELS: list[tuple[Callable[[Any], Any], int, int]] = [
 
 @pytest.mark.parametrize(("function", "images", "multiple"), MODELS)
 def test_graphs_take_multiples(function: Callable[[Any], Any], images: int, multiple: int) -> None:
-    model, example = Of(function).eval(), noise_of(images, 4, 6)
+    model, example = Of(function).eval(), noise_of(images, 3, 4, 6)
     graph = trace(model, example).eval()
     assert graph.meta["batch_axes"] == (0,) and graph.meta["batch_multiple"] == multiple
     said = f"the model takes batches that are multiples of {multiple}: so does the file"
     assert ("input", said) in graph.meta["notes"]
     prove(model, graph, example)
     for size in (multiple, 4 * multiple, 5 * multiple):
-        x = noise_of(size, 4, 6, seed=size)
+        x = noise_of(size, 3, 4, 6, seed=size)
         torch.testing.assert_close(graph(x), model(x))
 
 
 @pytest.mark.parametrize("function", [one for one, images, _ in MODELS if images in (3, 4, 12)])
 def test_files_take_multiples(function: Callable[[Any], Any], tmp_path: Path) -> None:
-    model, example = Of(function).eval(), noise_of(12, 4, 6)
+    model, example = Of(function).eval(), noise_of(12, 3, 4, 6)
     module = QATModule(model, example)
-    given = [noise_of(size, 4, 6, seed=size) for size in (12, 36)]
+    given = [noise_of(size, 3, 4, 6, seed=size) for size in (12, 36)]
     module.calibrate(given)
     set_phase(module.graph, observe=False, quantize=False)
     multiple = module.graph.meta["batch_multiple"]
@@ -117,7 +117,7 @@ def test_files_take_multiples(function: Callable[[Any], Any], tmp_path: Path) ->
 def test_places_that_are_no_share_leave_any_batch() -> None:
     """Two images, or four: the first one is no half."""
     for images in (2, 4):
-        graph = trace(Of(lambda x: x - x[:1] + x[1] + x[-1]).eval(), noise_of(images, 4, 6))
+        graph = trace(Of(lambda x: x - x[:1] + x[1] + x[-1]).eval(), noise_of(images, 3, 4, 6))
         assert graph.meta["batch_axes"] == (0,) and graph.meta["batch_multiple"] == 1
 
 
@@ -126,7 +126,7 @@ def test_a_pair_of_images_alone_is_one_batch() -> None:
         a, b = x
         return a + b
 
-    graph = trace(Of(pair).eval(), noise_of(2, 4, 6))
+    graph = trace(Of(pair).eval(), noise_of(2, 3, 4, 6))
     assert graph.meta["batch_axes"] == (None,)
     assert ("input", "the model takes the batch size of the example alone: so does the file") in graph.meta[
         "notes"
@@ -143,4 +143,4 @@ def test_chunks_that_a_batch_lacks_are_refused_with_their_line() -> None:
             return sum(self.before(x).chunk(4))
 
     with pytest.raises(ConfigError, match=r"chunk.4.*: the size of the batch decides what is computed"):
-        trace(Sum().eval(), noise_of(2, 4, 6))
+        trace(Sum().eval(), noise_of(2, 3, 4, 6))
