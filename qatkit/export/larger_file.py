@@ -8,17 +8,18 @@ from pathlib import Path
 import onnx
 
 _INTEGERS = "_quantized"  # behind the name of a weight
+_WORTH_TELLING = 1000  # bytes
 
 
 def why_larger(given: Path, written: Path) -> str | None:
-    """Returns in words why the quantized file is the larger one; None where it is not.
+    """Returns in words why the quantized file is the larger one; None where it is not, or by less than 1 kB.
 
     Args:
         given: the float file.
         written: the quantized one, with the integers of a weight under its name and `_quantized`.
     """
     sizes = [path.stat().st_size for path in (given, written)]
-    if sizes[1] <= sizes[0]:
+    if sizes[1] - sizes[0] < _WORTH_TELLING:
         return None
     before, after = (onnx.load(str(path)) for path in (given, written))
     left = dict(_constants(after.graph))

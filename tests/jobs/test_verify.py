@@ -162,6 +162,7 @@ def test_bounds_that_are_off_need_no_check() -> None:
         "validation",
         "size",
         "parity",
+        "sizes",
         "audit",
         "saturation",
     ]

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from qatkit.graph.capture.training_paths import PATHS, listed
 from qatkit.graph.node_arguments import arguments, shape_of
-from qatkit.graph.nodes import called, module_of, op_class, parameter_reads, site
+from qatkit.graph.nodes import OWNER, called, module_of, op_class, parameter_reads, site
 from qatkit.graph.pass_result import PassResult
 from qatkit.graph.trace import tidy
 from qatkit.graph.weights.cut import Constants
@@ -78,7 +78,7 @@ def merge_branches(graph_module: fx.GraphModule, *, fold: bool = False, merged: 
     if apart:
         graph_module.meta["notes"] = [*graph_module.meta["notes"], (listed(apart), _APART)]
     for node in reversed(list(graph_module.graph.nodes)):
-        if _kind(node) == "add":
+        if _kind(node) == "add" and OWNER not in node.meta:  # a node of a given file stays one
             result.changed += merging.merge(node)
     if result.changed:
         tidy(graph_module)
