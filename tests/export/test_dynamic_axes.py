@@ -65,7 +65,7 @@ def dims(session: ort.InferenceSession) -> list[str]:
     return [",".join(map(str, value.shape)) for value in session.get_inputs()]
 
 
-SLOW = ("conformer", "padded to a multiple")  # torch's exporter takes long
+SLOW = ("conformer", "padded to a multiple", "detector", "vocoder")  # torch's exporter takes long
 PARAMETERS = [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in CASES]
 
 

@@ -95,7 +95,15 @@ def test_graphs_take_multiples(function: Callable[[Any], Any], images: int, mult
         torch.testing.assert_close(graph(x), model(x))
 
 
-@pytest.mark.parametrize("function", [one for one, images, _ in MODELS if images in (3, 4, 12)])
+_QUICK = (two_images, three_parts, mirrored)
+FILES = [
+    pytest.param(one, marks=[] if one in _QUICK else [pytest.mark.slow])
+    for one, images, _ in MODELS
+    if images in (3, 4, 12)
+]
+
+
+@pytest.mark.parametrize("function", FILES)
 def test_files_take_multiples(function: Callable[[Any], Any], tmp_path: Path) -> None:
     model, example = Of(function).eval(), noise_of(12, 3, 4, 6)
     module = QATModule(model, example)
