@@ -379,3 +379,9 @@ def test_resume_auto_looks_in_the_output_dir_given(tmp_path: Path, monkeypatch: 
     assert find_resume(replace(config, resume="auto")) is None
     found = find_resume(replace(config, resume="auto", output_dir=str(folder)))
     assert found == (folder.resolve(), folder.resolve() / "last.ckpt")
+
+
+def test_a_run_makes_every_check_of_the_schema() -> None:
+    config = compose_config(CONF, ["recipe=quickstart"])
+    assert list(config.verify.checks) == Config().verify.checks
+    assert config.export.dynamic_axes == Config().export.dynamic_axes
