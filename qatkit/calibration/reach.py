@@ -1,4 +1,4 @@
-"""How far the values of a graph reach: to an output, to a logarithm, through operators with weights or not."""
+"""The nodes of a graph whose values reach an output or a logarithm."""
 
 from __future__ import annotations
 

@@ -166,10 +166,10 @@ class Place(Limit):
 
 @dataclass(frozen=True)
 class Axes(Limit):
-    """Which axes of inputs are dynamic: a word, or names by input and axis."""
+    """A choice of dynamic axes: none, auto, or names by input and axis."""
 
     def holds(self, value: Any) -> bool:
-        """Whether `value` is a word or a mapping of inputs to mappings of axes to names."""
+        """Returns whether `value` is one of the words, or maps inputs to mappings from axes to names."""
         if isinstance(value, str) or not isinstance(value, Mapping):
             return value in ("none", "auto")
         names = [name for axes in value.values() if isinstance(axes, Mapping) for name in axes.values()]

@@ -10,9 +10,10 @@ same place.
 
 from __future__ import annotations
 
+import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -23,6 +24,7 @@ from qatkit_verify.errors import ConfigError, first_line
 from qatkit_verify.stopping import leave_to_parent, serving
 
 Batch = tuple[Any, Tensor]  # float32 (N, C, H, W), or tensors by the names of inputs; int64 (N,)
+_AT_ONCE = 2**24  # floats
 _TO_START = 0.1  # seconds that a process takes
 
 
@@ -57,6 +59,11 @@ class _InOrder(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(self.skip, self.count))
+
+
+def at_once(wanted: int, shape: Sequence[int]) -> int:
+    """Returns the size of a batch of pictures of a shape: `wanted`, or as many as 64 MiB of floats hold."""
+    return min(wanted, max(1, _AT_ONCE // math.prod(shape)))
 
 
 class ImageLoader(DataLoader[Batch]):

@@ -37,6 +37,7 @@ from qatkit_verify.errors import ConfigError
 
 _Key = tuple[int, int]  # epoch, index into the dataset
 _STEP = "images of a step"
+_HELD_OUT = 1000  # images, at most, where nothing else is asked for
 
 
 def seeded_permutation(count: int, *parts: object) -> list[int]:
@@ -92,6 +93,27 @@ def held_out_subset(labels: Sequence[Hashable], count: int, *parts: object) -> l
         taken[label] += 1
     rest.sort(key=lambda one: one[0])
     return [*first, *(index for _, index in rest)][:count]
+
+
+def held_out_of(train: Sequence[int], groups: Sequence[Hashable], count: int | None, seed: int) -> list[int]:
+    """Returns the images of a train split that are held out, in order.
+
+    Args:
+        train: indices of the split.
+        groups: of all images, by index.
+        count: that is held out; None: a fifth, and no more than 1000.
+        seed: of the choice.
+
+    Raises:
+        ConfigError: `count` leaves none to train on.
+    """
+    count = min(_HELD_OUT, max(1, len(train) // 5)) if count is None else count
+    if not count:
+        return []
+    if count >= len(train):
+        raise ConfigError("verify.held_out", count, f"fewer than the {len(train)} training images")
+    labels = [groups[index] for index in train]
+    return sorted(train[place] for place in held_out_subset(labels, count, "held out", seed))
 
 
 class EvalImages(Dataset[Batch]):

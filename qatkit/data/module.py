@@ -6,7 +6,6 @@ model exists. Calibration images come from the train split only, so they cannot 
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -20,7 +19,7 @@ from qatkit.data.arrays import ArrayBatches, Port
 from qatkit.data.checked import check_array_settings, check_augmentation, checked_splits, splits_of
 from qatkit.data.fingerprint import digest, fingerprint
 from qatkit.data.image_files import ImageFiles
-from qatkit.data.image_loader import ImageLoader
+from qatkit.data.image_loader import ImageLoader, at_once
 from qatkit.data.inputs import ImageInputs, Inputs
 from qatkit.data.loading import (
     EpochSampler,
@@ -29,7 +28,7 @@ from qatkit.data.loading import (
     TrainLoader,
     balanced,
     capped,
-    held_out_subset,
+    held_out_of,
     steps_per_epoch,
 )
 from qatkit.data.pace import pace_of
@@ -44,9 +43,6 @@ from qatkit.tasks import CLASSIFICATION, Task
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.fitting import as_typed
 from qatkit_verify.free_run import StepSequence
-
-_EVALUATED_AT_ONCE = 2**24  # values of pictures
-_HELD_OUT = 1000  # images, at most, where nothing else is asked for
 
 
 class DataModule(lightning.LightningDataModule):
@@ -129,7 +125,9 @@ class DataModule(lightning.LightningDataModule):
         self._train = capped(self._train_images.groups, found.train, config.train_images, "train", seed)
         self._test = capped(self._test_images.groups, found.test, config.test_images, "test", seed)
         self.fingerprint = fingerprint(self._train_images, self._train, self.classes, found.ends, seed)
-        self.held_out = self._hold_out(held_out)
+        self.held_out = held_out_of(self._train, self._train_images.groups, held_out, seed)
+        left_out = set(self.held_out)
+        self._train = [index for index in self._train if index not in left_out]
         self.inputs = self._inputs()
         self._loader: TrainLoader | None = None
         self._resume: dict[str, Any] | None = None
@@ -186,23 +184,9 @@ class DataModule(lightning.LightningDataModule):
 
     @property
     def eval_rows(self) -> int:
-        """How many test samples are read at a time: `data.eval_batch_size`, and no more pictures than 64 MiB hold."""
+        """Number of test samples read at a time: `data.eval_batch_size`, or as many pictures as 64 MiB hold."""
         wanted = self.rows(self.config.eval_batch_size)
-        if self._images is None:
-            return wanted
-        return min(wanted, max(1, _EVALUATED_AT_ONCE // math.prod(self._images.shape)))
-
-    def _hold_out(self, count: int | None) -> list[int]:
-        """Takes images out of the train split."""
-        count = min(_HELD_OUT, max(1, len(self._train) // 5)) if count is None else count
-        if not count:
-            return []
-        if count >= len(self._train):
-            raise ConfigError("verify.held_out", count, f"fewer than the {len(self._train)} training images")
-        labels = [self._train_images.groups[index] for index in self._train]
-        chosen = {self._train[p] for p in held_out_subset(labels, count, "held out", self.seed)}
-        self._train = [index for index in self._train if index not in chosen]
-        return sorted(chosen)
+        return wanted if self._images is None else at_once(wanted, self._images.shape)
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -276,19 +260,28 @@ class DataModule(lightning.LightningDataModule):
 
     def validation_batches(self, rank: int = 0, world_size: int = 1) -> ImageLoader:
         """One process's share of what `val_dataloader` has, which may be none."""
-        images, chosen = (
-            (self._train_loaded, self.held_out) if self.held_out else (self._test_loaded, self._test)
-        )
-        dataset = self._evaluated(images, chosen[rank::world_size])
-        return ImageLoader(dataset, self.eval_rows, self.config.workers, persistent=True)
+        held_out, test = (self._train_loaded, self.held_out), (self._test_loaded, self._test)
+        images, chosen = held_out if self.held_out else test
+        return self._read(images, chosen[rank::world_size], self.eval_rows, persistent=True)
 
-    def _evaluated(self, images: ImageDataset, indices: Sequence[int]) -> EvalImages:
-        return EvalImages(images, indices, self._prepared, self.task)
+    def _read(
+        self,
+        images: ImageDataset,
+        indices: Sequence[int],
+        size: int,
+        *,
+        here: bool = False,
+        persistent: bool = False,
+    ) -> ImageLoader:
+        """Images as in evaluation, in batches of `size`, by the workers or in this process."""
+        dataset = EvalImages(images, indices, self._prepared, self.task)
+        workers = 0 if here else self.config.workers
+        return ImageLoader(dataset, self.rows(size), workers, persistent=persistent)
 
     @property
     def validation_count(self) -> int:
         """Number of images that a training is validated on."""
-        return len(self.held_out) or len(self._test)
+        return len(self.held_out or self._test)
 
     def held_out_batches(self) -> ImageLoader:
         """The training images held out: float32 (N, C, H, W) and int64 (N,), as in evaluation."""
@@ -296,9 +289,7 @@ class DataModule(lightning.LightningDataModule):
 
     def test_batches(self) -> ImageLoader:
         """The test split: float32 (N, C, H, W) and int64 (N,), always the same ones."""
-        return ImageLoader(
-            self._evaluated(self._test_loaded, self._test), self.eval_rows, self.config.workers
-        )
+        return self._read(self._test_loaded, self._test, self.eval_rows)
 
     def test_subset_of(self, images: int | None) -> ImageLoader:
         """As `test_batches`; of a number, so many of the test images, balanced over the classes."""
@@ -311,8 +302,7 @@ class DataModule(lightning.LightningDataModule):
         the classes.
         """
         chosen = balanced(self._test_images.groups, self._test, images, "analysis", self.seed)
-        size = self.rows(batch_size)
-        return ImageLoader(self._evaluated(self._test_loaded, chosen), size, self.config.workers)
+        return self._read(self._test_loaded, chosen, batch_size)
 
     def calibration_indices(self, images: int, key: str = "calibration.images") -> list[int]:
         """Which images of `splits.train` calibrate: a seeded, class-balanced choice, in calibration order.
@@ -356,8 +346,7 @@ class DataModule(lightning.LightningDataModule):
             ConfigError: `batch_size` is not positive (at the call, not at the first batch).
         """
         COUNT.check("calibration.batch_size", batch_size)
-        size = self.rows(batch_size)
-        return ImageLoader(self._evaluated(self._train_loaded, indices), size, self.config.workers)
+        return self._read(self._train_loaded, indices, batch_size)
 
     def first_batch(self, count: int) -> Any:
         """A batch of `count` training samples, as in evaluation; where there are fewer, some again.
@@ -367,7 +356,7 @@ class DataModule(lightning.LightningDataModule):
         """
         chosen = self.calibration_indices(min(count, len(self._train)))
         again = [chosen[position % len(chosen)] for position in range(self.rows(count))]
-        ((batch, _),) = ImageLoader(self._evaluated(self._train_images, again), len(again), workers=0)
+        ((batch, _),) = self._read(self._train_images, again, len(again), here=True)
         self._prepared.eval_batch([self._test_images[self._test[0]][0]])
         return batch
 
@@ -380,7 +369,7 @@ class DataModule(lightning.LightningDataModule):
         chosen = self.calibration_indices(min(count, len(self._train)))
         wanted = max(1, len(chosen) // size) * size
         again = [chosen[position % len(chosen)] for position in range(wanted)]
-        loader = ImageLoader(self._evaluated(self._train_images, again), size, workers=0)
+        loader = self._read(self._train_images, again, size, here=True)
         return [batch for batch, _ in loader]
 
     def golden_samples(self, count: int) -> list[Any]:

@@ -78,7 +78,8 @@ def refuse_program(
             reason = (
                 f"an operator of this model takes a size of {size} alone along axis {axis} of {value.name}; "
             )
-            raise ConfigError("export.dynamic_axes", "auto", reason=f"{reason}none writes a file for it")
+            key = f"export.dynamic_axes.{value.name}.{axis}"
+            raise ConfigError(key, size, reason=f"{reason}none writes a file for it")
     for node in program.graph.nodes:
         if node.target is operator.getitem and node.args[1] == 1 and node.args[0].target in VALUES_ONLY:
             pool = node.args[0]

@@ -193,7 +193,7 @@ def _fmin(x, y):  # type: ignore[no-untyped-def]
 
 
 def _floor_division(a, b):  # type: ignore[no-untyped-def]
-    """Of sizes, rounded down as in Python; ONNX rounds towards zero."""
+    """Divides sizes and rounds down, as Python does; ONNX rounds towards zero."""
     return op.Div(op.Sub(a, op.Mod(a, b)), b)
 
 

@@ -99,7 +99,7 @@ def rebind(model: nn.Module, copied: nn.Module, memo: dict[int, Any]) -> None:
 
 
 def _is_hooked(module: nn.Module) -> bool:
-    """Whether a module has hooks, or a forward of its own, that refer to anything."""
+    """Returns whether a module has hooks, or a forward of its own, that refer to anything."""
     hooks = (
         *module._forward_hooks.values(),
         *module._forward_pre_hooks.values(),
@@ -109,7 +109,7 @@ def _is_hooked(module: nn.Module) -> bool:
 
 
 def _has_state(value: Any) -> bool:
-    """Whether a function refers to anything but functions and numbers."""
+    """Returns whether a function refers to anything but functions and numbers."""
     if not isinstance(value, (types.FunctionType, functools.partial)):
         return False
     plain = (types.FunctionType, functools.partial, tuple)
@@ -148,7 +148,7 @@ class _Functions:
             return value
 
     def within(self, copied: Any) -> Any:
-        """What `copy.deepcopy` made, with copies of the functions in it, which it has left as they were."""
+        """Copies the functions in what `copy.deepcopy` made, which leaves them as they were."""
         if isinstance(copied, types.FunctionType):
             return self.of(copied)
         if isinstance(copied, functools.partial):

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
+from qatkit.graph.capture.differences import relative_difference
 from qatkit.graph.capture.free_axes import FreeAxis, with_sizes
 from qatkit.graph.capture.run import plain_contexts
 from qatkit.graph.capture.training_paths import PATHS, follow_paths
@@ -137,7 +138,7 @@ def _response(model: nn.Module, example: Example, tensors: tuple[Tensor, ...], c
         for t in tensors
     )
     before, after = (_of_model(model, example, given) for given in (tensors, moved))
-    return max(_relative(a, b) for a, b in zip(before, after, strict=True))
+    return max(relative_difference(a, b) for a, b in zip(before, after, strict=True))
 
 
 class _Wide(TorchFunctionMode):
@@ -213,7 +214,7 @@ def _difference(
             raise _NotTakenError(error) from error
         found = graph(*(t.clone() for t in tensors))
     found = found if isinstance(found, tuple) else (found,)
-    return max(_relative(a, b) for a, b in zip(expected, found, strict=False))
+    return max(relative_difference(a, b) for a, b in zip(expected, found, strict=False))
 
 
 def _of_model(model: nn.Module, example: Example, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -222,23 +223,6 @@ def _of_model(model: nn.Module, example: Example, tensors: Sequence[Tensor]) -> 
     with inference(model), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return output_leaves(call(model, unflatten(example, [t.clone() for t in tensors])))[1]
-
-
-def _relative(expected: Tensor, found: Tensor) -> float:
-    if expected.shape != found.shape:
-        return float("inf")
-    if expected.is_floating_point() and found.is_floating_point():
-        found = found.to(expected.dtype)
-    if not expected.is_floating_point():
-        return float((expected != found).any())
-    # Infinities and NaNs are equal to themselves.
-    different = ~torch.isclose(expected, found, rtol=0, atol=0, equal_nan=True)
-    if not different.any():
-        return 0.0
-    gap = (expected - found)[different].abs().double().max()
-    finite = expected[expected.isfinite()].abs()
-    scale = finite.max().double() if finite.numel() else torch.ones(())
-    return float(gap / scale.clamp_min(1e-30)) if gap.isfinite() else float("inf")
 
 
 def _first_difference(
@@ -256,7 +240,7 @@ def _first_difference(
             if (
                 within
                 and isinstance(output, Tensor)
-                and all(_relative(output, v) > _ROUNDING for v in within)
+                and all(relative_difference(output, v) > _ROUNDING for v in within)
             ):
                 return f"first in module '{path}'"
     return "in no single module: between the modules, or where they are fused and opened"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import onnx
@@ -141,29 +141,25 @@ def test_nothing_of_mixed_scale_is_left(tmp_path: Path) -> None:
     assert "3 of 7 channels" in reasons["cat"] and "cat" in module.left_float
 
 
-def test_the_filters_of_a_logarithm_stay_float(tmp_path: Path) -> None:
-    loudness = torch.logspace(-3, 0, 32)[:, None, None]
-    model, sound = FrontEnd(), noise(32, 1, 512) * loudness
+def report_and_float(model: nn.Module, sound: Tensor, axis: int, folder: Path) -> tuple[Any, Any, Any]:
+    """Returns decibels of the file whose tensors of mixed scale are reported, of the one without, and its module."""
     exact = model(sound).detach().numpy()
-    before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
-
+    before, after = folder / "before.onnx", folder / "after.onnx"
     shipped(model, sound, before, "report")
     module = shipped(model, sound, after)
+    lost, kept = (decibel(exact, run(path, sound), axis).mean() for path in (before, after))
+    return lost, kept, module
 
-    lost, kept = (decibel(exact, run(path, sound), 1).mean() for path in (before, after))
+
+def test_the_filters_of_a_logarithm_stay_float(tmp_path: Path) -> None:
+    loudness = torch.logspace(-3, 0, 32)[:, None, None]
+    lost, kept, module = report_and_float(FrontEnd(), noise(32, 1, 512) * loudness, 1, tmp_path)
     assert kept > 25 > lost + 10
     assert module.floats == ["filters"]
 
 
 def test_bands_before_a_logarithm_are_looked_at_behind_it(tmp_path: Path) -> None:
-    model, sound = Spectrum(), noise(32, 1, 512)
-    exact = model(sound).detach().numpy()
-    before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
-
-    shipped(model, sound, before, "report")
-    module = shipped(model, sound, after)
-
-    lost, kept = (decibel(exact, run(path, sound), 2).mean() for path in (before, after))
+    lost, kept, module = report_and_float(Spectrum(), noise(32, 1, 512), 2, tmp_path)
     assert kept > 25 > lost + 25
     assert {"square", "bands"} <= {*module.floats} and "head" not in module.floats
 

@@ -53,8 +53,8 @@ def merge_with(one: Recording, others: Sequence[Recording], numbers: Numbers, re
 
     Args:
         others: the same model's runs with inputs of other sizes.
-        numbers: returns the node that computes a whole number that differs: of the node that has it as an argument,
-            and its values in all runs. None: there is none.
+        numbers: takes a node with an argument that differs between the runs, and the argument's values; returns the
+            node that computes it, or None if there is none.
         reason: why a difference that is no number is refused.
 
     Raises:

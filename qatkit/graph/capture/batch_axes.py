@@ -1,4 +1,4 @@
-"""Which axis of each input is the batch: the one along which samples do not know of each other.
+"""The batch axis of each input: the one along which samples are independent.
 
 The first axis is, as a rule. Sequences [T, N, F], states [layers, N, hidden] and the like have it elsewhere, and a run
 with another number of frames may work as well as one with another number of samples. So a model of sequences, or of
@@ -82,7 +82,7 @@ def _with_another_last(tensor: Tensor, axis: int) -> Tensor:
 
 
 def _last_alone(before: Tensor, after: Tensor, count: int) -> bool:
-    """Whether an output has an axis in `count` parts, of which all but the last stay as they were."""
+    """Returns whether only the last of `count` equal parts of an output changed, along any of its axes."""
     if before.shape != after.shape:
         return False
     if before.is_floating_point():

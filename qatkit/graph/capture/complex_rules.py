@@ -1,4 +1,4 @@
-"""What torch's functions of complex numbers are in functions of their parts."""
+"""torch's functions of complex numbers, written as functions of real and imaginary parts."""
 
 from __future__ import annotations
 

@@ -14,11 +14,11 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor, nn
 
 from qatkit.graph.capture.batch import merge_with
 from qatkit.graph.capture.calls import UntraceableError
+from qatkit.graph.capture.differences import relative_difference
 from qatkit.graph.capture.merged_sizes import Shapes, check_forms, fold_fixed, sizes_in_run
 from qatkit.graph.capture.run import Recording
 from qatkit.graph.capture.runs import Runs
@@ -257,12 +257,13 @@ class FreeAxes:
                 continue
             found = ", ".join(f"{axis.size} → {size}" for axis, size in sizes.items())
             try:
-                largest = _difference(expected, self.runs.computed(one, tensors))
+                answers = zip(expected, self.runs.computed(one, tensors), strict=True)
+                largest = max(relative_difference(*pair) for pair in answers)
             except Exception as error:  # as the model's
                 raise _NotFreeError(
                     f"the graph fails with another size ({found}): {described(error)}"
                 ) from error
-            if not largest <= _CLOSE:
+            if largest > _CLOSE:
                 raise _NotFreeError(
                     f"the graph differs from the model by {largest:.2g} of the output ({found})"
                 )
@@ -327,7 +328,7 @@ class _HasWeightsError(_NotFreeError):
 
 
 def _of_weights(error: Exception) -> bool:
-    """Whether a layer of torch.nn with weights failed."""
+    """Returns whether a layer of torch.nn with weights failed."""
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     owners = (frame.f_locals.get("self") for frame in frames)
     return any(
@@ -358,18 +359,3 @@ def _between(axis: FreeAxis, number: int) -> int:
     far = max(axis.others[0], axis.size)
     steps = axis.step * (3 + 2 * number)
     return axis.size + steps if axis.size + steps <= far else max(axis.step, axis.size - steps)
-
-
-def _difference(expected: Sequence[Tensor], found: Sequence[Tensor]) -> float:
-    """The largest difference of an output, as a share of its largest value; infinite for other shapes."""
-    largest = 0.0
-    for a, b in zip(expected, found, strict=True):
-        if a.shape != b.shape:
-            return float("inf")
-        if not a.is_floating_point():
-            largest = max(largest, float((a != b).any()))
-            continue
-        gap = (a - b).abs().nan_to_num(0.0, 0.0)
-        scale = a[a.isfinite()].abs().amax() if a.isfinite().any() else torch.ones(())
-        largest = max(largest, float(gap.amax() / scale.clamp_min(1e-30)) if gap.numel() else 0.0)
-    return largest

@@ -36,7 +36,7 @@ class Shapes:
         self._made: dict[tuple[fx.Node, int, int], fx.Node] = {}
 
     def __call__(self, node: fx.Node, values: tuple[int, ...]) -> fx.Node | None:
-        """Returns the node that computes an argument of `node` that has `values` in the runs; None: there is none."""
+        """Returns the node that computes an argument of `node` that has `values` in the runs, if there is one."""
         before = [n for n, place in self._order.items() if place < self._order.get(node, 0)]
         found = [
             (source, axis, factor)
@@ -67,7 +67,7 @@ class Shapes:
 
 
 def _factor(values: Sequence[int], sizes: Sequence[int]) -> int:
-    """How many times each of `sizes` each of `values` is; 0 where that differs, or is no whole number."""
+    """Returns the whole number that each value is of its size, if it is the same in all runs; else 0."""
     factors = {divmod(value, size) if size else (0, 1) for value, size in zip(values, sizes, strict=True)}
     factor, rest = next(iter(factors))
     return factor if len(factors) == 1 and rest == 0 and factor > 0 else 0

@@ -1,4 +1,4 @@
-"""What a reader of the report should know of a capture."""
+"""Notes of a capture for the report."""
 
 from __future__ import annotations
 

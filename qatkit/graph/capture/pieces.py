@@ -90,7 +90,7 @@ def _batch_axis(node: fx.Node, other: fx.Node) -> int | None:
 
 
 def may_halve(one: Recording, other: Recording) -> bool:
-    """Whether a model may cut the batch at a share of its size: of 2 and of 3 images a half is 1 each time."""
+    """Returns whether a model may cut the batch at a share of its size: half of 2 and half of 3 images are both 1."""
     pairs = zip(one.graph.nodes, other.graph.nodes, strict=False)
     return any(_may_halve(node, its) for node, its in pairs)
 
@@ -107,14 +107,14 @@ def _may_halve(node: fx.Node, other: fx.Node) -> bool:
 
 
 def takes_every_nth(node: fx.Node, other: fx.Node) -> bool:
-    """Whether a call takes every n-th of the images."""
+    """Returns whether a call takes every n-th image."""
     axis = _batch_axis(node, other)
     index = None if axis is None else _index(node, axis)
     return isinstance(index, slice) and index.step not in (None, 1)
 
 
 def _index(node: fx.Node, axis: int) -> Any:
-    """What an index of slices and integers says of an axis; None for another one."""
+    """Returns the part of an index of slices and integers that belongs to an axis; None for another index."""
     if node.target is not operator.getitem:
         return None
     given = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
@@ -125,7 +125,7 @@ def _index(node: fx.Node, axis: int) -> Any:
 
 
 def _is_place(index: Any) -> bool:
-    """Whether an index is a place within the batch: not 0, its end or all of it."""
+    """Returns whether an index is a place within the batch: not 0, its end or all of it."""
     if isinstance(index, slice):
         return any(isinstance(end, int) and end for end in (index.start, index.stop))
     return isinstance(index, int) and index > 0

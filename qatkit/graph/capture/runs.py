@@ -203,7 +203,7 @@ class Runs:
         return ForAnyBatch(one, opened, sizes, axes)
 
     def _takes_multiples(self, factor: int, axes: Axes, opened: frozenset[str], run: Recording) -> bool:
-        """Whether the example, and as few as `factor`, are computed as in another run."""
+        """Returns whether the example, and a batch of `factor`, make the calls of another run."""
         few = resized(self.tensors, factor, axes)
         try:
             return all(_alike(run, self._record(tensors, opened)) for tensors in (self.tensors, few))
@@ -266,7 +266,7 @@ class _Recorded(fx.Interpreter):
 
 
 def _alike(one: Recording, other: Recording) -> bool:
-    """Whether two runs made the same calls."""
+    """Returns whether two runs made the same calls."""
     return [node.target for node in one.graph.nodes] == [node.target for node in other.graph.nodes]
 
 
@@ -303,7 +303,7 @@ def _compiling() -> Iterator[None]:
 
 
 def _no_call(model: nn.Module, error: Exception) -> Exception:
-    """What a forward raised as one line; a mistake of the recorder itself as it is."""
+    """Returns the error of a forward as one line; a mistake of the recorder itself as it is."""
     if Path(traceback.extract_tb(error.__traceback__)[-1].filename).parent == Path(__file__).parent:
         return error
     reason = f"the model failed on the example input ({described(error)})"

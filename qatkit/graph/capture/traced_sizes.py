@@ -36,36 +36,6 @@ class TracedSize(int):
     def __reduce__(self) -> Any:
         return int, (int(self),)
 
-    def __add__(self, other: Any) -> Any:
-        return _applied(operator.add, self, other)
-
-    def __radd__(self, other: Any) -> Any:
-        return _applied(operator.add, other, self)
-
-    def __sub__(self, other: Any) -> Any:
-        return _applied(operator.sub, self, other)
-
-    def __rsub__(self, other: Any) -> Any:
-        return _applied(operator.sub, other, self)
-
-    def __mul__(self, other: Any) -> Any:
-        return _applied(operator.mul, self, other)
-
-    def __rmul__(self, other: Any) -> Any:
-        return _applied(operator.mul, other, self)
-
-    def __floordiv__(self, other: Any) -> Any:
-        return _applied(operator.floordiv, self, other)
-
-    def __rfloordiv__(self, other: Any) -> Any:
-        return _applied(operator.floordiv, other, self)
-
-    def __mod__(self, other: Any) -> Any:
-        return _applied(operator.mod, self, other)
-
-    def __rmod__(self, other: Any) -> Any:
-        return _applied(operator.mod, other, self)
-
     def __divmod__(self, other: Any) -> Any:
         return self // other, self % other
 
@@ -131,6 +101,19 @@ def _applied(function: Callable[..., Any], *args: Any) -> Any:
     if type(value) is not int or not all(map(_whole, args)):
         return value
     return TracedSize(value, (function, *(getattr(arg, "expression", arg) for arg in args)))
+
+
+def _operator(function: Callable[..., Any], *, swapped: bool) -> Callable[[TracedSize, Any], Any]:
+    def method(self: TracedSize, other: Any) -> Any:
+        return _applied(function, other, self) if swapped else _applied(function, self, other)
+
+    return method
+
+
+for _name in ("add", "sub", "mul", "floordiv", "mod"):
+    _function = getattr(operator, _name)
+    setattr(TracedSize, f"__{_name}__", _operator(_function, swapped=False))
+    setattr(TracedSize, f"__r{_name}__", _operator(_function, swapped=True))
 
 
 def traced(

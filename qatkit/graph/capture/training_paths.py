@@ -24,6 +24,7 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils import _pytree as pytree
 
+from qatkit.graph.capture.differences import relative_difference
 from qatkit.graph.capture.run import kept_buffers, plain_contexts
 from qatkit.graph.nodes import called
 from qatkit.graph.signature import Example, call, flatten, leaves, unflatten
@@ -208,15 +209,9 @@ def _difference(model: nn.Module, path: str, args: Any, kwargs: Any, expected: A
     except Exception:  # whatever a forward raises in training
         return float("inf")
     wanted = _leaves(expected)
-    if [one.shape for one in found] != [one.shape for one in wanted]:
+    if len(found) != len(wanted):
         return float("inf")
-    pairs = [pair for pair in zip(wanted, found, strict=True) if pair[0].numel()]
-    return max((_relative(*pair) for pair in pairs), default=0.0)
-
-
-def _relative(wanted: Tensor, found: Tensor) -> float:
-    gap = (wanted.double() - found.double()).abs().max() / wanted.abs().max().double().clamp_min(1e-30)
-    return float(gap) if gap.isfinite() else float("inf")
+    return max((relative_difference(*pair) for pair in zip(wanted, found, strict=True)), default=0.0)
 
 
 @contextlib.contextmanager
