@@ -22,6 +22,8 @@ from qatkit.quant.qat_layers import QATEmbedding, QATOperator
 
 # Above this a bias plus a sum of products may leave float32's exact integers (2²⁴).
 _EXACT = 2**22
+# Values that a pair computes at once: its intermediate results are float64, several times as large as its inputs.
+_PIECE = 2**18
 
 
 @torch.library.custom_op("qatkit::barrier", mutates_args=())
@@ -85,6 +87,16 @@ class QuantizedPair(nn.Module):
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
         if torch.compiler.is_exporting():
             return self.plain(a, b)
+        a, b = torch.broadcast_tensors(a, b)
+        made = torch.empty_like(a)
+        if made.ndim == 0:
+            return self._quantized(a, b)
+        axis, count = max(range(made.ndim), key=made.size), made.numel() // _PIECE + 1
+        for target, *given in zip(*(x.chunk(count, axis) for x in (made, a, b)), strict=True):
+            target.copy_(self._quantized(*given))
+        return made
+
+    def _quantized(self, a: Tensor, b: Tensor) -> Tensor:
         integers = [torch.round(x / scale) for x, scale in zip((a, b), self.scales, strict=False)]
         steps: Tensor = torch.round(self.kernel(*integers)) - self.zero_points[2]
         return steps * self.scales[2]

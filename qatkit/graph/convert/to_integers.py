@@ -9,7 +9,8 @@ What ONNX Runtime wants beside that is written down here as graph rules, from do
 - a Linear sees 2-D inputs (Gemm), with the reshapes around it;
 - a float operator between a dequantize and a quantize, or behind a dequantize where ONNX Runtime would
   otherwise miss a fusion, is set apart by a barrier (an ONNX Sum with one input);
-- channels of zeros fill up what its kernels want multiples of (`qatkit.graph.pad_channels`).
+- channels of zeros fill up what its kernels want multiples of (`qatkit.graph.pad_channels`);
+- equal values are ordered as ONNX orders them (`qatkit.graph.convert.orders`).
 A backend of another runtime (`Backend.for_onnxruntime`) gets float biases and none of these.
 """
 
@@ -29,6 +30,7 @@ from qatkit.graph.convert.integer_modules import (
     QuantizeDequantize,
     QuantizedPair,
 )
+from qatkit.graph.convert.orders import order_as_onnx
 from qatkit.graph.convert.recurrent_modules import QuantizedRecurrent
 from qatkit.graph.convert.simplify import simplify
 from qatkit.graph.node_arguments import BATCH_AXIS, VARYING_AXES
@@ -55,6 +57,7 @@ def convert(graph_module: fx.GraphModule) -> PassResult:
     result = PassResult(converted)
     simplify(converted)
     for node in list(converted.graph.nodes):
+        order_as_onnx(node)
         if node.op == "call_module" and isinstance(module_of(node), QATOperator):
             _convert_operator(node, result)
         elif node.op == "call_module" and isinstance(module_of(node), QATEmbedding):

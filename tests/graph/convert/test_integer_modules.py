@@ -92,6 +92,32 @@ def test_pairs_equal_the_kernel_on_all_pairs_of_bytes(
 
 
 @x86
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("other", [[2, 24, 90, 90], [2, 24, 1, 1], []])
+def test_large_pairs_equal_the_kernel_in_any_shape(
+    other: list[int], layout: torch.memory_format, tmp_path: Path
+) -> None:
+    """These are computed piece by piece."""
+    rng, shape = np.random.default_rng(0), [2, 24, 90, 90]
+    pairs = [(torch.tensor(scale), torch.tensor(zero)) for scale, zero in ((0.1, 3), (0.2, 100), (0.17, 90))]
+    a = rng.integers(0, 256, shape, dtype=np.uint8)
+    b = rng.integers(0, 256, other, dtype=np.uint8) if other else np.array(255, np.uint8)
+    session = _session("Add", "uint8", [shape, other], pairs, 0.17, tmp_path)
+    expected = session.run(None, {"a": a, "b": b} if other else {"a": a})[0]
+    x, y = (
+        (torch.from_numpy(q).float() - zero) * scale for q, (scale, zero) in zip((a, b), pairs, strict=False)
+    )
+    found = QuantizedAdd(pairs if other else [pairs[1], pairs[0], pairs[2]])
+    read = (
+        found(x.contiguous(memory_format=layout), y)
+        if other
+        else found(y, x.contiguous(memory_format=layout))
+    )
+    steps = torch.round(read / 0.17).clamp(0 - 90, 255 - 90)
+    np.testing.assert_array_equal(steps.numpy(), np.rint(expected / 0.17))
+
+
+@x86
 @pytest.mark.parametrize("dtype", ["uint8", "int8"])
 def test_hard_sigmoid_equals_the_kernel_on_all_bytes(dtype: str, tmp_path: Path) -> None:
     info = torch.iinfo(getattr(torch, dtype))
