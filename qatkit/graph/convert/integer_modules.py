@@ -97,6 +97,7 @@ class QuantizedPair(nn.Module):
         return made
 
     def _quantized(self, a: Tensor, b: Tensor) -> Tensor:
+        """Computes what `forward` does, at once."""
         integers = [torch.round(x / scale) for x, scale in zip((a, b), self.scales, strict=False)]
         steps: Tensor = torch.round(self.kernel(*integers)) - self.zero_points[2]
         return steps * self.scales[2]

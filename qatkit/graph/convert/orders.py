@@ -1,7 +1,7 @@
 """Operators that order values, with equal values in the order of ONNX: the one with the lower index first.
 
-torch leaves the order of equal values open, and quantized values are often equal: a converted module that chose others
-than the file would differ in whatever is looked up by their places, without any fault of the file's.
+torch leaves the order of equal values open, and quantized values are often equal. A converted module that ordered them
+otherwise than the file would differ in everything that is looked up by their indices, and hide real faults.
 Source: ONNX operators, TopK ("the element with the lower index will appear first").
 """
 
@@ -20,13 +20,13 @@ from torch.return_types import topk as LargestValues
 
 
 def order_as_onnx(node: fx.Node) -> None:
-    """Replaces the operator of `node`, if it orders values and equal ones may come in any order."""
+    """Replaces the operator of `node` if it orders values and leaves the order of equal ones open."""
     name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
     function = _FUNCTIONS.get(str(name))
     if function is None or (node.op == "call_function" and node.target is not getattr(torch, str(name))):
         return
     if function is _median and len(node.args) + len(node.kwargs) == 1:
-        return  # of all values: no place is given
+        return  # the median of all values, which has no index
     node.op, node.target = "call_function", function
 
 

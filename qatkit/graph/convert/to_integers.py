@@ -9,9 +9,9 @@ What ONNX Runtime wants beside that is written down here as graph rules, from do
 - a Linear sees 2-D inputs (Gemm), with the reshapes around it;
 - a float operator between a dequantize and a quantize, or behind a dequantize where ONNX Runtime would
   otherwise miss a fusion, is set apart by a barrier (an ONNX Sum with one input);
-- channels of zeros fill up what its kernels want multiples of (`qatkit.graph.pad_channels`);
-- equal values are ordered as ONNX orders them (`qatkit.graph.convert.orders`).
+- channels of zeros fill up what its kernels want multiples of (`qatkit.graph.pad_channels`).
 A backend of another runtime (`Backend.for_onnxruntime`) gets float biases and none of these.
+Equal values are ordered as ONNX orders them (`qatkit.graph.convert.orders`), for any backend.
 """
 
 from __future__ import annotations
