@@ -5,7 +5,7 @@ blocks, inputs of 32 to 96 pixels where the architecture allows it): what is tri
 being written goes through, which depends neither on its size nor on what it has learned.
 
     timm_models     one small variant of each architecture family of timm
-    hf_models       Hugging Face: vision, text and speech
+    hf_models       Hugging Face: vision, text and speech; hf_recent its families of 2025 and 2026
     smp_models      segmentation_models_pytorch: each decoder, several encoders
     vision_models   torchvision beside its classifiers: segmentation, video, optical flow, parts of detectors
     einops_models   transformers written with einops (vit-pytorch)
@@ -20,14 +20,15 @@ from zoo.entry import Entry
 
 GROUPS = {
     "timm": ("timm_models",),
-    "hf": ("hf_models",),
+    "hf": ("hf_models", "hf_recent"),
     "smp": ("smp_models",),
     "vision": ("vision_models",),
     "einops": ("einops_models",),
     "odd": ("odd_branches", "odd_weights", "odd_weights2", "odd_inplace", "odd_vision", "odd_blocks", "odd_necks",
             "odd_attention", "odd_sequences", "odd_signatures", "odd_layers", "odd_refused",
             "odd_research", "odd_research2", "odd_users", "odd_masks",
-            "odd_papers"),
+            "odd_papers", "odd_recent_text", "odd_recurrences", "odd_recent_detectors",
+            "odd_recent_vision", "odd_recent_sound", "odd_recent_tables"),
 }  # fmt: skip
 
 

@@ -181,6 +181,12 @@ MODELS: dict[str, tuple[int, dict[str, Any]]] = {
     "aimv2_large_patch14_224": (56, {"img_size": 56, "depth": 2, "embed_dim": 192, "num_heads": 3}),
     "vit_medium_patch16_rope_reg1_gap_256": (64, {"img_size": 64, "depth": 2}),
     "vit_wee_patch16_reg1_gap_256": (64, {"img_size": 64, "depth": 2}),
+    "vit_dpwee_patch16_reg1_gap_256": (64, {"img_size": 64, "depth": 2}),
+    "vit_pe_core_tiny_patch16_384": (64, {"img_size": 64, "depth": 2}),
+    "vit_small_patch16_rope_mixed_224": (64, {"img_size": 64, "depth": 2}),
+    "vit_tiny_patch16_dinov3_qkvb": (64, {"img_size": 64, "depth": 2}),
+    "beit3_base_patch16_224": (64, {"img_size": 64, "depth": 2, "embed_dim": 192, "num_heads": 3}),
+    "naflexvit_base_patch16_siglip": (64, {"depth": 2, "embed_dim": 96, "num_heads": 3}),
     "coatnet_nano_rw_224": (64, {"img_size": 64}),
     "maxvit_pico_rw_256": (64, {"img_size": 64}),
 }
