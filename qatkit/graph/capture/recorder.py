@@ -38,6 +38,7 @@ from qatkit.graph.capture.calls import (
     values_read,
     where,
 )
+from qatkit.graph.capture.constant_sizes import with_numbers
 from qatkit.graph.capture.picked import PickedValues
 from qatkit.graph.capture.traced_sizes import Expression, Quotient, TracedSize, emitted, traced
 from qatkit.graph.capture.written_out import written_out
@@ -87,7 +88,6 @@ class Recorder(TorchFunctionMode):
             node.target = node.name  # a parameter of the function that the graph becomes
         node.meta["shape"] = tuple(tensor.shape)
         self.depends.add(node)
-        node.meta["shape"] = tuple(tensor.shape)
         self.aliases.bind(tensor, (node,), ())
 
     def emit(self, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
@@ -176,6 +176,7 @@ class Recorder(TorchFunctionMode):
             return assign(self, *args)
         if name == "__getitem__":
             args = (args[0], places(self, args[1]))
+        args, kwargs = with_numbers(name, args, kwargs, self._known)
         if func in DROPOUTS:
             given = dropout_arguments(func, args, kwargs)
             if self.auxiliary or not given["training"] or not given["p"]:
@@ -338,6 +339,12 @@ class Recorder(TorchFunctionMode):
             if self.aliases.node_of(tensor) in self.depends:
                 what = "what is computed" if name in VALUE_READS else "the shape of what it makes"
                 raise self.refuse(f"{what} depends on values of a tensor ({name.strip('_')})")
+
+    def _known(self, tensor: Tensor) -> bool:
+        """Whether a tensor that Python is to go on with has the same values in every run."""
+        known = self.aliases.node_of(tensor) not in self.depends
+        self.read_values |= known
+        return known
 
 
 def _few_numbers(args: tuple[Any, ...]) -> bool:
