@@ -1,7 +1,8 @@
 """Functions of torch that hide products or changes, written as those that they are made of.
 
 They run with the recorder on, so each of their parts is a node: the Linears of an attention that is called as a
-function, the product with the weight of a bilinear form, the mask of a diagonal that is filled.
+function, the product with the weight of a bilinear form, the mask of a diagonal that is filled, the experts' Linears in
+a product of groups of rows.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ def written_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cal
         return bilinear
     if func is Tensor.fill_diagonal_ and args[0].ndim == 2 and not (kwargs.get("wrap") or args[2:]):
         return _fill_diagonal
+    if func in _GROUPED:
+        return _grouped(*args, **kwargs)
     return None
 
 
@@ -76,6 +79,40 @@ def _attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         given.attn_mask,
         given.average_attn_weights is not False,
     )
+
+
+# F.grouped_mm came with torch 2.10.
+_GROUPED = tuple(
+    f for f in (getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None)) if f is not None
+)
+
+
+def _grouped(x: Tensor, weight: Tensor, offs: Tensor | None = None, **more: Any) -> Callable[..., Any] | None:
+    """Products that `F.grouped_mm` takes in inference, in the type of their inputs."""
+    if any(value is not None for value in more.values()):
+        return None
+    if x.ndim == weight.ndim == 3 and offs is None:
+        return _stacked_groups
+    return _groups_of_rows if x.ndim == 2 and weight.ndim == 3 else None
+
+
+def _stacked_groups(x: Tensor, weight: Tensor, **_: Any) -> Tensor:
+    return torch.bmm(x, weight)
+
+
+def _groups_of_rows(x: Tensor, weight: Tensor, offs: Tensor, **_: Any) -> Tensor:
+    """Each row times the matrix of its group: times all of them, in one product, of which one is kept.
+
+    Args:
+        x: rows, [rows, inputs].
+        weight: a matrix for each group, [groups, inputs, outputs].
+        offs: where each group ends, [groups].
+    """
+    count = torch.ones_like(x[:, :1], dtype=torch.int32).cumsum(0)  # 1, 2, 3, ...; no size is read
+    begun = count <= offs  # [rows, groups]: false, ..., true, ...
+    before = F.pad(begun.to(torch.int32), (1, -1)).to(torch.bool)
+    every = torch.einsum("ri,gio->rgo", x, weight)
+    return torch.where((begun & ~before).unsqueeze(-1), every, 0.0).sum(1)
 
 
 def _fill_diagonal(x: Tensor, fill_value: float) -> Tensor:

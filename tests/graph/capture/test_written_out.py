@@ -1,14 +1,20 @@
-"""Functions that are written out: attention and bilinear forms as functions, diagonals that are filled."""
+"""Functions that are written out: attention, bilinear forms and products of groups, diagonals that are filled."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from captures import Calls, Of, noise_of, same
+from chain import run_ort
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from qatkit.export.torch_to_onnx import export_onnx
+from qatkit.graph.trace import trace
 
 
 def attend(m: Any, x: Tensor, need: bool = False, **more: Any) -> Any:
@@ -89,3 +95,57 @@ def test_bounds_of_two_types_become_one(function: Any) -> None:
     graph = same(Of(function), noise_of(2, 3, 4, 6))
     (node,) = [n for n in graph.graph.nodes if n.target in ("clamp", "clip", torch.clamp)]
     assert {type(bound) for bound in (*node.args[1:], *node.kwargs.values())} == {float}
+
+
+def experts(m: Any, x: Tensor) -> Tensor:
+    """Rows sorted by their expert, one product over the groups, and put back in order."""
+    rows = x.flatten(0, 1)
+    chosen = m.router(rows).argmax(-1)
+    order = chosen.argsort(stable=True)
+    ends = F.one_hot(chosen, 5).sum(0).cumsum(0).to(torch.int32)
+    y = F.grouped_mm(F.grouped_mm(rows[order], m.up, offs=ends), m.down.transpose(1, 2), offs=ends)
+    return y[order.argsort()].view_as(x)
+
+
+def one_by_one(m: Any, x: Tensor) -> Tensor:
+    chosen = m.router(x).argmax(-1)
+    return torch.stack(
+        [
+            torch.stack([row @ m.up[k] @ m.down[k].T for row, k in zip(rows, ks, strict=True)])
+            for rows, ks in zip(x, chosen.tolist(), strict=True)
+        ]
+    )
+
+
+def test_products_of_groups_of_rows(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    up, down = nn.Parameter(torch.randn(5, 8, 16)), nn.Parameter(torch.randn(5, 8, 16))
+    model = Calls(experts, router=nn.Linear(8, 5), up=up, down=down).eval()
+    graph = same(model, noise_of(2, 3, 8), tolerance=1e-5)
+    assert "grouped_mm" not in str(graph.graph)
+    x, path = noise_of(4, 3, 8, seed=3), tmp_path / "model.onnx"
+    wanted = one_by_one(model, x).detach()
+    torch.testing.assert_close(graph(x), wanted, rtol=1e-4, atol=1e-4)
+    export_onnx(graph, x[:2], path)
+    np.testing.assert_allclose(run_ort(path, x), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_products_of_stacked_groups() -> None:
+    weight = nn.Parameter(noise_of(3, 8, 16))
+    model = Calls(lambda m, x: F.grouped_mm(x.mT @ x, m.weight[:2].expand(2, 8, 16)), weight=weight).eval()
+    x = noise_of(2, 5, 8)
+    graph = trace(model, x)
+    assert "grouped_mm" not in str(graph.graph)
+    torch.testing.assert_close(graph(x), (x.mT @ x) @ weight[:2], rtol=1e-4, atol=1e-4)
+
+
+def test_rows_behind_the_last_group_are_zero() -> None:
+    """The kernel leaves them as they are in memory."""
+    ends = torch.tensor([2, 2, 4], dtype=torch.int32)
+    weight = nn.Parameter(noise_of(3, 8, 8))
+    model = Calls(lambda m, x: F.grouped_mm(x.mean(0), m.weight, offs=m.ends), weight=weight)
+    model.register_buffer("ends", ends)
+    x = noise_of(2, 6, 8)
+    y, rows = trace(model.eval(), x)(x), x.mean(0)
+    wanted = torch.cat([rows[:2] @ weight[0], rows[2:4] @ weight[2], torch.zeros(2, 8)])
+    torch.testing.assert_close(y, wanted, rtol=1e-4, atol=1e-5)
