@@ -16,7 +16,7 @@ import torch
 
 # They define the operators that `translations` names.
 import qatkit.graph.convert.integer_modules  # noqa: F401
-from qatkit.export import scans
+from qatkit.export import scans, triangular
 from qatkit.graph.convert.recurrent_modules import of_each
 
 op: Any = onnxscript.opset18  # its own types know nothing of Python's numbers
@@ -224,6 +224,7 @@ def translations() -> dict[Callable[..., object], Callable[..., object]]:
         aten.cummax.default: scans.cummax,
         aten.cummin.default: scans.cummin,
         aten.logcumsumexp.default: scans.logcumsumexp,
+        aten.linalg_solve_triangular.default: triangular.solve_triangular,
         aten.atan2.default: _atan2,
         aten.hypot.default: _hypot,
         aten.fmax.default: _fmax,
