@@ -121,12 +121,16 @@ def kept_buffers(model: nn.Module) -> Iterator[set[str]]:
                 if buffer is None:
                     continue
                 value, version = values[names[id(buffer)]]
-                if module._buffers.get(key) is buffer and buffer._version == version:
-                    continue
-                changed.add(names[id(buffer)])
+                if module._buffers.get(key) is not buffer or buffer._version != version:
+                    changed.add(names[id(buffer)])
                 module._buffers[key] = buffer
-                if buffer._version != version:
+                if buffer._version != version or not _equal(buffer, value):
                     buffer.data.copy_(value)
+
+
+def _equal(buffer: Tensor, value: Tensor) -> bool:
+    """Whether values are unchanged: the statistics that F.batch_norm follows change without a new version."""
+    return buffer.layout is not torch.strided or torch.equal(buffer, value)
 
 
 @contextlib.contextmanager

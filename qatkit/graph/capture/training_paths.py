@@ -96,11 +96,13 @@ def training_paths(model: nn.Module, example: Example, missing: Mapping[str, nn.
 
 
 def follow_paths(model: nn.Module, blocks: Collection[str]) -> None:
-    """Puts the modules at `blocks` into training mode, and all modules inside of them into inference mode."""
+    """Puts the modules at `blocks` into training mode but for norms, and all modules inside of them into inference
+    mode.
+    """
     for path in sorted(blocks, key=len):  # an outer one before what it holds
         block = model.get_submodule(path).train()
         for module in block.modules():
-            if module is not block:
+            if module is not block or isinstance(module, _NORMS):
                 module.training = False
 
 

@@ -129,3 +129,32 @@ def test_heads_beside_blocks_are_told_apart() -> None:
     graph = same(Calls(forward, block=BLOCKS["chain"](3, 4), head=nn.Conv2d(4, 2, 1)), X)
     assert graph.meta[PATHS] == ("block",)
     assert [name for name, _ in graph.meta["notes"]] == ["head"]
+
+
+class Follows(nn.Module):
+    """Normalizes by a mean that it follows in training, with no record of the change that torch would see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3, 1, 1))
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("var", torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * F.batch_norm(x, self.mean, self.var, training=self.training)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("norm", [lambda: nn.BatchNorm2d(3), Follows], ids=["torch's", "its own"])
+def test_statistics_behind_detached_features_stay(norm: Any) -> None:
+    """A second head alone trains the features: their modules are run in training mode, to be compared."""
+
+    def forward(self: Any, x: Tensor) -> Any:
+        y = self.norm(x)
+        one = self.one(y.detach())
+        return (one, self.many(y)) if self.training else one
+
+    model = Calls(forward, norm=norm(), one=nn.Conv2d(3, 4, 1), many=nn.Conv2d(3, 4, 1)).eval()
+    kept = {name: value.clone() for name, value in model.named_buffers()}
+    graph = same(model, X + 3)
+    for name, value in graph.named_buffers():
+        torch.testing.assert_close(value, kept[name], rtol=0, atol=0)
