@@ -120,7 +120,8 @@ def values_read(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     if name in ("arange", "range", "linspace"):
         return args, kwargs
     if name == "repeat_interleave":
-        return (args if len(args) == 1 else args[1:]), kwargs.get("repeats")
+        alone = len(args) == 1 and "repeats" not in kwargs  # `torch.repeat_interleave(repeats)`
+        return (args if alone else args[1:]), kwargs.get("repeats")
     if name == "one_hot" and (*args, *kwargs.values())[1:] in ((), (-1,)):
         return args
     if name == "__getitem__":
