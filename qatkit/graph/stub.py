@@ -217,10 +217,12 @@ def _keep_norm_from_transposes(node: fx.Node) -> str | None:
     x, shape, norm = node.args[0], shape_of(node), module_of(node)
     if shape is None or not isinstance(norm, nn.LayerNorm) or not isinstance(x, fx.Node):
         return ""
+    if len(norm.normalized_shape) > 1:  # ONNX Runtime leaves it where it is
+        return ""
     images = len(shape) == 4 and op_class(x) in ("shape", "cat") and _turned(node)
     if images and has_free_axes(node):
         return ""
-    if not images and (len(shape) < 3 or len(norm.normalized_shape) > 1 or not _behind_a_turn(x)):
+    if not images and (len(shape) < 3 or not _behind_a_turn(x)):
         return ""
     graph, path = node.graph, site(node)
     with graph.inserting_before(node):

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
-from chain import noise, small_vit
+from chain import noise, run_ort, run_torch, small_vit
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from qatkit.export.torch_to_onnx import export_onnx
+from qatkit.graph.fuse import fuse
 from qatkit.graph.nodes import op_class
 from qatkit.graph.prepare import prepare_qat
 from qatkit.graph.stub import stub
@@ -179,3 +183,26 @@ def test_two_clamps_are_one(first: Callable[[Tensor], Tensor], second: Callable[
     assert [op_class(n) for n in result.graph.graph.nodes].count("conv") == 1
     assert sum(op_class(n) in ("relu", "relu6") for n in result.graph.graph.nodes) == 1
     assert torch.equal(result.graph(x), model(x))
+
+
+class TurnedNorm(nn.Module):
+    """A LayerNorm over some of the last axes, between exchanges of axes that cancel."""
+
+    def __init__(self, *normalized: int) -> None:
+        super().__init__()
+        self.conv, self.norm, self.last = nn.Conv2d(3, 4, 1), nn.LayerNorm(normalized), nn.Conv2d(4, 2, 1)
+        nn.init.normal_(self.norm.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.conv(x).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        return cast(Tensor, self.last(y))
+
+
+@pytest.mark.parametrize("normalized", [(4,), (6, 4), (5, 6, 4)], ids=str)
+def test_norms_between_transposes(normalized: tuple[int, ...], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = TurnedNorm(*normalized).eval(), noise(2, 3, 5, 6)
+    graph = stub(fuse(model, x).graph, x).graph
+    torch.testing.assert_close(graph(x), model(x), rtol=1e-5, atol=1e-5)
+    export_onnx(graph, x, tmp_path / "model.onnx")
+    np.testing.assert_allclose(run_ort(tmp_path / "model.onnx", x), run_torch(model, x), atol=1e-5)
