@@ -34,7 +34,7 @@ from qatkit.graph.convert.orders import order_as_onnx
 from qatkit.graph.convert.recurrent_modules import QuantizedRecurrent
 from qatkit.graph.convert.simplify import simplify
 from qatkit.graph.node_arguments import BATCH_AXIS, VARYING_AXES
-from qatkit.graph.nodes import facts, is_float_tensor, module_of, site, turns_axes
+from qatkit.graph.nodes import facts, is_float_tensor, module_of, op_class, site, turns_axes
 from qatkit.graph.operators import look_up
 from qatkit.graph.pad_channels import pad_channels
 from qatkit.graph.pads import belongs_to
@@ -71,6 +71,7 @@ def convert(graph_module: fx.GraphModule) -> PassResult:
             _keep_from_shapes_and_pairs(node)
         elif facts(node).integer:
             _convert_arithmetic(node, look_up(facts(node).integer))
+    _keep_float_readers(converted)
     _repeat_pairs(converted)
     for node in list(converted.graph.nodes):
         if is_quantizer(node):
@@ -103,8 +104,6 @@ def _convert_operator(node: fx.Node, result: PassResult) -> None:
     graph_module.set_submodule(str(node.target), quantized)
     if after is None and ours:
         _keep_activation_apart(node)
-        if quantized.is_linear and len(node.meta["value"].shape) == 2:  # else a Reshape follows
-            _keep_float_readers(node)
     if quantized.is_linear:
         _two_dimensional(node)
 
@@ -126,11 +125,26 @@ def _keep_activation_apart(node: fx.Node) -> None:
             user.replace_input_with(node, node.graph.call_function(torch.ops.qatkit.barrier, (node,)))
 
 
-def _keep_float_readers(node: fx.Node) -> None:
+def _keep_float_readers(graph_module: fx.GraphModule) -> None:
     """A Linear that is quantized for some of its readers: ONNX Runtime gives it an int8 kernel for none, or for all."""
-    for user in [u for u in node.users if is_quantizer(u)]:
-        with node.graph.inserting_before(user):
-            user.replace_input_with(node, node.graph.call_function(torch.ops.qatkit.barrier, (node,)))
+    for node in list(graph_module.graph.nodes):
+        if (
+            not _for_onnxruntime(node)
+            or not _is_converted(node)
+            or _is_convolution(node)
+            or len(node.users) < 2
+        ):
+            continue
+        for user in [u for u in node.users if _leads_to_quantizers(u)]:
+            with node.graph.inserting_before(user):
+                user.replace_input_with(node, node.graph.call_function(torch.ops.qatkit.barrier, (node,)))
+
+
+def _leads_to_quantizers(node: fx.Node) -> bool:
+    """Whether nothing reads `node`, in another shape or as it is, but quantizers."""
+    if is_quantizer(node):
+        return True
+    return op_class(node) == "shape" and bool(node.users) and all(map(_leads_to_quantizers, node.users))
 
 
 def _keep_from_shapes_and_pairs(node: fx.Node) -> None:
@@ -217,7 +231,7 @@ def _all_but(*kept: fx.Node) -> Callable[[fx.Node], bool]:
 
 def _is_int8_reader(node: fx.Node) -> bool:
     """Whether a reader of a dequantized tensor computes in 8 bits, or hands it to one that does."""
-    if node.op == "call_module" and isinstance(module_of(node), Quantized):
+    if _is_converted(node):
         return True
     if facts(node).keeps_range:
         return any(_is_int8_reader(user) for user in node.users)
@@ -240,9 +254,13 @@ def _repeat_pairs(graph_module: fx.GraphModule) -> None:
         node.replace_all_uses_with(again, delete_user_cb=_all_but(again, *inside))
 
 
+def _is_converted(node: fx.Node) -> bool:
+    """Whether a node is a Conv or a Linear with int8 weights."""
+    return node.op == "call_module" and isinstance(module_of(node), Quantized)
+
+
 def _is_convolution(node: fx.Node) -> bool:
-    module = module_of(node) if node.op == "call_module" else None
-    return isinstance(module, Quantized) and not module.is_linear
+    return _is_converted(node) and not cast(Quantized, module_of(node)).is_linear
 
 
 def _convert_pair(node: fx.Node) -> None:

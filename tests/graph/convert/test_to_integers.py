@@ -39,6 +39,7 @@ from qatkit.graph.convert.to_integers import convert
 from qatkit.quant.backends import QNNPACK
 from qatkit.quant.fake_quantize import FakeQuantize
 from qatkit.quant.qat_layers import QATOperator
+from qatkit.verify.audit import audit
 
 NETWORKS = [
     "resnet18",
@@ -268,6 +269,29 @@ def test_qnnpack_is_onnx_runtime_with_its_options(name: str) -> None:
     for optimize in (False, True):
         assert steps_off(want, run_ort(case.path, x, optimize=optimize, options=QNNPACK.session_options)) <= 2
     assert steps_off(run_torch(case.simulated, x), want) <= 2
+
+
+class SharedRows(nn.Module):
+    """A Linear whose output a second one reads, and a float operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(12, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        found: Tensor = y.softmax(-1) * self.second(y)
+        return found
+
+
+@pytest.mark.parametrize("shape", [(12,), (5, 12), (3, 5, 12)], ids=str)
+def test_a_linear_with_a_float_reader_is_int8(shape: tuple[int, ...]) -> None:
+    x = noise(16, *shape)
+    case = ship(SharedRows().eval(), x, f"shared_rows_{len(shape)}")
+    found = audit(case.path)
+    assert found.int8_share == 1.0 and found.problems == ()
+    np.testing.assert_allclose(run_ort(case.path, x), run_torch(case.converted, x), atol=1e-5)
 
 
 def test_dropout_is_gone_and_ranges_reach_through_it() -> None:
