@@ -12,7 +12,7 @@ have fewer blocks. How fast a file is comes from `placement.py --record`, alone 
 What a model gave is kept in docs/coverage.json as soon as it is there: a run that was stopped goes on with
 the models that are missing (`--again` measures all of them again).
 
-`--all` takes another list through: some 400 models of timm, Hugging Face, segmentation_models_pytorch and our own
+`--all` takes another list through: some 600 models of timm, Hugging Face, segmentation_models_pytorch and our own
 (`zoo/`), each in a process of its own, written to docs/models.md.
 """
 
