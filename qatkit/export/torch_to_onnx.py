@@ -15,11 +15,13 @@ from typing import Any, NamedTuple
 import onnx_ir as ir
 import torch
 from onnx_ir.passes import common
-from onnxscript import optimizer, rewriter
+from onnxscript import optimizer
 from torch import Tensor, fx, nn
 
 from qatkit.config.fields import limit_of
 from qatkit.config.schema import ExportConfig
+from qatkit.export.decompositions import decomposed_where_needed
+from qatkit.export.default_rules import apply_default_rules
 from qatkit.export.lower_opset import lower
 from qatkit.export.node_names import name_functions, name_nodes
 from qatkit.export.ort_fusions import for_onnxruntime
@@ -191,7 +193,7 @@ def _torch_export(
         tensors = with_sizes(tensors, dict.fromkeys(one.places, max(2, one.size)))
         for i, axis in one.places:
             shapes[i][axis] = size
-    with quiet(), torch.no_grad(), tables_made_once():
+    with quiet(), torch.no_grad(), tables_made_once(), decomposed_where_needed():
         try:
             program = torch.onnx.export(
                 module,
@@ -227,7 +229,7 @@ def _optimize(model: ir.Model, *, merge: bool) -> None:
     }
     for _ in range(2):
         optimizer.fold_constants_ir(model, onnx_shape_inference=True, should_fold=_folds)
-        rewriter.rewrite(model)
+        apply_default_rules(model)
         _register_constants(model.graph)
     for node in model.graph:
         if node.op_type == "Split" and not node.metadata_props:  # what the folder makes of a sequence

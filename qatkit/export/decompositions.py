@@ -1,0 +1,195 @@
+"""Decompositions of an exported program, run where the program needs them.
+
+torch's exporter traces every program a second time, operator by operator, to decompose what it has no translation for:
+about 45 % of the CPU time of an export (torch 2.13; ResNet-18 3.1 of 7.4 s, Swin-T 15 of 39 s). Nearly all that it
+changes are a few operators that move values, and average pools over everything. Those are written out here, node by
+node, as it would; a program that holds others is left to it. There is no public way to do so: should a later exporter
+decompose by other means, it does so as it comes.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+
+_aten = torch.ops.aten
+
+
+@contextmanager
+def decomposed_where_needed() -> Iterator[None]:
+    """Context of one export: what can be decomposed node by node is, and a program without more is not traced again."""
+    try:
+        from torch.onnx._internal.exporter import _fx_passes
+    except ImportError:
+        yield
+        return
+    decompose = getattr(_fx_passes, "decompose_with_registry", None)
+    if decompose is None:
+        yield
+        return
+
+    def where_needed(program: ExportedProgram, registry: Any) -> ExportedProgram:
+        functions = getattr(registry, "functions", {})
+        translated = {getattr(way, "fx_target", None) for ways in functions.values() for way in ways[:1]}
+        if _written_out(program.graph_module, translated):
+            return program
+        return cast(ExportedProgram, decompose(program, registry))
+
+    _fx_passes.decompose_with_registry = where_needed  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        _fx_passes.decompose_with_registry = decompose
+
+
+def _written_out(program: fx.GraphModule, translated: Container[Any]) -> bool:
+    """Writes out what has a rule; returns whether all the rest is translated as it is, and nothing written in place.
+
+    Args:
+        translated: the operators that the exporter has a translation for.
+    """
+    if any(isinstance(part, fx.GraphModule) for part in program.children()):  # branches and loops
+        return False
+    values = [node.meta.get("val") for node in program.graph.nodes]
+    if len({x.dtype for x in values if isinstance(x, torch.Tensor) and not _is_integer(x)}) > 1:
+        return False  # its type promotions rely on the values of a second trace
+    for node in list(program.graph.nodes):
+        rule = _RULES.get(node.target) if node.op == "call_function" else None
+        if rule is not None:
+            rule(node)
+    program.graph.eliminate_dead_code()
+    program.recompile()
+    return all(_stays(node.target, translated) for node in program.graph.nodes if node.op == "call_function")
+
+
+def _is_integer(x: torch.Tensor) -> bool:
+    return not (x.is_floating_point() or x.is_complex())
+
+
+def _stays(target: Any, translated: Container[Any]) -> bool:
+    """Whether the exporter would not decompose an operator; it always does what may give a view of its argument."""
+    if not isinstance(target, torch._ops.OpOverload) or target in _LEFT:
+        return True
+    shares_memory = any(value.alias_info is not None for value in target._schema.returns)
+    composite = target._can_decompose()
+    return target in translated and not target._schema.is_mutable and not (shares_memory and composite)
+
+
+def _as_view(node: fx.Node) -> None:
+    """Other sizes of the same values, where no more than one of them is open."""
+    x, shape = node.args[0], node.meta["val"].shape
+    if x.meta["val"].shape == shape:  # type: ignore[union-attr]
+        _leave_out(node)
+        return
+    sizes = [size if isinstance(size, int) else -1 for size in shape]
+    if sizes.count(-1) <= 1 and 0 not in sizes:
+        node.target, node.args, node.kwargs = _aten.reshape.default, (x, sizes), {}
+
+
+def _leave_out(node: fx.Node) -> None:
+    """Gives its readers what it reads; as an output of the program, which is known by the node's name, it stays."""
+    if any(user.op == "output" for user in node.users):
+        node.target, node.args, node.kwargs = _aten.clone.default, (node.args[0],), {}
+    else:
+        node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+
+
+def _as_copy(node: fx.Node) -> None:
+    """The same values in another memory layout, which views may rely on."""
+    x, contiguous = node.args[0], torch.contiguous_format
+    node.target, node.args, node.kwargs = _aten.clone.default, (x,), {"memory_format": contiguous}
+
+
+def _as_cast(node: fx.Node) -> None:
+    x, kind = node.args[0], node.meta["val"].dtype
+    if x.meta["val"].dtype == kind:  # type: ignore[union-attr]
+        _leave_out(node)
+    else:
+        node.target, node.args, node.kwargs = _aten._to_copy.default, (x,), {"dtype": kind}
+
+
+def _as_mean(node: fx.Node) -> None:
+    """An adaptive average pool over everything, of a sequence as of an image with one row, which has an int8 kernel."""
+    x, size = cast(tuple[fx.Node, list[int]], node.args)
+    rank = len(size)
+    if any(one != 1 for one in size):
+        return
+    if rank == 1:
+        with node.graph.inserting_before(node):
+            x = _made(node, _aten.unsqueeze.default, (x, -2), x.meta["val"].unsqueeze(-2))
+            x = _made(node, _aten.mean.dim, (x, [-1, -2], True), node.meta["val"].unsqueeze(-2))
+        node.target, node.args = _aten.squeeze.dim, (x, -2)
+    else:
+        node.target, node.args = _aten.mean.dim, (x, list(range(-1, -1 - rank, -1)), True)
+
+
+def _made(node: fx.Node, target: Any, arguments: tuple[Any, ...], value: Any) -> fx.Node:
+    """A call at the insertion point that is a part of `node`."""
+    made = node.graph.call_function(target, arguments)
+    made.meta.update(node.meta, val=value)
+    return made
+
+
+def _as_split(node: fx.Node) -> None:
+    """So many parts of an axis of known size."""
+    x, count, axis = (*node.args, 0)[:3]
+    size = x.meta["val"].shape[axis]  # type: ignore[union-attr]
+    if isinstance(size, int):
+        node.target, node.args = _aten.split.Tensor, (x, -(-size // count), axis)  # type: ignore[operator]
+
+
+def _as_inference(node: fx.Node) -> None:
+    """A BatchNorm with the statistics that it has."""
+    x, weight, bias, mean, var, training, momentum, eps = node.args[:8]
+    if training or mean is None or var is None:
+        return
+    arguments = (x, weight, bias, mean, var, momentum, eps)
+    empty = mean.meta["val"].new_empty(0)  # type: ignore[union-attr]
+    with node.graph.inserting_before(node):
+        target = _aten._native_batch_norm_legit_no_training.default
+        norm = _made(node, target, arguments, (node.meta["val"], empty, empty))
+    node.target, node.args, node.kwargs = operator.getitem, (norm, 0), {}
+
+
+def _as_clamp(node: fx.Node) -> None:
+    node.target = getattr(_aten.clamp, node.target._overloadname)  # type: ignore[union-attr]
+
+
+def _as_power(node: fx.Node) -> None:
+    node.target, node.args = _aten.pow.Tensor_Scalar, (node.args[0], 2)
+
+
+# Reshape in ONNX; and checks, which the exporter removes.
+_LEFT = {
+    _aten.reshape.default,
+    _aten._assert_async.default,
+    _aten._assert_async.msg,
+    _aten._assert_scalar.default,
+    _aten._assert_tensor_metadata.default,
+    _aten.sym_constrain_range_for_size.default,
+}
+_RULES: dict[Any, Callable[[fx.Node], None]] = {
+    _aten.reshape.default: _as_view,
+    _aten.flatten.using_ints: _as_view,
+    _aten.unflatten.int: _as_view,
+    _aten.view_as.default: _as_view,
+    _aten.reshape_as.default: _as_view,
+    _aten.contiguous.default: _as_copy,
+    _aten.to.dtype: _as_cast,
+    _aten.to.dtype_layout: _as_cast,
+    _aten.type_as.default: _as_cast,
+    _aten.chunk.default: _as_split,
+    _aten.batch_norm.default: _as_inference,
+    _aten.clip.default: _as_clamp,
+    _aten.clip.Tensor: _as_clamp,
+    _aten.square.default: _as_power,
+    _aten.adaptive_avg_pool1d.default: _as_mean,
+    _aten.adaptive_avg_pool2d.default: _as_mean,
+    _aten.adaptive_avg_pool3d.default: _as_mean,
+}

@@ -1,0 +1,54 @@
+"""onnxscript's rewrite rules, each tried at the nodes that it can match.
+
+Its rewriter tries all of its 46 rules at each node and builds a match for each: 20 % of the CPU time of an export
+(onnxscript 0.7, EfficientViT-M0). A rule says by private fields which operators its pattern ends in; of another version
+that does not, every rule is tried everywhere, as before.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import onnx_ir as ir
+from onnxscript import rewriter
+from onnxscript.rewriter import pattern
+
+
+def apply_default_rules(model: ir.Model) -> None:
+    """Rewrites `model` in place by onnxscript's default rules."""
+    rewriter.rewrite(model, _rules())
+
+
+@cache
+def _rules() -> pattern.RewriteRuleSet | None:
+    known = getattr(rewriter, "_DEFAULT_REWRITE_RULES", None)
+    if known is None:
+        return None
+    rules: list[Any] = [_RuleOfOperators(rule) for rule in known]
+    return pattern.RewriteRuleSet(rules)
+
+
+class _RuleOfOperators:
+    """A rule that is tried at nodes of its operators alone."""
+
+    def __init__(self, rule: Any) -> None:
+        self._rule = rule
+        self._operators = _ends_in(rule)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._rule, name)
+
+    def try_rewrite(self, model: ir.Model, graph: Any, node: ir.Node, **options: Any) -> Any:
+        if self._operators is not None and node.op_type not in self._operators:
+            return None
+        return self._rule.try_rewrite(model, graph, node, **options)
+
+
+def _ends_in(rule: Any) -> frozenset[str] | None:
+    """The operators that the pattern of a rule may end in; None where that is not known."""
+    nodes = getattr(getattr(rule, "_target_pattern", None), "output_nodes", ())
+    found = [identifier() for node in nodes if (identifier := getattr(node, "op_identifier", None))]
+    if not found or len(found) < len(nodes) or None in found:
+        return None
+    return frozenset(name for _, name, _ in found)
