@@ -40,6 +40,30 @@ class UNet(nn.Module):
         return torch.cat([x, y], 1)
 
 
+class Branches(nn.Module):
+    """Sums of pooled and strided branches, which have one size together where the input's is a multiple of eight; a
+    pool that rounds up; and a size that is asked of what a ReLU has changed in place.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1), nn.BatchNorm2d(8), nn.ReLU(inplace=True))
+        self.ceil = nn.MaxPool2d(3, 2, ceil_mode=True)
+        self.strided, self.pooled = (
+            nn.Conv2d(8, 8, 3, 2, 1),
+            nn.Sequential(nn.MaxPool2d(2), nn.Conv2d(8, 8, 1)),
+        )
+        self.last, self.end = nn.Conv2d(8, 8, 4, 4), nn.Conv2d(8, 4, 1)
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.stem(x)
+        y = F.relu(self.strided(x) + self.pooled(x), inplace=True)
+        y = y + F.interpolate(self.ceil(x), y.shape[-2:])
+        h, w = x.size(2), x.size(3)
+        z = F.avg_pool2d(self.strided(F.avg_pool2d(y, 2)), 1) + F.avg_pool2d(self.last(x), 2, ceil_mode=True)
+        return self.end(F.interpolate(z, (h // 2, w // 2)) + y)
+
+
 class Detector(nn.Module):
     """A pyramid that is resized to its neighbour's size; boxes in pixels, from a grid."""
 

@@ -30,6 +30,7 @@ from qatkit.export.quiet import quiet
 from qatkit.export.refusals import refusal, refuse_inputs, refuse_modules, refuse_program
 from qatkit.export.registry import tables_made_once
 from qatkit.export.shift_weights import shift_weights
+from qatkit.export.size_constraints import unsolved_constraints_allowed
 from qatkit.export.translations import translations
 from qatkit.export.write_model import write_model
 from qatkit.graph.capture.free_axes import FreeAxis, with_sizes
@@ -189,11 +190,16 @@ def _torch_export(
         # Two of them: a batch of one would be taken for a constant.
         tensors = resized(tensors, max(2 * multiple, batch_size(tensors, axes)), axes)
     for one in free:
-        size = torch.export.Dim(one.name)
         tensors = with_sizes(tensors, dict.fromkeys(one.places, max(2, one.size)))
         for i, axis in one.places:
-            shapes[i][axis] = size
-    with quiet(), torch.no_grad(), tables_made_once(), decomposed_where_needed():
+            shapes[i][axis] = one.name
+    with (
+        quiet(),
+        torch.no_grad(),
+        tables_made_once(),
+        decomposed_where_needed(),
+        unsolved_constraints_allowed(),
+    ):
         try:
             program = torch.onnx.export(
                 module,

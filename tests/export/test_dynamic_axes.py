@@ -42,6 +42,10 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Shapes, list[str], list[Shapes]]
         resizable.Detector, [(2, 3, 64, 64)], ["batch,3,height,width"],
         [[(1, 3, 65, 97)], [(2, 3, 32, 40)], [(1, 3, 127, 64)]],
     ),
+    "branches": (
+        resizable.Branches, [(2, 3, 64, 64)], ["batch,3,height,width"],
+        [[(1, 3, 96, 64)], [(3, 3, 64, 160)], [(1, 3, 32, 32)]],
+    ),
     "vocoder": (
         resizable.Vocoder, [(2, 20, 33)], ["batch,20,length"], [[(1, 20, 7)], [(3, 20, 34)], [(1, 20, 100)]],
     ),
@@ -65,11 +69,7 @@ def dims(session: ort.InferenceSession) -> list[str]:
     return [",".join(map(str, value.shape)) for value in session.get_inputs()]
 
 
-SLOW = ("conformer", "padded to a multiple", "detector", "vocoder")  # torch's exporter takes long
-PARAMETERS = [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in CASES]
-
-
-@pytest.mark.parametrize("name", PARAMETERS)
+@pytest.mark.parametrize("name", CASES)
 def test_a_file_answers_as_its_module_at_every_size(name: str, tmp_path: Path) -> None:
     make, shapes, axes, others = CASES[name]
     torch.manual_seed(0)

@@ -70,6 +70,7 @@ class Aliases:
             for step in value.chain:
                 node, before = self._again(step, before, node), step
             value.node, value.version = node, tensor._version
+        value.node.meta.setdefault("shape", tuple(tensor.shape))  # a change in place has no result of its own
         return value.node
 
     def _again(self, step: fx.Node, old: Any, new: fx.Node) -> fx.Node:
