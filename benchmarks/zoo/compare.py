@@ -107,8 +107,12 @@ class File:
         self.session = ort.InferenceSession(str(path), options, ["CPUExecutionProvider"])
 
     def __call__(self, batch: Any) -> list[Array]:
+        return list(self.session.run(None, self.feed(batch)))
+
+    def feed(self, batch: Any) -> dict[str, Array]:
+        """A batch by the names of the file's inputs."""
         names = [one.name for one in self.session.get_inputs()]
         given = [leaf.numpy() for leaf in leaves(batch)]
         if isinstance(batch, Mapping) and set(names) <= batch.keys():
             given = [batch[name].numpy() for name in names]
-        return list(self.session.run(None, dict(zip(names, given, strict=True))))
+        return dict(zip(names, given, strict=True))

@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import qatkit
 from qatkit.config.schema import ScheduleConfig
 from qatkit.export.torch_to_onnx import export_onnx
+from qatkit.graph.captured import Captured
 from qatkit.graph.convert.simplify import float_baseline
 from qatkit.graph.phase import set_phase
 from qatkit.quant.backends import FBGEMM
@@ -35,6 +36,7 @@ from qatkit_verify.errors import ConfigError
 from zoo.compare import TOLERANCE, File, arrays, difference, leaves, relative, same_choice, snr
 from zoo.entry import Entry, call
 from zoo.settle import has_random_training, in_training, settled
+from zoo.sizes import at_other_sizes
 
 Row = dict[str, Any]
 CALIBRATION, TEST = (100, 101), (200, 201)  # seeds
@@ -86,9 +88,10 @@ def _failure(error: Exception) -> Row:
 
 def _through(entry: Entry, model: nn.Module, row: Row) -> None:
     row["stage"], row["wrong"] = "capture", []
-    start = time.monotonic()
-    module = _prepared(entry, model)
-    row["capture_seconds"] = round(time.monotonic() - start, 2)
+    start = time.process_time()
+    captured = Captured(model, entry.batch(2, 0), "auto")
+    module = _prepared(entry, captured)
+    row["capture_seconds"] = round(time.process_time() - start, 2)
     row["wrong"] += [f"capture: {line}" for line in _capture(entry, model, module)]
     if has_random_training(model, entry.batch(2, 0)):
         row["stage"] = "capture in training mode"
@@ -100,10 +103,10 @@ def _through(entry: Entry, model: nn.Module, row: Row) -> None:
     row["stage"] = "convert"
     converted = module.convert().graph
     with tempfile.TemporaryDirectory() as folder:
-        row |= _files(entry, model, converted, Path(folder), row)
+        row |= _files(entry, captured, converted, Path(folder), row)
 
 
-def _prepared(entry: Entry, model: nn.Module) -> QATModule:
+def _prepared(entry: Entry, model: nn.Module | Captured) -> QATModule:
     return QATModule(model, entry.batch(2, 0), ScheduleConfig(batch_norm="freeze"))
 
 
@@ -207,13 +210,16 @@ def _step(outputs: Any) -> None:
         torch.stack(losses).sum().backward()
 
 
-def _files(entry: Entry, model: nn.Module, converted: nn.Module, folder: Path, row: Row) -> Row:
+def _files(entry: Entry, captured: Captured, converted: fx.GraphModule, folder: Path, row: Row) -> Row:
     """The float and the INT8 file, held against the model and against the converted module."""
     int8, plain, example = folder / "int8.onnx", folder / "float.onnx", entry.batch(2, 0)
+    model = captured.model
     row["stage"] = "export"
+    start = time.process_time()
     opset = _export(converted, example, int8, entry.opset)
+    row["export_seconds"] = round(time.process_time() - start, 2)
     row["stage"] = "float export"
-    export_onnx(float_baseline(model, example), example, plain, opset=opset)
+    export_onnx(float_baseline(captured.graph(), example), example, plain, opset=opset)
     row["stage"] = "run"
     tests = [entry.batch(BATCH, seed) for seed in TEST]
     with torch.no_grad():
@@ -234,10 +240,16 @@ def _files(entry: Entry, model: nn.Module, converted: nn.Module, folder: Path, r
             row["wrong"].append(
                 f"file, optimizations {name}, against the converted module: {distance:.1f} dB"
             )
+    row["stage"] = "other sizes"
+    sized = at_other_sizes(entry, model, converted, plain, int8)
+    row["wrong"] += sized.pop("wrong")
     row["stage"] = "audit"
-    audited = audit(int8, options=FBGEMM.session_options)
+    audited = audit(
+        int8, options=FBGEMM.session_options, input_shape=File(int8, optimize=False).feed(tests[0])
+    )
     row["stage"] = "done"
     return {
+        **sized,
         "opset": opset,
         "snr": snr(exact, on),
         "parity": [same_choice(simulated, off), same_choice(simulated, on)],

@@ -28,13 +28,15 @@ def page(rows: Rows) -> str:
         "# Models",
         "",
         "Written by `uv run --group benchmark benchmarks/coverage.py --all`; do not edit. Random weights "
-        "(spread so that every part counts), fbgemm, opset 13 where nothing else is said. Each model is captured, "
-        "its graph compared with the model itself (batches of 1, 2 and 3, other values; in training mode too where "
-        "it is random there), calibrated with 16 inputs, trained for a step, converted, exported and run in ONNX "
-        "Runtime on 16 other inputs. SNR: the INT8 file's outputs against the float model's, the worst output, what "
-        "all inputs have in common left out. Twin: the SNR of the same model with its functional parts written as "
-        "modules. Parity: equal choices (argmax, or whole numbers) of the file and the converted module, "
-        "optimizations off / on.",
+        "(spread so that every part counts), fbgemm, opset 13 where nothing else is said. Each model is "
+        "captured with every axis free that it leaves free, its graph compared with the model itself (batches "
+        "of 1, 2 and 3, other values; in training mode too where it is random there), calibrated with 16 "
+        "inputs, trained for a step, converted, exported and run in ONNX Runtime on 16 other inputs. SNR: the "
+        "INT8 file's outputs against the float model's, the worst output, what all inputs have in common left "
+        "out. Twin: the SNR of the same model with its functional parts written as modules. Parity: equal "
+        "choices (argmax, or whole numbers) of the file and the converted module, optimizations off / on. "
+        "Capture and export: CPU seconds, one thread (the INT8 file). Other sizes: at how many other sizes of "
+        "the axes in brackets both files were compared, too.",
         "",
         *_summary(rows),
     ]
@@ -71,7 +73,7 @@ def _has_twin(row: Rows) -> bool:
 
 def _table(rows: Rows) -> list[str]:
     head = ("model", "k params", "nodes", "int8 MACs", "SNR dB", "twin dB", "parity off / on %", "size", "capture s",
-            "all s", "no gradient")  # fmt: skip
+            "export s", "other sizes", "no gradient")  # fmt: skip
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for name, row in sorted(rows.items()):
         if row["status"] not in ("through", "wrong"):
@@ -83,10 +85,14 @@ def _table(rows: Rows) -> list[str]:
         cells = (_short(name) + opset, f"{row['parameters'] / 1e3:.0f}", str(row["nodes"]), _share(row),
                  _number(row["snr"]), _number(row.get("twin_snr")),
                  " / ".join(f"{100 * p:.1f}" for p in row["parity"]), f"{row['size_ratio']:.3f}",
-                 f"{row['capture_seconds']:.1f}", f"{row['seconds']:.0f}",
+                 f"{row['capture_seconds']:.1f}", f"{row['export_seconds']:.1f}", _sizes(row),
                  ", ".join(row["no_gradient"][:2]) or "none")  # fmt: skip
         lines.append("| " + " | ".join(cells) + " |")
     return lines
+
+
+def _sizes(row: Rows) -> str:
+    return f"{row['sizes']} ({', '.join(row['free_axes'])})" if row["free_axes"] else "fixed"
 
 
 def _share(row: Rows) -> str:

@@ -1,0 +1,86 @@
+"""Models at other sizes than the example's: images, lengths and numbers of streams that no capture has seen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from qatkit.graph.capture.free_axes import FreeAxis
+from zoo.compare import TOLERANCE, File, arrays, difference, leaves, snr
+from zoo.entry import Entry, call
+
+_SIZES = 2  # beside the example's
+_STEPS = (3, 5, -1, 7, -2, 1, 2)
+# An INT8 file further from its own converted module than this, and as far from the model, is another function (dB).
+_SAME_FILE = 20.0
+
+
+def at_other_sizes(
+    entry: Entry, model: nn.Module, converted: fx.GraphModule, plain: Path, int8: Path
+) -> dict[str, Any]:
+    """Returns the names of the free axes, at how many other sizes the files ran, and what was wrong there.
+
+    Args:
+        plain: the float file, which is compared with the model.
+        int8: the INT8 file, which is compared with the converted module.
+    """
+    free: tuple[FreeAxis, ...] = converted.meta.get("free_axes", ())
+    found: dict[str, Any] = {"free_axes": [axis.name for axis in free], "sizes": 0, "wrong": []}
+    if not free:
+        return found
+    files = File(plain, optimize=True), File(int8, optimize=False)
+    for batch in _batches(entry, free):
+        with torch.no_grad():
+            try:
+                exact = arrays(call(model, batch))
+            except Exception:
+                continue
+            simulated = arrays(converted(*leaves(batch)))
+        exact = exact[: len(simulated)]  # without auxiliary heads
+        of_float, of_int8 = (file(batch) for file in files)
+        at = ", ".join(str(list(one.shape)) for one in leaves(batch))
+        if line := difference(exact, of_float, 10 * TOLERANCE):
+            found["wrong"].append(f"float file at {at}: {line}")
+        distance = snr(simulated, of_int8)
+        worse = (snr(exact, of_int8) or 0.0) < (snr(exact, simulated) or 0.0) - 1.0
+        if distance is not None and distance < _SAME_FILE and worse:
+            found["wrong"].append(f"file at {at}, against the converted module: {distance:.1f} dB")
+        found["sizes"] += 1
+        if found["sizes"] == _SIZES:
+            break
+    return found
+
+
+def _batches(entry: Entry, free: tuple[FreeAxis, ...]) -> Iterator[Any]:
+    """Inputs whose free axes have other sizes, each axis by another amount; what they hold is repeated."""
+    for number, steps in enumerate(_STEPS):
+        sizes = {}
+        for place, axis in enumerate(free):
+            size = axis.size + axis.step * (steps + (place if steps > 0 else 0))
+            if size <= 0 or size in (axis.size, *axis.others):
+                break
+            sizes |= dict.fromkeys(axis.places, size)
+        else:
+            yield _resized(entry.batch(2, 300 + number), sizes)
+
+
+def _resized(batch: Any, sizes: Mapping[tuple[int, int], int]) -> Any:
+    """A batch of the same form; its tensors are counted in order."""
+    count = iter(range(len(leaves(batch))))
+
+    def one(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            i = next(count)
+            for axis in range(value.ndim):
+                if (size := sizes.get((i, axis))) is not None:
+                    value = value.index_select(axis, torch.arange(size) % value.shape[axis])
+            return value
+        if isinstance(value, Mapping):
+            return {key: one(part) for key, part in value.items()}
+        return type(value)(map(one, value)) if isinstance(value, (tuple, list)) else value
+
+    return one(batch)
