@@ -241,7 +241,8 @@ def _files(entry: Entry, captured: Captured, converted: fx.GraphModule, folder: 
                 f"file, optimizations {name}, against the converted module: {distance:.1f} dB"
             )
     row["stage"] = "other sizes"
-    sized = at_other_sizes(entry, model, converted, plain, int8)
+    near = snr(simulated, off)
+    sized = at_other_sizes(entry, model, converted, plain, int8, rounding=_rounding, near=near)
     row["wrong"] += sized.pop("wrong")
     row["stage"] = "audit"
     audited = audit(
@@ -253,7 +254,7 @@ def _files(entry: Entry, captured: Captured, converted: fx.GraphModule, folder: 
         "opset": opset,
         "snr": snr(exact, on),
         "parity": [same_choice(simulated, off), same_choice(simulated, on)],
-        "distance": [snr(simulated, off), snr(simulated, on)],
+        "distance": [near, snr(simulated, on)],
         "size_ratio": int8.stat().st_size / plain.stat().st_size,
         "nodes": len(audited.nodes),
         "macs": audited.macs,

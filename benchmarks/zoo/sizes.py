@@ -1,8 +1,8 @@
-"""Models at other sizes than the example's: images, lengths and numbers of streams that no capture has seen."""
+"""Models at other sizes than the example's (images, lengths, numbers of streams), most of which no capture has seen."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,23 +10,34 @@ import torch
 from torch import Tensor, fx, nn
 
 from qatkit.graph.capture.free_axes import FreeAxis
-from zoo.compare import TOLERANCE, File, arrays, difference, leaves, snr
+from zoo.compare import File, arrays, difference, leaves, snr
 from zoo.entry import Entry, call
 
+_SAMPLES = 8
 _SIZES = 2  # beside the example's
-_STEPS = (3, 5, -1, 7, -2, 1, 2)
-# An INT8 file further from its own converted module than this, and as far from the model, is another function (dB).
-_SAME_FILE = 20.0
+_STEPS = (3, 5, -1, 7, -2, 1, 2, 32, 96, -32, 16, 8)
+# An INT8 file that is further from its converted module than this, and by so much more than at the example's size, is
+# another function (dB).
+_SAME_FILE, _NEARER = 20.0, 10.0
 
 
 def at_other_sizes(
-    entry: Entry, model: nn.Module, converted: fx.GraphModule, plain: Path, int8: Path
+    entry: Entry,
+    model: nn.Module,
+    converted: fx.GraphModule,
+    plain: Path,
+    int8: Path,
+    *,
+    rounding: Callable[[nn.Module, Any], float],
+    near: float | None,
 ) -> dict[str, Any]:
     """Returns the names of the free axes, at how many other sizes the files ran, and what was wrong there.
 
     Args:
         plain: the float file, which is compared with the model.
         int8: the INT8 file, which is compared with the converted module.
+        rounding: what rounding may make of the model's outputs for a batch.
+        near: distance of the INT8 file and the converted module at the example's size (dB).
     """
     free: tuple[FreeAxis, ...] = converted.meta.get("free_axes", ())
     found: dict[str, Any] = {"free_axes": [axis.name for axis in free], "sizes": 0, "wrong": []}
@@ -43,11 +54,12 @@ def at_other_sizes(
         exact = exact[: len(simulated)]  # without auxiliary heads
         of_float, of_int8 = (file(batch) for file in files)
         at = ", ".join(str(list(one.shape)) for one in leaves(batch))
-        if line := difference(exact, of_float, 10 * TOLERANCE):
+        if (line := difference(exact, of_float)) and (
+            line := difference(exact, of_float, rounding(model, batch))
+        ):
             found["wrong"].append(f"float file at {at}: {line}")
         distance = snr(simulated, of_int8)
-        worse = (snr(exact, of_int8) or 0.0) < (snr(exact, simulated) or 0.0) - 1.0
-        if distance is not None and distance < _SAME_FILE and worse:
+        if distance is not None and distance < min(_SAME_FILE, (near or 0.0) - _NEARER):
             found["wrong"].append(f"file at {at}, against the converted module: {distance:.1f} dB")
         found["sizes"] += 1
         if found["sizes"] == _SIZES:
@@ -61,11 +73,11 @@ def _batches(entry: Entry, free: tuple[FreeAxis, ...]) -> Iterator[Any]:
         sizes = {}
         for place, axis in enumerate(free):
             size = axis.size + axis.step * (steps + (place if steps > 0 else 0))
-            if size <= 0 or size in (axis.size, *axis.others):
+            if size <= 0 or size == axis.size:
                 break
             sizes |= dict.fromkeys(axis.places, size)
         else:
-            yield _resized(entry.batch(2, 300 + number), sizes)
+            yield _resized(entry.batch(_SAMPLES, 300 + number), sizes)
 
 
 def _resized(batch: Any, sizes: Mapping[tuple[int, int], int]) -> Any:

@@ -147,14 +147,12 @@ class _Wide(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.float:
             func = torch.Tensor.double
-        return func(*_widened(args), **_widened(kwargs or {}))
+        return func(*_widened(args), **{key: _widened(one) for key, one in (kwargs or {}).items()})
 
 
 def _widened(value: Any) -> Any:
     if isinstance(value, torch.dtype):
         return {torch.float32: torch.float64, torch.complex64: torch.complex128}.get(value, value)
-    if isinstance(value, dict):
-        return {key: _widened(part) for key, part in value.items()}
     return tuple(map(_widened, value)) if type(value) is tuple else value
 
 
