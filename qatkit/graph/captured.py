@@ -69,6 +69,12 @@ class Captured:
         elif self._graph is not None:
             self._graph.train(self.model.training)
 
+    def release(self) -> None:
+        """Frees the float model's weights, of which no further graph is asked: a checked file needs that memory."""
+        self._graph = None
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            tensor.data = tensor.new_empty(0)
+
     def _traced(self) -> fx.GraphModule:
         model, given = in_single_precision(self.model)
         graph = trace(model, self._example, self._dynamic_axes)

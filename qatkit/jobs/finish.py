@@ -42,4 +42,5 @@ class Verify(Always):
     """The checks, the report and the bundle."""
 
     def run(self, state: State) -> State:
+        state.captured.release()
         return replace(state, status=conclude_module(state))
