@@ -70,7 +70,7 @@ def at_other_sizes(
 def _batches(entry: Entry, free: tuple[FreeAxis, ...]) -> Iterator[Any]:
     """Inputs whose free axes have other sizes, each axis by another amount; what they hold is repeated."""
     for number, steps in enumerate(_STEPS):
-        sizes = {}
+        sizes: dict[tuple[int, int], int] = {}
         for place, axis in enumerate(free):
             size = axis.size + axis.step * (steps + (place if steps > 0 else 0))
             if size <= 0 or size == axis.size:
