@@ -64,6 +64,26 @@ class Branches(nn.Module):
         return self.end(F.interpolate(z, (h // 2, w // 2)) + y)
 
 
+class Grids(nn.Module):
+    """A spatial transformer, and coordinates beside the features, as CoordConv has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.turn = nn.Conv2d(3, 8, 3, 2, 1), nn.Conv2d(10, 8, 3, 1, 1), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Any:
+        y = F.relu(self.one(x))
+        h, w = y.shape[-2:]
+        rows = torch.linspace(-1, 1, h).view(1, 1, h, 1).expand(len(x), 1, h, w)
+        columns = torch.linspace(start=0.5, end=2.0, steps=w).view(1, 1, 1, w).expand(len(x), 1, h, w)
+        y = self.two(torch.cat([y, rows, columns], 1))
+        theta = 0.1 * self.turn(y.mean((2, 3))).view(-1, 2, 3) + torch.eye(2, 3)
+        moved = F.grid_sample(
+            y, F.affine_grid(theta, list(y.shape), align_corners=False), align_corners=False
+        )
+        return moved + F.affine_grid(theta, [len(x), 1, h, w], align_corners=True).sum(-1).unsqueeze(1)
+
+
 class Detector(nn.Module):
     """A pyramid that is resized to its neighbour's size; boxes in pixels, from a grid."""
 

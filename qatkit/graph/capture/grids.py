@@ -1,0 +1,52 @@
+"""Grids of as many points as a traced size says, from a range of whole numbers.
+
+torch's exporter takes the number of points of `linspace` and of `affine_grid` for a constant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from qatkit.graph.capture.traced_sizes import TracedSize
+
+
+def grid_of_sizes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
+    """Returns what computes a grid for any size; None for another function, and for plain numbers."""
+    if func is torch.linspace:
+        steps = kwargs.get("steps", args[2] if len(args) > 2 else None)
+        ends = [args[i] if len(args) > i else kwargs.get(name) for i, name in enumerate(("start", "end"))]
+        plain = all(isinstance(end, (int, float)) for end in ends) and "out" not in kwargs
+        return _linspace if plain and isinstance(steps, TracedSize) else None
+    if func is F.affine_grid:
+        sizes = kwargs.get("size", args[1] if len(args) > 1 else ())
+        return _affine_grid if any(isinstance(size, TracedSize) for size in sizes[2:]) else None
+    return None
+
+
+def _linspace(
+    start: float, end: float, steps: int, *, dtype: torch.dtype | None = None, **more: Any
+) -> Tensor:
+    made = torch.arange(steps, dtype=torch.get_default_dtype(), **more) * (end - start)
+    points = made / (steps - 1) + start if steps > 1 else made + start
+    return points if dtype is None else points.to(dtype)
+
+
+def _affine_grid(theta: Tensor, size: Sequence[int], align_corners: bool | None = None) -> Tensor:
+    """Points of an image or a volume, [N, *sizes, axes], moved by the matrices `theta`, [N, axes, axes + 1]."""
+    sizes, axes = size[2:], len(size) - 2
+    kind: dict[str, Any] = {"dtype": theta.dtype, "device": theta.device}
+    columns = []
+    for axis, count in enumerate(sizes):
+        if align_corners:
+            points = _linspace(-1.0, 1.0, count, **kind)
+        else:
+            points = (2 * torch.arange(count, **kind) + 1) / count - 1
+        columns.append(points.reshape([-1 if i == axis else 1 for i in range(axes)]).expand(*sizes))
+    columns = [*reversed(columns), torch.ones(tuple(sizes), **kind)]
+    places = torch.stack(columns, -1).reshape(-1, axes + 1)
+    return torch.matmul(places, theta.transpose(1, 2)).reshape(-1, *sizes, axes)
