@@ -197,7 +197,11 @@ class FreeAxes:
             axis = FreeAxis("", places, size, (other,), 1)
             try:
                 check(axis)
-            except (UntraceableError, _NotFreeError) as error:
+            except UntraceableError:
+                if other > size:  # smaller ones may do what the example does, and hide that more is computed there
+                    raise
+                continue
+            except _NotFreeError as error:
                 reason = error
                 continue
             return self._with_step(axis, check)
@@ -221,7 +225,10 @@ class FreeAxes:
                 found = FreeAxis("", axis.places, axis.size, (far, near), step)
                 try:
                     check(found)
-                except (UntraceableError, _NotFreeError) as error:
+                except UntraceableError as error:
+                    self.reasons[axis.places] = _in_words(error)
+                    break
+                except _NotFreeError as error:
                     self.reasons[axis.places] = _in_words(error)
                     continue
                 return found

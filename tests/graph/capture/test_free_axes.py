@@ -145,6 +145,22 @@ class Steps(nn.Module):
         return state
 
 
+class Chunks(nn.Module):
+    """A loop over chunks of two steps: the last of seven steps is a chunk as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state, self.out = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Any:
+        state, outputs = torch.zeros_like(x[:, :1]), []
+        for start in range(0, x.shape[1], 2):
+            part = x[:, start : start + 2]
+            outputs.append(part + state)
+            state = torch.tanh(self.state(part.mean(1, keepdim=True) + state))
+        return self.out(torch.cat(outputs, 1))
+
+
 class Pooled(nn.Module):
     """An adaptive pool to 4x4."""
 
@@ -189,6 +205,8 @@ def test_what_fixes_an_axis_is_named_with_its_line() -> None:
     assert "multiple of 8: the size decides what is computed (in module 'two' at" in about(graph)
     graph = captured(Steps(), drawn(2, 9, 8))
     assert axes_of(graph) == {} and "input, axis 1: its size is fixed, 9" in about(graph)
+    graph = captured(Chunks(), drawn(2, 8, 8))
+    assert axes_of(graph) == {} and "axis 1: its size is fixed, 8: the size decides" in about(graph)
     graph = captured(Pooled(), drawn(*IMAGE))
     assert axes_of(graph) == {}
     assert "AdaptiveAvgPool2d is written for one size of its input (in module 'pool' at" in about(graph)
