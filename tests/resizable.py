@@ -84,6 +84,44 @@ class Grids(nn.Module):
         return moved + F.affine_grid(theta, [len(x), 1, h, w], align_corners=True).sum(-1).unsqueeze(1)
 
 
+class Pyramid(nn.Module):
+    """Boxes of two levels, the coarser of which has a stride of 128: one row for up to 128."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Conv2d(3, 8, 3, 8, 1), nn.Conv2d(8, 8, 3, 16, 1)
+        self.head = nn.Conv2d(8, 12, 3, 1, 1)
+
+    def forward(self, x: Tensor) -> Any:
+        one = F.relu(self.one(x))
+        found = []
+        for level in (one, F.relu(self.two(one))):
+            y = self.head(level)
+            n, _, h, w = y.shape
+            found.append(y.view(n, -1, 4, h, w).permute(0, 3, 4, 1, 2).reshape(n, -1, 4))
+        return torch.cat(found, 1)
+
+
+class Pools(nn.Module):
+    """Pools over everything, whose windows are sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.gate = nn.Conv2d(3, 8, 3, 2, 1), nn.Linear(8, 8)
+        self.words, self.head = nn.Conv1d(8, 8, 3, padding=1), nn.Linear(24, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        y = F.relu(self.one(x))
+        y = y * self.gate(F.avg_pool2d(y, y.size()[2:]).flatten(1)).sigmoid()[:, :, None, None]
+        words = self.words(y.flatten(2))
+        parts = [
+            F.avg_pool2d(y, kernel_size=(y.shape[2], y.shape[3])).flatten(1),
+            F.max_pool2d(y, list(y.shape[-2:]), 1).flatten(1),
+            F.max_pool1d(words, words.size(2)).squeeze(2),
+        ]
+        return self.head(torch.cat(parts, 1))
+
+
 class Detector(nn.Module):
     """A pyramid that is resized to its neighbour's size; boxes in pixels, from a grid."""
 

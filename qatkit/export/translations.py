@@ -103,6 +103,10 @@ def _by_axis(x: Any, output_size: Sequence[int], reduce: Callable[..., Any]) -> 
     rank = len(output_size)
     for i, wanted in enumerate(output_size):
         axis = len(x.shape) - rank + i
+        if wanted == 1 and not isinstance(x.shape[axis], int):  # all of it, however much that is
+            shape, x = x.shape, reduce(x, [axis], keepdims=1)
+            x.shape = _with(shape, axis, 1)
+            continue
         size = int(x.shape[axis])
         ends = [(j * size // wanted, -((-(j + 1) * size) // wanted)) for j in range(wanted)]
         if size != wanted:

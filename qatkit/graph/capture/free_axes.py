@@ -29,6 +29,7 @@ from qatkit_verify.foreign import described
 Wanted = str | Mapping[str, Mapping[int, str]]  # "auto", "none", or names of axes by input
 Place = tuple[int, int]  # an input and its axis
 _DECIDES = "the size decides what is computed"
+_STRIDE = 128
 _STEPS = (1, 2, 4, 8, 16, 32, 64)
 _NAMES = {4: {2: "height", 3: "width"}, 5: {2: "depth", 3: "height", 4: "width"}}
 _CLOSE = 1e-3  # of the largest output: another function, not another rounding
@@ -193,12 +194,14 @@ class FreeAxes:
         """
         size = self._size(places[0])
         reason: Exception = _NotFreeError("the model takes no other size")
-        for other in _far(size, number):
+        for other in _far(size, number, picture=self.tensors[places[0][0]].ndim > 3):
             axis = FreeAxis("", places, size, (other,), 1)
             try:
                 check(axis)
             except UntraceableError:
-                if other > size:  # smaller ones may do what the example does, and hide that more is computed there
+                if (
+                    other > size
+                ):  # smaller ones may do what the example does, and hide that more is computed there
                     raise
                 continue
             except _NotFreeError as error:
@@ -354,10 +357,21 @@ def with_sizes(tensors: Sequence[Tensor], sizes: Mapping[Place, int]) -> tuple[T
     return tuple(found)
 
 
-def _far(size: int, number: int) -> list[int]:
-    """Sizes that differ from `size` behind every stride, each axis by another amount; smaller ones for tables."""
+def _far(size: int, number: int, *, picture: bool) -> list[int]:
+    """Sizes that differ from `size` behind every stride, each axis by another amount; smaller ones for tables.
+
+    Pyramids of pictures have strides of up to 128, behind which nearer sizes are one and the same.
+    """
     unit = 32 * (number + 1)
-    steps = [unit * max(1, size // 64), unit, -unit * max(1, size // 128), 2 * (number + 1), -(number + 1)]
+    most = max(_STRIDE + 32 * number, unit * (size // 64)) if picture else unit * max(1, size // 64)
+    steps = [
+        most,
+        unit * max(1, size // 64),
+        unit,
+        -unit * max(1, size // 128),
+        2 * (number + 1),
+        -(number + 1),
+    ]
     return [size + step for step in dict.fromkeys(steps) if size + step > 0]
 
 

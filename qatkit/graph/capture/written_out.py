@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qatkit.graph.attention.multi_head import multi_head_attention
-from qatkit.graph.capture.grids import grid_of_sizes
+from qatkit.graph.capture.sized_calls import for_any_size
 from qatkit.graph.open_modules import bilinear
 
 
@@ -30,7 +30,7 @@ def written_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cal
         return _fill_diagonal
     if func in _GROUPED:
         return _grouped(*args, **kwargs)
-    return grid_of_sizes(func, args, kwargs)
+    return for_any_size(func, args, kwargs)
 
 
 def _static(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -69,6 +69,14 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Example, dict[str, Any], list[di
         resizable.Grids, drawn(*IMAGE), {"height": (ROWS, 1), "width": (COLUMNS, 1)},
         [{"height": 65, "width": 97}, {"height": 40, "width": 64}],
     ),
+    "pyramid": (
+        resizable.Pyramid, drawn(*IMAGE), {"height": (ROWS, 1), "width": (COLUMNS, 1)},
+        [{"height": 300, "width": 130}, {"height": 40, "width": 400}],
+    ),
+    "pools": (
+        resizable.Pools, drawn(*IMAGE), {"height": (ROWS, 1), "width": (COLUMNS, 1)},
+        [{"height": 65, "width": 97}, {"height": 40, "width": 64}],
+    ),
     "padded to a multiple": (
         resizable.ToMultiple, drawn(2, 3, 50, 70), {"height": (ROWS, 1), "width": (COLUMNS, 1)},
         [{"height": 64, "width": 33}, {"height": 17, "width": 80}],

@@ -1,10 +1,11 @@
-"""Grids of as many points as a traced size says, from a range of whole numbers.
+"""Calls with traced sizes where torch's exporter takes constants: points of a grid, windows of a pool.
 
-torch's exporter takes the number of points of `linspace` and of `affine_grid` for a constant.
+A grid is made of a range of whole numbers; a pool over all of an axis is an adaptive one.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,9 +15,11 @@ from torch.nn import functional as F
 
 from qatkit.graph.capture.traced_sizes import TracedSize
 
+_POOL = re.compile("(avg|max)_pool([123])d")
 
-def grid_of_sizes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
-    """Returns what computes a grid for any size; None for another function, and for plain numbers."""
+
+def for_any_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
+    """Returns what computes the same for any size; None for another function, and for plain numbers."""
     if func is torch.linspace:
         steps = kwargs.get("steps", args[2] if len(args) > 2 else None)
         ends = [args[i] if len(args) > i else kwargs.get(name) for i, name in enumerate(("start", "end"))]
@@ -25,7 +28,33 @@ def grid_of_sizes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> C
     if func is F.affine_grid:
         sizes = kwargs.get("size", args[1] if len(args) > 1 else ())
         return _affine_grid if any(isinstance(size, TracedSize) for size in sizes[2:]) else None
-    return None
+    pool = _POOL.fullmatch(getattr(func, "__name__", ""))
+    return None if pool is None else _over_everything(pool[1], int(pool[2]), args, kwargs)
+
+
+def _over_everything(
+    kind: str, rank: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Callable[..., Tensor] | None:
+    names = ("input", "kernel_size", "stride", "padding", *(("dilation",) if kind == "max" else ()))
+    given = dict(zip(names, args, strict=False)) | kwargs
+    x, window = given["input"], given["kernel_size"]
+    window = tuple(window) if isinstance(window, (tuple, list)) else (window,) * rank
+    traced = any(isinstance(size, TracedSize) for size in window)
+    plain = (
+        len(args) <= len(names)
+        and not any(_numbers(given.get("padding") or 0))
+        and all(step == 1 for step in _numbers(given.get("dilation", 1)))
+        and not given.get("return_indices")
+        and given.get("divisor_override") is None
+    )
+    if not (traced and plain) or tuple(x.shape[-rank:]) != window:
+        return None
+    pool = getattr(F, f"adaptive_{kind}_pool{rank}d")
+    return lambda *_, **__: pool(x, 1)
+
+
+def _numbers(value: Any) -> Sequence[int]:
+    return value if isinstance(value, (tuple, list)) else (value,)
 
 
 def _linspace(
