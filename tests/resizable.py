@@ -108,12 +108,12 @@ class Pools(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.one, self.gate = nn.Conv2d(3, 8, 3, 2, 1), nn.Linear(8, 8)
-        self.words, self.head = nn.Conv1d(8, 8, 3, padding=1), nn.Linear(24, 4)
+        self.words, self.head = nn.Conv1d(8, 8, 3, padding=1), nn.Linear(24, 16)
 
     def forward(self, x: Tensor) -> Any:
-        y = F.relu(self.one(x))
+        y = F.hardtanh(self.one(x), 0.0, 0.5)  # larger images have no larger values
         y = y * self.gate(F.avg_pool2d(y, y.size()[2:]).flatten(1)).sigmoid()[:, :, None, None]
-        words = self.words(y.flatten(2))
+        words = self.words(y.flatten(2)).sigmoid()
         parts = [
             F.avg_pool2d(y, kernel_size=(y.shape[2], y.shape[3])).flatten(1),
             F.max_pool2d(y, list(y.shape[-2:]), 1).flatten(1),
