@@ -36,7 +36,7 @@ def page(rows: Rows) -> str:
         "out. Twin: the SNR of the same model with its functional parts written as modules. Parity: equal "
         "choices (argmax, or whole numbers) of the file and the converted module, optimizations off / on. "
         "Capture and export: CPU seconds, one thread (the INT8 file). Other sizes: at how many other sizes of "
-        "the axes in brackets both files were compared, too.",
+        'the axes in brackets both files were compared, too; "-" in a row of before that was measured.',
         "",
         *_summary(rows),
     ]
@@ -85,13 +85,15 @@ def _table(rows: Rows) -> list[str]:
         cells = (_short(name) + opset, f"{row['parameters'] / 1e3:.0f}", str(row["nodes"]), _share(row),
                  _number(row["snr"]), _number(row.get("twin_snr")),
                  " / ".join(f"{100 * p:.1f}" for p in row["parity"]), f"{row['size_ratio']:.3f}",
-                 f"{row['capture_seconds']:.1f}", f"{row['export_seconds']:.1f}", _sizes(row),
+                 f"{row['capture_seconds']:.1f}", _number(row.get("export_seconds")), _sizes(row),
                  ", ".join(row["no_gradient"][:2]) or "none")  # fmt: skip
         lines.append("| " + " | ".join(cells) + " |")
     return lines
 
 
 def _sizes(row: Rows) -> str:
+    if "free_axes" not in row:
+        return "-"
     return f"{row['sizes']} ({', '.join(row['free_axes'])})" if row["free_axes"] else "fixed"
 
 
