@@ -199,11 +199,9 @@ class FreeAxes:
             try:
                 check(axis)
             except UntraceableError:
-                if (
-                    other > size
-                ):  # smaller ones may do what the example does, and hide that more is computed there
-                    raise
-                continue
+                if other < size:
+                    continue
+                raise  # a smaller one may do what the example does, and hide that more is computed here
             except _NotFreeError as error:
                 reason = error
                 continue
