@@ -18,12 +18,14 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
+from qatkit.export.replaced import replaced
+
 _aten = torch.ops.aten
 
 
 @contextmanager
 def decomposed_where_needed() -> Iterator[None]:
-    """Context of one export: what can be decomposed node by node is, and a program without more is not traced again."""
+    """Decomposes programs node by node within one export, and leaves those to torch's exporter that need more."""
     try:
         from torch.onnx._internal.exporter import _fx_passes
     except ImportError:
@@ -41,15 +43,12 @@ def decomposed_where_needed() -> Iterator[None]:
             return program
         return cast(ExportedProgram, decompose(program, registry))
 
-    _fx_passes.decompose_with_registry = where_needed  # type: ignore[assignment]
-    try:
+    with replaced(_fx_passes, "decompose_with_registry", where_needed):
         yield
-    finally:
-        _fx_passes.decompose_with_registry = decompose
 
 
 def _written_out(program: fx.GraphModule, translated: Container[Any]) -> bool:
-    """Writes out what has a rule; returns whether all the rest is translated as it is, and nothing written in place.
+    """Applies the rules, and returns whether the exporter has a translation for every operator that is left.
 
     Args:
         translated: the operators that the exporter has a translation for.
@@ -73,7 +72,11 @@ def _is_integer(x: torch.Tensor) -> bool:
 
 
 def _stays(target: Any, translated: Container[Any]) -> bool:
-    """Whether the exporter would not decompose an operator; it always does what may give a view of its argument."""
+    """Returns whether the exporter leaves an operator as it is.
+
+    It decomposes operators without a translation, operators that write in place, and composite ones that may return a
+    view of an argument.
+    """
     if not isinstance(target, torch._ops.OpOverload) or target in _LEFT:
         return True
     shares_memory = any(value.alias_info is not None for value in target._schema.returns)
@@ -82,7 +85,7 @@ def _stays(target: Any, translated: Container[Any]) -> bool:
 
 
 def _as_view(node: fx.Node) -> None:
-    """Other sizes of the same values, where no more than one of them is open."""
+    """Writes a change of shape as `reshape`, if at most one size is unknown."""
     x, shape = node.args[0], node.meta["val"].shape
     if x.meta["val"].shape == shape:  # type: ignore[union-attr]
         _leave_out(node)
@@ -93,7 +96,7 @@ def _as_view(node: fx.Node) -> None:
 
 
 def _leave_out(node: fx.Node) -> None:
-    """Gives its readers what it reads; as an output of the program, which is known by the node's name, it stays."""
+    """Removes a node that changes nothing. An output of the program becomes a copy: it is known by the node's name."""
     if any(user.op == "output" for user in node.users):
         node.target, node.args, node.kwargs = _aten.clone.default, (node.args[0],), {}
     else:
@@ -101,12 +104,13 @@ def _leave_out(node: fx.Node) -> None:
 
 
 def _as_copy(node: fx.Node) -> None:
-    """The same values in another memory layout, which views may rely on."""
+    """Writes `contiguous` as a copy in that memory layout, which later views may rely on."""
     x, contiguous = node.args[0], torch.contiguous_format
     node.target, node.args, node.kwargs = _aten.clone.default, (x,), {"memory_format": contiguous}
 
 
 def _as_cast(node: fx.Node) -> None:
+    """Writes a conversion as a cast, or removes it if the type stays the same."""
     x, kind = node.args[0], node.meta["val"].dtype
     if x.meta["val"].dtype == kind:  # type: ignore[union-attr]
         _leave_out(node)
@@ -115,7 +119,10 @@ def _as_cast(node: fx.Node) -> None:
 
 
 def _as_mean(node: fx.Node) -> None:
-    """An adaptive average pool over everything, of a sequence as of an image with one row, which has an int8 kernel."""
+    """Writes an adaptive average pool to one value as a mean.
+
+    A sequence becomes an image with one row, which has an int8 kernel.
+    """
     x, size = cast(tuple[fx.Node, list[int]], node.args)
     rank = len(size)
     if any(one != 1 for one in size):
@@ -130,14 +137,14 @@ def _as_mean(node: fx.Node) -> None:
 
 
 def _made(node: fx.Node, target: Any, arguments: tuple[Any, ...], value: Any) -> fx.Node:
-    """A call at the insertion point that is a part of `node`."""
+    """Adds a call that is a part of `node` at the insertion point."""
     made = node.graph.call_function(target, arguments)
     made.meta.update(node.meta, val=value)
     return made
 
 
 def _as_split(node: fx.Node) -> None:
-    """So many parts of an axis of known size."""
+    """Writes `chunk` as `split`, if the size of the axis is known."""
     x, count, axis = (*node.args, 0)[:3]
     size = x.meta["val"].shape[axis]  # type: ignore[union-attr]
     if isinstance(size, int):
@@ -145,7 +152,7 @@ def _as_split(node: fx.Node) -> None:
 
 
 def _as_inference(node: fx.Node) -> None:
-    """A BatchNorm with the statistics that it has."""
+    """Writes a BatchNorm in inference mode as the operator that the exporter translates."""
     x, weight, bias, mean, var, training, momentum, eps = node.args[:8]
     if training or mean is None or var is None:
         return

@@ -1,8 +1,8 @@
 """onnxscript's rewrite rules, each tried at the nodes that it can match.
 
 Its rewriter tries all of its 46 rules at each node and builds a match for each: 20 % of the CPU time of an export
-(onnxscript 0.7, EfficientViT-M0). A rule says by private fields which operators its pattern ends in; of another version
-that does not, every rule is tried everywhere, as before.
+(onnxscript 0.7, EfficientViT-M0). Private fields of a rule name the operators that its pattern ends in. If a version
+has no such fields, every rule is tried everywhere.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _rules() -> pattern.RewriteRuleSet | None:
 
 
 class _RuleOfOperators:
-    """A rule that is tried at nodes of its operators alone."""
+    """A rule that is tried only at nodes of its operators."""
 
     def __init__(self, rule: Any) -> None:
         self._rule = rule
@@ -46,7 +46,7 @@ class _RuleOfOperators:
 
 
 def _ends_in(rule: Any) -> frozenset[str] | None:
-    """The operators that the pattern of a rule may end in; None where that is not known."""
+    """Returns the operators that the pattern of a rule may end in; None if that is not known."""
     nodes = getattr(getattr(rule, "_target_pattern", None), "output_nodes", ())
     found = [identifier() for node in nodes if (identifier := getattr(node, "op_identifier", None))]
     if not found or len(found) < len(nodes) or None in found:

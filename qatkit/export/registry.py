@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from qatkit.export.replaced import replaced
+
 _known: dict[int, Any] = {}  # by opset
 
 
@@ -33,11 +35,8 @@ def _composites_found_once() -> Iterator[None]:
         yield
         return
     find()
-    utils._materialize_cpp_cia_ops = lambda: None
-    try:
+    with replaced(utils, "_materialize_cpp_cia_ops", lambda: None):
         yield
-    finally:
-        utils._materialize_cpp_cia_ops = find
 
 
 @contextmanager
@@ -62,8 +61,5 @@ def _translations_made_once() -> Iterator[None]:
         table.functions = {name: list(ways) for name, ways in found.functions.items()}
         return table
 
-    ONNXRegistry.from_torchlib = classmethod(copy_of_known)  # type: ignore[assignment, method-assign]
-    try:
+    with replaced(ONNXRegistry, "from_torchlib", classmethod(copy_of_known)):
         yield
-    finally:
-        ONNXRegistry.from_torchlib = classmethod(make)  # type: ignore[assignment, method-assign]

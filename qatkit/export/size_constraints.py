@@ -11,10 +11,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from qatkit.export.replaced import replaced
+
 
 @contextmanager
 def unsolved_constraints_allowed() -> Iterator[None]:
-    """Context of one export: constraints without a solution stay unsolved."""
+    """Leaves constraints unsolved that have no solution, within one export."""
     from torch.fx.experimental import symbolic_shapes
 
     constraints = getattr(symbolic_shapes, "DimConstraints", None)
@@ -29,8 +31,5 @@ def unsolved_constraints_allowed() -> Iterator[None]:
         except NotImplementedError:  # sympy's
             return
 
-    constraints.solve = as_far_as_possible
-    try:
+    with replaced(constraints, "solve", as_far_as_possible):
         yield
-    finally:
-        constraints.solve = solve

@@ -102,18 +102,17 @@ def _by_axis(x: Any, output_size: Sequence[int], reduce: Callable[..., Any]) -> 
     """The adaptive pool: along each axis, output i is made of floor(i·n/o) to ceil((i + 1)·n/o)."""
     rank = len(output_size)
     for i, wanted in enumerate(output_size):
-        axis = len(x.shape) - rank + i
-        if wanted == 1 and not isinstance(x.shape[axis], int):  # all of it, however much that is
-            shape, x = x.shape, reduce(x, [axis], keepdims=1)
-            x.shape = _with(shape, axis, 1)
+        axis, shape = len(x.shape) - rank + i, x.shape
+        if shape[axis] == wanted:
             continue
-        size = int(x.shape[axis])
-        ends = [(j * size // wanted, -((-(j + 1) * size) // wanted)) for j in range(wanted)]
-        if size != wanted:
+        if wanted == 1:  # of any size
+            x = reduce(x, [axis], keepdims=1)
+        else:
+            size = int(shape[axis])
+            ends = [(j * size // wanted, -((-(j + 1) * size) // wanted)) for j in range(wanted)]
             parts = [op.Slice(x, [start], [end], [axis]) for start, end in ends]
-            shape = x.shape
             x = op.Concat(*(reduce(part, [axis], keepdims=1) for part in parts), axis=axis)
-            x.shape = _with(shape, axis, wanted)
+        x.shape = _with(shape, axis, wanted)
     return x
 
 

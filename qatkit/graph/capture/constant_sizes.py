@@ -1,6 +1,6 @@
-"""Sizes that a model computes as tensors of one number, from buffers and numbers alone: what a convolution of a sound
-codec pads, the end of a slice. They are the same in every run, so the graph holds the numbers: torch's exporter takes
-the value of a tensor for a size that nobody knows, and refuses what needs it.
+"""Sizes that a model computes as tensors of one number, from buffers and numbers alone: the padding of a convolution in
+an audio codec, the end of a slice. They are the same in every run, so the graph holds the numbers. torch's exporter
+treats a size that comes from a tensor as unknown, and refuses operators that need to know it.
 """
 
 from __future__ import annotations

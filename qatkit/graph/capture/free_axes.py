@@ -198,11 +198,9 @@ class FreeAxes:
             axis = FreeAxis("", places, size, (other,), 1)
             try:
                 check(axis)
-            except UntraceableError:
-                if other < size:
-                    continue
-                raise  # a smaller one may do what the example does, and hide that more is computed here
-            except _NotFreeError as error:
+            except (UntraceableError, _NotFreeError) as error:
+                if isinstance(error, UntraceableError) and other > size:
+                    raise  # a smaller size may compute what the example does, and hide that a larger one does not
                 reason = error
                 continue
             return self._with_step(axis, check)
@@ -226,11 +224,10 @@ class FreeAxes:
                 found = FreeAxis("", axis.places, axis.size, (far, near), step)
                 try:
                     check(found)
-                except UntraceableError as error:
+                except (UntraceableError, _NotFreeError) as error:
                     self.reasons[axis.places] = _in_words(error)
-                    break
-                except _NotFreeError as error:
-                    self.reasons[axis.places] = _in_words(error)
+                    if isinstance(error, UntraceableError):
+                        break  # the size on the other side proves nothing
                     continue
                 return found
         raise _NotFreeError(f"the model takes {far} beside {axis.size}, but no size near it")
@@ -356,20 +353,15 @@ def with_sizes(tensors: Sequence[Tensor], sizes: Mapping[Place, int]) -> tuple[T
 
 
 def _far(size: int, number: int, *, picture: bool) -> list[int]:
-    """Sizes that differ from `size` behind every stride, each axis by another amount; smaller ones for tables.
+    """Returns sizes to try: first those that differ from `size` behind every stride, each axis by another amount, then
+    nearer and smaller ones, for models with a table of positions.
 
-    Pyramids of pictures have strides of up to 128, behind which nearer sizes are one and the same.
+    Pyramids of pictures have strides of up to 128, behind which nearer sizes are the same.
     """
     unit = 32 * (number + 1)
-    most = max(_STRIDE + 32 * number, unit * (size // 64)) if picture else unit * max(1, size // 64)
-    steps = [
-        most,
-        unit * max(1, size // 64),
-        unit,
-        -unit * max(1, size // 128),
-        2 * (number + 1),
-        -(number + 1),
-    ]
+    half = unit * max(1, size // 64)
+    far = max(_STRIDE + 32 * number, half) if picture else half
+    steps = [far, half, unit, -unit * max(1, size // 128), 2 * (number + 1), -(number + 1)]
     return [size + step for step in dict.fromkeys(steps) if size + step > 0]
 
 

@@ -341,7 +341,7 @@ class Recorder(TorchFunctionMode):
                 raise self.refuse(f"{what} depends on values of a tensor ({name.strip('_')})")
 
     def _known(self, tensor: Tensor) -> bool:
-        """Whether a tensor that Python is to go on with has the same values in every run."""
+        """Returns whether a tensor has the same values in every run, so that Python may read them, and notes a read."""
         known = self.aliases.node_of(tensor) not in self.depends
         self.read_values |= known
         return known

@@ -129,7 +129,7 @@ def kept_buffers(model: nn.Module) -> Iterator[set[str]]:
 
 
 def _equal(buffer: Tensor, value: Tensor) -> bool:
-    """Whether values are unchanged: the statistics that F.batch_norm follows change without a new version."""
+    """Returns whether a buffer still has these values. `F.batch_norm` updates statistics without a new version."""
     return buffer.layout is not torch.strided or torch.equal(buffer, value)
 
 

@@ -141,7 +141,7 @@ def _keep_float_readers(graph_module: fx.GraphModule) -> None:
 
 
 def _leads_to_quantizers(node: fx.Node) -> bool:
-    """Whether nothing reads `node`, in another shape or as it is, but quantizers."""
+    """Returns whether `node` is a quantizer, or changes a shape for quantizers alone."""
     if is_quantizer(node):
         return True
     return op_class(node) == "shape" and bool(node.users) and all(map(_leads_to_quantizers, node.users))
@@ -255,7 +255,7 @@ def _repeat_pairs(graph_module: fx.GraphModule) -> None:
 
 
 def _is_converted(node: fx.Node) -> bool:
-    """Whether a node is a Conv or a Linear with int8 weights."""
+    """Returns whether a node is a Conv or a Linear with int8 weights."""
     return node.op == "call_module" and isinstance(module_of(node), Quantized)
 
 
