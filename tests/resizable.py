@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import weight_norm
+from torchvision.models.detection.fcos import FCOSHead
 
 
 def block(inside: int, outside: int) -> nn.Sequential:
@@ -82,6 +83,23 @@ class Grids(nn.Module):
             y, F.affine_grid(theta, list(y.shape), align_corners=False), align_corners=False
         )
         return moved + F.affine_grid(theta, [len(x), 1, h, w], align_corners=True).sum(-1).unsqueeze(1)
+
+
+class Heads(nn.Module):
+    """FCOS's head over two levels, of which the second has one value for images of 64x64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        strides = ((3, 32), (32, 2))
+        self.levels = nn.ModuleList(nn.Conv2d(inside, 32, 3, stride, 1) for inside, stride in strides)
+        self.head = FCOSHead(32, 1, 3, 1)
+
+    def forward(self, x: Tensor) -> Any:
+        found = []
+        for level in self.levels:
+            x = F.relu(level(x))
+            found.append(x)
+        return tuple(self.head(found).values())
 
 
 class Pyramid(nn.Module):

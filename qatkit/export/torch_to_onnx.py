@@ -190,7 +190,9 @@ def _torch_export(
         # Two of them: a batch of one would be taken for a constant.
         tensors = resized(tensors, max(2 * multiple, batch_size(tensors, axes)), axes)
     for one in free:
-        tensors = with_sizes(tensors, dict.fromkeys(one.places, max(2, one.size)))
+        # The largest that was captured: behind strides the example may leave one row, which the exporter takes for a
+        # constant as it does a batch of one.
+        tensors = with_sizes(tensors, dict.fromkeys(one.places, max(2, one.size, *one.others)))
         for i, axis in one.places:
             shapes[i][axis] = one.name
     with (

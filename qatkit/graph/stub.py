@@ -16,6 +16,7 @@ twins equal the originals to 1e-5 and take over their parameters.
     patch merging of Swin        →  one reshape, permute, reshape
     F.pad(x, (0, 0, …))          →  x
     relu(relu(x))                →  relu(x)
+    x + 0, sum([x]), x * 1       →  x
 
 Rules that need the size of a tensor find it only if an example was given.
 """
@@ -133,6 +134,23 @@ def _drop_second_clamp(node: fx.Node) -> str | None:
     else:
         node.replace_input_with(before, before.all_input_nodes[0])
     return None
+
+
+def _drop_neutral(number: int) -> Callable[[fx.Node], str | None]:
+    """An Add of 0 or a Mul by 1, such as Python's `sum` begins with: a node between an operator and its activation."""
+
+    def rule(node: fx.Node) -> str | None:
+        values = [arg for arg in node.args if not (isinstance(arg, int | float) and arg == number)]
+        if len(node.args) != 2 or len(values) != 1 or node.kwargs or not isinstance(values[0], fx.Node):
+            return ""
+        before, after = values[0].meta.get("value"), node.meta.get("value")
+        if not isinstance(before, Tensor) or not isinstance(after, Tensor) or before.dtype != after.dtype:
+            return ""
+        node.replace_all_uses_with(values[0])
+        node.graph.erase_node(node)
+        return None
+
+    return rule
 
 
 def _mean_to_pool(node: fx.Node) -> str | None:
@@ -280,4 +298,6 @@ RULES: dict[str, Callable[[fx.Node], str | None]] = {
     "hardswish": _open_gated(F.hardsigmoid),
     "relu": _drop_second_clamp,
     "relu6": _drop_second_clamp,
+    "add": _drop_neutral(0),
+    "mul": _drop_neutral(1),
 }

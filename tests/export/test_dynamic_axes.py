@@ -118,3 +118,18 @@ def test_the_float_file_takes_the_same_sizes(tmp_path: Path) -> None:
             expected = model(ids).numpy()
         (found,) = session.run(None, {"input": ids.numpy()})
         np.testing.assert_allclose(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_levels_of_one_value_in_the_example_grow(tmp_path: Path) -> None:
+    """A size of 1 is a constant for torch's exporter."""
+    torch.manual_seed(0)
+    model, example = resizable.Heads().eval(), drawn((2, 3, 64, 64))
+    export_onnx(Captured(model, example, "auto").graph(), example, tmp_path / "float.onnx")
+    session = ort.InferenceSession(tmp_path / "float.onnx")
+    assert dims(session) == ["batch,3,height,width"]
+    for shape in ((2, 3, 64, 128), (2, 3, 200, 192), (3, 3, 129, 65)):
+        image = drawn(shape)
+        with torch.no_grad():
+            expected = model(image)
+        for ours, theirs in zip(expected, session.run(None, {"input": image.numpy()}), strict=True):
+            np.testing.assert_allclose(theirs, ours.numpy(), atol=1e-5, rtol=1e-5)

@@ -185,6 +185,35 @@ def test_two_clamps_are_one(first: Callable[[Tensor], Tensor], second: Callable[
     assert torch.equal(result.graph(x), model(x))
 
 
+NEUTRAL: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda x: cast(Tensor, sum([x])),
+    "add": lambda x: torch.add(x, 0.0),
+    "in place": lambda x: x.add_(0),
+    "mul": lambda x: 1 * x,
+}
+
+
+@pytest.mark.parametrize("name", NEUTRAL)
+def test_arithmetic_that_changes_nothing_is_dropped(name: str) -> None:
+    class Neutral(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.relu(NEUTRAL[name](self.conv(x)))
+
+    model, x = Neutral().eval(), torch.randn(2, 3, 4, 4)
+    result = stub(model, x)
+    assert [op_class(n) for n in result.graph.graph.nodes if n.op.startswith("call")] == ["conv", "relu"]
+    assert torch.equal(result.graph(x), model(x))
+
+
+def test_arithmetic_that_changes_the_type_stays() -> None:
+    model, x = Function(lambda x: (x > 0) * 1), torch.randn(2, 3)
+    assert stub(model.eval(), x).graph(x).dtype == torch.int64
+
+
 class TurnedNorm(nn.Module):
     """A LayerNorm over some of the last axes, between exchanges of axes that cancel."""
 

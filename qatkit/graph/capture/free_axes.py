@@ -29,7 +29,7 @@ from qatkit_verify.foreign import described
 Wanted = str | Mapping[str, Mapping[int, str]]  # "auto", "none", or names of axes by input
 Place = tuple[int, int]  # an input and its axis
 _DECIDES = "the size decides what is computed"
-_STRIDE = 128
+_STRIDES = {4: 128, 5: 32}  # the largest of pyramids of pictures, and of clips and volumes, by rank
 _STEPS = (1, 2, 4, 8, 16, 32, 64)
 _NAMES = {4: {2: "height", 3: "width"}, 5: {2: "depth", 3: "height", 4: "width"}}
 _CLOSE = 1e-3  # of the largest output: another function, not another rounding
@@ -194,7 +194,7 @@ class FreeAxes:
         """
         size = self._size(places[0])
         reason: Exception = _NotFreeError("the model takes no other size")
-        for other in _far(size, number, picture=self.tensors[places[0][0]].ndim > 3):
+        for other in _far(size, number, self.tensors[places[0][0]].ndim):
             axis = FreeAxis("", places, size, (other,), 1)
             try:
                 check(axis)
@@ -352,15 +352,17 @@ def with_sizes(tensors: Sequence[Tensor], sizes: Mapping[Place, int]) -> tuple[T
     return tuple(found)
 
 
-def _far(size: int, number: int, *, picture: bool) -> list[int]:
+def _far(size: int, number: int, rank: int) -> list[int]:
     """Returns sizes to try: first those that differ from `size` behind every stride, each axis by another amount, then
     nearer and smaller ones, for models with a table of positions.
 
-    Pyramids of pictures have strides of up to 128, behind which nearer sizes are the same.
+    Behind the strides of a pyramid nearer sizes are the same. Of a clip the amounts are smaller, since a run with far
+    sizes of three axes takes many times as long.
     """
-    unit = 32 * (number + 1)
+    each = 8 if rank > 4 else 32
+    unit = each * (number + 1)
     half = unit * max(1, size // 64)
-    far = max(_STRIDE + 32 * number, half) if picture else half
+    far = max(_STRIDES.get(rank, 0) + each * number, half)
     steps = [far, half, unit, -unit * max(1, size // 128), 2 * (number + 1), -(number + 1)]
     return [size + step for step in dict.fromkeys(steps) if size + step > 0]
 

@@ -203,6 +203,20 @@ class Numbers(nn.Module):
         return self.out(x) * float(x.shape[1] ** 0.5)
 
 
+class Larger(nn.Module):
+    """Adds a parameter to images of more rows than the example's, before an adaptive pool."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.offset = nn.Conv2d(3, 4, 1), nn.Parameter(torch.ones(4, 1, 1))
+
+    def forward(self, x: Tensor) -> Any:
+        rows, x = x.shape[2], self.conv(x)
+        if rows > 64:
+            x = x + self.offset
+        return F.adaptive_avg_pool2d(x, 1)
+
+
 def about(graph: Any) -> str:
     return "\n".join(f"{where}: {reason}" for where, reason in graph.meta["notes"])
 
@@ -218,6 +232,8 @@ def test_what_fixes_an_axis_is_named_with_its_line() -> None:
     graph = captured(Pooled(), drawn(*IMAGE))
     assert axes_of(graph) == {}
     assert "AdaptiveAvgPool2d is written for one size of its input (in module 'pool' at" in about(graph)
+    graph = captured(Larger(), drawn(*IMAGE))
+    assert list(axes_of(graph)) == ["width"] and "axis 2: its size is fixed, 64" in about(graph)
     graph = captured(Fixed(), drawn(*IMAGE))
     assert list(axes_of(graph)) == ["height"] and "images have 64 columns" in about(graph)
     graph = captured(Numbers(), drawn(2, 9, 8))
