@@ -216,10 +216,10 @@ def _files(entry: Entry, captured: Captured, converted: fx.GraphModule, folder: 
     model = captured.model
     row["stage"] = "export"
     start = time.process_time()
-    opset = _export(converted, example, int8, entry.opset)
+    opset, not_free = _export(converted, example, int8, entry.opset)
     row["export_seconds"] = round(time.process_time() - start, 2)
     row["stage"] = "float export"
-    export_onnx(float_baseline(captured.graph(), example), example, plain, opset=opset)
+    not_free = export_onnx(float_baseline(captured.graph(), example), example, plain, opset=opset) or not_free
     row["stage"] = "run"
     tests = [entry.batch(BATCH, seed) for seed in TEST]
     with torch.no_grad():
@@ -242,6 +242,8 @@ def _files(entry: Entry, captured: Captured, converted: fx.GraphModule, folder: 
             )
     row["stage"] = "other sizes"
     near = snr(simulated, off)
+    if not_free:
+        converted.meta["free_axes"] = ()
     sized = at_other_sizes(entry, model, converted, plain, int8, rounding=_rounding, near=near)
     row["wrong"] += sized.pop("wrong")
     row["stage"] = "audit"
@@ -251,6 +253,7 @@ def _files(entry: Entry, captured: Captured, converted: fx.GraphModule, folder: 
     row["stage"] = "done"
     return {
         **sized,
+        "not_free": not_free,
         "opset": opset,
         "snr": snr(exact, on),
         "parity": [same_choice(simulated, off), same_choice(simulated, on)],
@@ -264,16 +267,17 @@ def _files(entry: Entry, captured: Captured, converted: fx.GraphModule, folder: 
     }
 
 
-def _export(converted: nn.Module, example: Any, path: Path, lowest: int) -> int:
-    """Writes the INT8 file at opset 13, or at the entry's lowest if 13 is refused in a line that names that one."""
+def _export(converted: nn.Module, example: Any, path: Path, lowest: int) -> tuple[int, str]:
+    """Writes the INT8 file at opset 13, or at the entry's lowest if 13 is refused in a line that names that one.
+
+    Returns the opset, and why free axes have the example's size in the file.
+    """
     try:
-        export_onnx(converted, example, path)
+        return 13, export_onnx(converted, example, path)
     except ValueError as error:
         if lowest == 13 or str(lowest) not in str(error):
             raise
-        export_onnx(converted, example, path, opset=lowest)
-        return lowest
-    return 13
+        return lowest, export_onnx(converted, example, path, opset=lowest)
 
 
 def _joined(batches: list[list[Any]]) -> list[Any]:

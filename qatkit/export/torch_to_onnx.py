@@ -47,6 +47,7 @@ from qatkit.graph.signature import (
     resized,
 )
 from qatkit.graph.single_precision import in_single_precision
+from qatkit_verify.errors import ConfigError
 
 TORCH_OPSET = 18
 
@@ -61,7 +62,7 @@ def export_onnx(
     template: bool = False,
     pack_int4: bool = False,
     weights_for_amx: bool = False,
-) -> None:
+) -> str:
     """Writes `module` (in inference mode) to `path`; whole, or not at all.
 
     The file has one input "input" and one output "output"; of a graph with several inputs or outputs they have the
@@ -80,6 +81,10 @@ def export_onnx(
         template: keep every constant under the name of its buffer, equal ones too, for `refill`.
         pack_int4, weights_for_amx: as `export.pack_int4`, `export.weights_for_amx`.
 
+    Returns:
+        Why axes that are free in the graph have the example's size in the file; "" where there are none. Axes that were
+        asked for by name are free, or an error says why not.
+
     Raises:
         ConfigError: an opset that can't be had; an operator that has no form in it, or in any (names its place);
             another number of inputs than the graph has.
@@ -94,17 +99,33 @@ def export_onnx(
     free: Sequence[FreeAxis] = getattr(module, "meta", {}).get("free_axes", ())
     ends = _ends(module, len(tensors))
     refuse_inputs(ends.inputs, tensors)
-    model = _torch_export(named.cpu().eval(), tensors, (axes, free), max(opset, TORCH_OPSET), ends, template)
     backend = getattr(module, "meta", {}).get("backend")
-    with quiet():
-        for_onnxruntime(model, opset, bytes_too=backend is None or backend.for_onnxruntime)
-        lower(model, opset)
-        if pack_int4:
-            pack(model, named)
-        if weights_for_amx:
-            shift_weights(model)
-        _clean(model, ends.outputs, set(tensors_of(named)))
+
+    def made(free: Sequence[FreeAxis]) -> ir.Model:
+        model = _torch_export(
+            named.cpu().eval(), tensors, (axes, free), max(opset, TORCH_OPSET), ends, template
+        )
+        with quiet():
+            for_onnxruntime(model, opset, bytes_too=backend is None or backend.for_onnxruntime)
+            lower(model, opset)
+            if pack_int4:
+                pack(model, named)
+            if weights_for_amx:
+                shift_weights(model)
+            _clean(model, ends.outputs, set(tensors_of(named)))
+        return model
+
+    fixed = ""
+    try:
+        model = made(free)
+    except ConfigError as error:
+        if not free or any(axis.asked for axis in free):
+            raise
+        model = made(())
+        names = ", ".join(f"{axis.name} ({axis.size})" for axis in free)
+        fixed = f"of the example's size alone: {names}, since {error.problem}"
     write_model(model, path)
+    return fixed
 
 
 class _Ends(NamedTuple):

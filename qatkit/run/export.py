@@ -61,27 +61,27 @@ class Written:
     notes: tuple[str, ...]
 
 
-def write_file(graph: nn.Module, config: Config, inputs: Inputs, path: Path) -> str:
+def write_file(graph: nn.Module, config: Config, inputs: Inputs, path: Path) -> list[str]:
     """Writes the ONNX file of a converted or a float graph.
 
     A converted graph of an ONNX file is that file, edited. Where the file has no form for it, a new file is written.
 
     Returns:
-        A note that says so for the report; "" for none.
+        Notes for the report: that a given file was not edited, and which axes are not free in the file.
     """
-    note = ""
+    notes = []
     fixed = _only_edited(graph, config)
     if config.model.name.startswith(onnx_files.PREFIX) and (fixed or _edits(graph, config)):
         try:
             write_back(cast(ImportedModel, models.build(config.model)), cast(fx.GraphModule, graph), path)
-            return ""
+            return []
         except ConfigError as error:
             if fixed:
                 raise
-            note = f"the INT8 file is a new one, not the given one edited: {error.problem}"
+            notes.append(f"the INT8 file is a new one, not the given one edited: {error.problem}")
     _check_fixed_batch(config, inputs)
     example, wanted = example_batch(config, inputs), config.export
-    export_onnx(
+    not_free = export_onnx(
         graph,
         example,
         path,
@@ -90,7 +90,7 @@ def write_file(graph: nn.Module, config: Config, inputs: Inputs, path: Path) -> 
         pack_int4=wanted.pack_int4,
         weights_for_amx=wanted.weights_for_amx,
     )
-    return note
+    return [*notes, f"{path.name}: {not_free}"] if not_free else notes
 
 
 def _check_fixed_batch(config: Config, inputs: Inputs) -> None:
@@ -133,18 +133,18 @@ def _edits(graph: nn.Module, config: Config) -> bool:
     return not new and any(isinstance(module, Quantized) for module in graph.modules())
 
 
-def write_float_file(model: nn.Module | Captured, config: Config, inputs: Inputs, path: Path) -> None:
-    """The file that the INT8 one is compared with: fused, and nothing more; of an ONNX file that file itself, unless
-    it was trained.
+def write_float_file(model: nn.Module | Captured, config: Config, inputs: Inputs, path: Path) -> list[str]:
+    """Writes the file that the INT8 one is compared with: fused, and nothing more; of an ONNX file that file itself,
+    unless it was trained. Returns notes as `write_file`.
     """
     source = model.model if isinstance(model, Captured) else model
     as_given = not config.schedule.float_epochs and config.model.checkpoint is None
     if isinstance(source, ImportedModel) and as_given:
         write_given(source, path)
-        return
+        return []
     if isinstance(model, Captured):  # with an example of two images; a fixed batch is traced as it is
         model = model.graph() if config.export.dynamic_batch else model.model
-    write_file(float_baseline(model, example_batch(config, inputs)), config, inputs, path)
+    return write_file(float_baseline(model, example_batch(config, inputs)), config, inputs, path)
 
 
 def paths_of(model: nn.Module | Captured) -> dict[str, str]:
@@ -221,14 +221,14 @@ def write_files(run: Run, data: DataModule, model: Captured, module: QATModule) 
     config, folder = run.config, run.folder
     converted = module.convert()
     with run.stage("export", "exporting"):
-        note = write_file(converted.graph, config, data.inputs, run.files / run.int8_name)
-        write_float_file(model, config, data.inputs, run.files / FLOAT_FILE)
+        told = write_file(converted.graph, config, data.inputs, run.files / run.int8_name)
+        told += write_float_file(model, config, data.inputs, run.files / FLOAT_FILE)
         about = finish_file(run.files / run.int8_name, config, data)
     larger = why_larger(run.files / FLOAT_FILE, run.files / run.int8_name) if paths_of(model) else None
     write_model_json(folder, about)
     ranges = calibration_ranges(module.graph)
     write_text(folder / RANGES_FILE, json.dumps(ranges, indent=1) + "\n")
-    extra, notes = list[str](), [*_low_bits(module, config), *filter(None, (note, larger))]
+    extra, notes = list[str](), [*_low_bits(module, config), *told, *filter(None, [larger])]
     if config.export.tensorrt_table is not None:
         parts = split_parts(module.graph.graph)
         table, missing = tensorrt_table(run.files / FLOAT_FILE, ranges, config.export.tensorrt_table, parts)

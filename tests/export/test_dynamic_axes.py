@@ -16,6 +16,7 @@ from qatkit.export.torch_to_onnx import export_onnx
 from qatkit.graph.captured import Captured
 from qatkit.graph.signature import Example, flatten
 from qatkit.train.module import QATModule
+from qatkit_verify.errors import ConfigError
 
 Shapes = list[tuple[int, ...]]
 
@@ -133,3 +134,23 @@ def test_levels_of_one_value_in_the_example_grow(tmp_path: Path) -> None:
             expected = model(image)
         for ours, theirs in zip(expected, session.run(None, {"input": image.numpy()}), strict=True):
             np.testing.assert_allclose(theirs, ours.numpy(), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("opset", "free"), [(13, False), (18, True)])
+def test_axes_without_a_form_have_the_size_of_the_example(opset: int, free: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, example, path = resizable.Folded().eval(), drawn((2, 3, 32, 48)), tmp_path / "float.onnx"
+    why = export_onnx(Captured(model, example, "auto").graph(), example, path, opset=opset)
+    assert why == "" if free else "height (32), width (48), since" in why
+    session = ort.InferenceSession(path)
+    assert dims(session) == ["batch,3,height,width" if free else "batch,3,32,48"]
+    image = drawn((3, 3, 40, 32) if free else (3, 3, 32, 48))
+    with torch.no_grad():
+        expected = model(image).numpy()
+    np.testing.assert_allclose(session.run(None, {"input": image.numpy()})[0], expected, atol=1e-5)
+    asked = Captured(model, example, {"input": {2: "rows"}}).graph()
+    if free:
+        assert export_onnx(asked, example, path, opset=opset) == ""
+    else:
+        with pytest.raises(ConfigError, match="needs opset 18"):
+            export_onnx(asked, example, path, opset=opset)

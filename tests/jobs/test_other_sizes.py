@@ -42,6 +42,15 @@ def test_a_run_checks_its_file_at_other_sizes(tmp_path: Path) -> None:
     assert sha256(tmp_path / "again" / "model.int8.onnx") == before
 
 
+def test_a_file_without_free_axes_is_not_asked_at_other_sizes(tmp_path: Path) -> None:
+    config = resizable(tmp_path / "run")
+    config.model.name = "resizable.Folded"
+    assert pipeline.train(config) == 0
+    report = report_of(tmp_path / "run")
+    assert report["measured"]["sizes"] == {}
+    assert [note for note in report["notes"] if "height (24), width (24), since" in note]
+
+
 def test_a_given_file_keeps_its_axes(tmp_path: Path) -> None:
     config = resizable(tmp_path)
     config.model.name = "onnx/model.onnx"

@@ -45,6 +45,7 @@ class FreeAxis:
         size: in the example.
         others: sizes that the model was run with, beside the example's.
         step: the size is a multiple of it.
+        asked: whether it was asked for by its name.
     """
 
     name: str
@@ -52,6 +53,7 @@ class FreeAxis:
     size: int
     others: tuple[int, ...]
     step: int
+    asked: bool = False
 
 
 Check = Callable[[FreeAxis], None]  # raises where an axis is not free
@@ -95,7 +97,8 @@ class FreeAxes:
         except (UntraceableError, _NotFreeError):  # not all of them, or not with these steps
             self.notes.clear()
             one, found = self._most(self._each(self._merge_alone))
-        found = [replace(axis, name=self._name(axis, len(found))) for axis in found]
+        asked = not isinstance(self.wanted, str)
+        found = [replace(axis, name=self._name(axis, len(found)), asked=asked) for axis in found]
         self.notes += [
             (
                 self._of(axis),

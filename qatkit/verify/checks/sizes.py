@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import onnx
 
 from qatkit.records.results import Results
 from qatkit.verify.checks.base import Check, Shortfall, Subject
@@ -25,9 +27,8 @@ class SizesCheck(Check):
     def measure(self, subject: Subject, results: Results) -> Results:
         if subject.reference is None or not subject.sizes:
             return results
-        return results.with_measured(
-            self.name, {shown(sizes): _measured(subject, sizes) for sizes in subject.sizes}
-        )
+        takes = [sizes for sizes in subject.sizes if all(_is_free(f, sizes) for f in subject.files.values())]
+        return results.with_measured(self.name, {shown(sizes): _measured(subject, sizes) for sizes in takes})
 
     def shortfalls(self, bounds: VerifyConfig, results: Results) -> list[Shortfall]:
         found, least = results.measured.get(self.name, {}), bounds.min_agreement
@@ -55,6 +56,13 @@ def shown(sizes: Mapping[str, Mapping[int, int]]) -> str:
         f"{name} " + ", ".join(f"{size} (axis {axis})" for axis, size in axes.items())
         for name, axes in sizes.items()
     )
+
+
+def _is_free(file: Path, sizes: Mapping[str, Mapping[int, int]]) -> bool:
+    """Returns whether the axes that get other sizes are free in a file."""
+    graph = onnx.load(file, load_external_data=False).graph
+    dims = {value.name: value.type.tensor_type.shape.dim for value in graph.input}
+    return all(dims[name][axis].dim_param for name, axes in sizes.items() for axis in axes)
 
 
 def _measured(subject: Subject, sizes: Mapping[str, Mapping[int, int]]) -> dict[str, Any]:
