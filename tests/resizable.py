@@ -318,6 +318,22 @@ class Folded(nn.Module):
         return self.fc(F.fold(patches, x.shape[2:], 2, stride=2).mean((2, 3)))
 
 
+class Sequencer(nn.Module):
+    """LSTMs over the rows and over the columns of an image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.end = nn.Conv2d(3, 12, 7, 7), nn.Linear(24, 6)
+        self.rows, self.columns = (nn.LSTM(12, 6, batch_first=True, bidirectional=True) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.stem(x).permute(0, 2, 3, 1)
+        n, h, w, c = x.shape
+        rows = self.rows(x.permute(0, 2, 1, 3).reshape(-1, h, c))[0].reshape(n, w, h, -1)
+        columns = self.columns(x.reshape(-1, w, c))[0].reshape(n, h, w, -1)
+        return self.end(torch.cat([rows.permute(0, 2, 1, 3), columns], -1))
+
+
 class Windows(nn.Module):
     """Attention within windows of 4x4 patches."""
 

@@ -19,7 +19,13 @@ from torch import Tensor, nn
 from qatkit.graph.capture.batch import merge_with
 from qatkit.graph.capture.calls import UntraceableError
 from qatkit.graph.capture.differences import relative_difference
-from qatkit.graph.capture.merged_sizes import Shapes, check_forms, fold_fixed, sizes_in_run
+from qatkit.graph.capture.merged_sizes import (
+    Shapes,
+    check_forms,
+    fold_fixed,
+    sizes_in_run,
+    write_out_inferred,
+)
 from qatkit.graph.capture.run import Recording
 from qatkit.graph.capture.runs import Runs
 from qatkit.graph.signature import other_values, resized
@@ -246,9 +252,11 @@ class FreeAxes:
         others = [self._recorded({axis: axis.others[0] for axis in axes}, more)]
         if all(len(axis.others) > 1 for axis in axes):
             others.append(self._recorded({axis: axis.others[1] for axis in axes}, batch))
-        check_forms(one.graph, [other.graph for other in others])
+        graphs = [other.graph for other in others]
+        check_forms(one.graph, graphs)
+        write_out_inferred(one.graph, graphs)
         values = [sizes_in_run(run.graph) for run in (one, *others)]
-        merge_with(one, others, Shapes(one.graph, [other.graph for other in others]), _DECIDES)
+        merge_with(one, others, Shapes(one.graph, graphs), _DECIDES)
         fold_fixed(one.graph, values)
         if compare:
             self._compare(one, axes, batch)

@@ -241,6 +241,15 @@ def test_what_fixes_an_axis_is_named_with_its_line() -> None:
     assert "axis 2" not in about(graph)  # a Linear has weights for so many features
 
 
+def test_an_inferred_size_that_is_fixed_is_a_number() -> None:
+    """The exporter infers another one behind an LSTM of two directions (timm's sequencer2d_s)."""
+    graph = captured(resizable.Sequencer(), drawn(*IMAGE))
+    assert list(axes_of(graph)) == ["height", "width"]
+    shapes = [node.args[1:] for node in graph.graph.nodes if node.target == "reshape"]
+    assert [shape[-1] for shape in shapes] == [12, 12, 12, 12]
+    assert [shape[0] == -1 for shape in shapes] == [True, False, True, False]
+
+
 def test_without_a_wish_the_graph_is_of_the_example() -> None:
     graph = captured(resizable.Detector(), drawn(*IMAGE), "none")
     assert graph.meta["free_axes"] == ()
