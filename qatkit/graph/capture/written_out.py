@@ -28,7 +28,7 @@ def written_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cal
         return bilinear
     if func is Tensor.fill_diagonal_ and args[0].ndim == 2 and not (kwargs.get("wrap") or args[2:]):
         return _fill_diagonal
-    if func in _GROUPED:
+    if func in _GROUPED or str(func) == _GROUPED_OF_TRANSFORMERS:
         return _grouped(*args, **kwargs)
     return for_any_size(func, args, kwargs)
 
@@ -86,6 +86,9 @@ def _attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
 _GROUPED = tuple(
     f for f in (getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None)) if f is not None
 )
+
+# What its experts call instead of it while they are compiled.
+_GROUPED_OF_TRANSFORMERS = "transformers.grouped_mm_fallback"
 
 
 def _grouped(x: Tensor, weight: Tensor, offs: Tensor | None = None, **more: Any) -> Callable[..., Any] | None:

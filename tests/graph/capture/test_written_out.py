@@ -97,13 +97,26 @@ def test_bounds_of_two_types_become_one(function: Any) -> None:
     assert {type(bound) for bound in (*node.args[1:], *node.kwargs.values())} == {float}
 
 
+def grouped_mm_of_transformers() -> Any:
+    """The operator that transformers registers for experts that are compiled, or one that takes its place."""
+    if not hasattr(torch.ops.transformers, "grouped_mm_fallback"):
+        torch.library.custom_op(
+            "transformers::grouped_mm_fallback",
+            lambda x, weight, offs: F.grouped_mm(x, weight, offs=offs),
+            mutates_args=(),
+            schema="(Tensor input, Tensor weight, Tensor offs) -> Tensor",
+        )
+    return torch.ops.transformers.grouped_mm_fallback
+
+
 def experts(m: Any, x: Tensor) -> Tensor:
     """Rows sorted by their expert, one product over the groups, and put back in order."""
+    grouped_mm = m.grouped_mm
     rows = x.flatten(0, 1)
     chosen = m.router(rows).argmax(-1)
     order = chosen.argsort(stable=True)
     ends = F.one_hot(chosen, 5).sum(0).cumsum(0).to(torch.int32)
-    y = F.grouped_mm(F.grouped_mm(rows[order], m.up, offs=ends), m.down.transpose(1, 2), offs=ends)
+    y = grouped_mm(grouped_mm(rows[order], m.up, offs=ends), m.down.transpose(1, 2), offs=ends)
     return y[order.argsort()].view_as(x)
 
 
@@ -117,10 +130,11 @@ def one_by_one(m: Any, x: Tensor) -> Tensor:
     )
 
 
-def test_products_of_groups_of_rows(tmp_path: Path) -> None:
+@pytest.mark.parametrize("function", [lambda: F.grouped_mm, grouped_mm_of_transformers])
+def test_products_of_groups_of_rows(function: Any, tmp_path: Path) -> None:
     torch.manual_seed(0)
     up, down = nn.Parameter(torch.randn(5, 8, 16)), nn.Parameter(torch.randn(5, 8, 16))
-    model = Calls(experts, router=nn.Linear(8, 5), up=up, down=down).eval()
+    model = Calls(experts, router=nn.Linear(8, 5), up=up, down=down, grouped_mm=function()).eval()
     graph = same(model, noise_of(2, 3, 8), tolerance=1e-5)
     assert "grouped_mm" not in str(graph.graph)
     x, path = noise_of(4, 3, 8, seed=3), tmp_path / "model.onnx"
