@@ -334,6 +334,34 @@ class Sequencer(nn.Module):
         return self.end(torch.cat([rows.permute(0, 2, 1, 3), columns], -1))
 
 
+class Coordinates(nn.Module):
+    """Means along rows and along columns (coordinate attention), by a module and by a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.rows = nn.Conv2d(3, 8, 3, 2, 1), nn.AdaptiveAvgPool2d((None, 1))
+        self.mix, self.end = nn.Conv2d(8, 8, 1), nn.Conv2d(8, 4, 1)
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.stem(x)
+        h, w = x.shape[2:]
+        columns = F.adaptive_avg_pool2d(x, (1, w)).mT
+        y = F.relu(self.mix(torch.cat([self.rows(x), columns], 2)))
+        high, wide = torch.split(y, [h, w], 2)
+        return self.end(x * high.sigmoid() * wide.mT.sigmoid())
+
+
+class HalfRows(nn.Module):
+    """A pool to half as many rows as there are, which torch's exporter writes for one size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 1)
+
+    def forward(self, x: Tensor) -> Any:
+        return F.adaptive_avg_pool2d(self.conv(x), (x.shape[2] // 2, 1))
+
+
 class Windows(nn.Module):
     """Attention within windows of 4x4 patches."""
 

@@ -41,9 +41,28 @@ def decomposed_where_needed() -> Iterator[None]:
         translated = {getattr(way, "fx_target", None) for ways in functions.values() for way in ways[:1]}
         if _written_out(program.graph_module, translated):
             return program
-        return cast(ExportedProgram, decompose(program, registry))
+        with _no_size_fixed():
+            return cast(ExportedProgram, decompose(program, registry))
 
     with replaced(_fx_passes, "decompose_with_registry", where_needed):
+        yield
+
+
+@contextmanager
+def _no_size_fixed() -> Iterator[None]:
+    """Fails, by ValueError, where a free size is asked for as a number: the exporter would write that of the example,
+    and the file would be wrong for others.
+    """
+    from torch.fx.experimental.sym_node import SymNode
+
+    guard = SymNode.guard_int
+
+    def refuse(self: SymNode, file: str, line: int) -> int:
+        if self.expr.free_symbols:
+            raise ValueError("an operator is written for one size of its input")
+        return guard(self, file, line)
+
+    with replaced(SymNode, "guard_int", refuse):
         yield
 
 
@@ -53,6 +72,10 @@ def _written_out(program: fx.GraphModule, translated: Container[Any]) -> bool:
     Args:
         translated: the operators that the exporter has a translation for.
     """
+    for node in list(program.graph.nodes):
+        if node.op == "call_function" and node.target in _POOLS:
+            _as_mean(node)
+    program.recompile()
     if any(isinstance(part, fx.GraphModule) for part in program.children()):  # branches and loops
         return False
     values = [node.meta.get("val") for node in program.graph.nodes]
@@ -119,13 +142,15 @@ def _as_cast(node: fx.Node) -> None:
 
 
 def _as_mean(node: fx.Node) -> None:
-    """Writes an adaptive average pool to one value as a mean.
+    """Writes an adaptive average pool to one value along some axes, and to the input's size along others, as a mean.
 
     A sequence becomes an image with one row, which has an int8 kernel.
     """
-    x, size = cast(tuple[fx.Node, list[int]], node.args)
-    rank = len(size)
-    if any(one != 1 for one in size):
+    x, size = cast(tuple[fx.Node, list[Any]], node.args)
+    rank, shape = len(size), x.meta["val"].shape
+    axes = [axis - rank for axis, one in enumerate(size) if isinstance(one, int) and one == 1]
+    kept = [axis for axis in range(-rank, 0) if axis not in axes]
+    if not axes or not all(_same(size[axis], shape[axis]) for axis in kept):
         return
     if rank == 1:
         with node.graph.inserting_before(node):
@@ -133,7 +158,19 @@ def _as_mean(node: fx.Node) -> None:
             x = _made(node, _aten.mean.dim, (x, [-1, -2], True), node.meta["val"].unsqueeze(-2))
         node.target, node.args = _aten.squeeze.dim, (x, -2)
     else:
-        node.target, node.args = _aten.mean.dim, (x, list(range(-1, -1 - rank, -1)), True)
+        node.target, node.args = _aten.mean.dim, (x, axes[::-1], True)
+
+
+def _same(size: Any, other: Any) -> bool:
+    """Returns whether a number, or a node that computes one, is the same size as another, whatever the input's."""
+    value = size.meta["val"] if isinstance(size, fx.Node) else size
+    if isinstance(value, int) and isinstance(other, int):
+        return value == other
+    return (
+        isinstance(value, torch.SymInt)
+        and isinstance(other, torch.SymInt)
+        and value.node.expr == other.node.expr
+    )
 
 
 def _made(node: fx.Node, target: Any, arguments: tuple[Any, ...], value: Any) -> fx.Node:
@@ -196,7 +233,9 @@ _RULES: dict[Any, Callable[[fx.Node], None]] = {
     _aten.clip.default: _as_clamp,
     _aten.clip.Tensor: _as_clamp,
     _aten.square.default: _as_power,
-    _aten.adaptive_avg_pool1d.default: _as_mean,
-    _aten.adaptive_avg_pool2d.default: _as_mean,
-    _aten.adaptive_avg_pool3d.default: _as_mean,
 }
+_POOLS = (
+    _aten.adaptive_avg_pool1d.default,
+    _aten.adaptive_avg_pool2d.default,
+    _aten.adaptive_avg_pool3d.default,
+)

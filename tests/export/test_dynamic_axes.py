@@ -56,6 +56,10 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Shapes, list[str], list[Shapes]]
         resizable.Pools, [(2, 3, 64, 64)], ["batch,3,height,width"],
         [[(1, 3, 65, 97)], [(2, 3, 32, 40)], [(1, 3, 127, 64)]],
     ),
+    "coordinates": (
+        resizable.Coordinates, [(2, 3, 64, 64)], ["batch,3,height,width"],
+        [[(1, 3, 64, 64)], [(3, 3, 65, 97)], [(1, 3, 200, 40)]],
+    ),
     "vocoder": (
         resizable.Vocoder, [(2, 20, 33)], ["batch,20,length"], [[(1, 20, 7)], [(3, 20, 34)], [(1, 20, 100)]],
     ),
@@ -158,3 +162,19 @@ def test_axes_without_a_form_have_the_size_of_the_example(opset: int, free: bool
     else:
         with pytest.raises(ConfigError, match="needs opset 18"):
             export_onnx(asked, example, path, opset=opset)
+
+
+def test_no_size_is_taken_for_the_number_that_it_was(tmp_path: Path) -> None:
+    """A window of the pool's kernel is as large as the example's, unasked: right there, and wrong for other sizes."""
+    torch.manual_seed(0)
+    model, example, path = resizable.HalfRows().eval(), drawn((2, 3, 32, 48)), tmp_path / "float.onnx"
+    graph = Captured(model, example, "auto").graph()
+    assert [axis.name for axis in graph.meta["free_axes"]] == ["height", "width"]
+    assert "since torch's exporter refuses it: an operator is written for one size" in export_onnx(
+        graph, example, path
+    )
+    session, image = ort.InferenceSession(path), drawn((3, 3, 32, 48))
+    assert dims(session) == ["batch,3,32,48"]
+    with torch.no_grad():
+        expected = model(image).numpy()
+    np.testing.assert_allclose(session.run(None, {"input": image.numpy()})[0], expected, atol=1e-5)
