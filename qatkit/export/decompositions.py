@@ -21,6 +21,7 @@ from torch.export import ExportedProgram
 from qatkit.export.replaced import replaced
 
 _aten = torch.ops.aten
+_ONE_BATCH = "export.dynamic_batch=false writes a file of one batch size"
 
 
 @contextmanager
@@ -59,7 +60,7 @@ def _no_size_fixed() -> Iterator[None]:
 
     def refuse(self: SymNode, file: str, line: int) -> int:
         if self.expr.free_symbols:
-            raise ValueError("an operator is written for one size of its input")
+            raise ValueError(f"an operator is written for one size of its input; {_ONE_BATCH}")
         return guard(self, file, line)
 
     with replaced(SymNode, "guard_int", refuse):
