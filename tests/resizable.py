@@ -362,6 +362,18 @@ class HalfRows(nn.Module):
         return F.adaptive_avg_pool2d(self.conv(x), (x.shape[2] // 2, 1))
 
 
+class Pair(nn.Module):
+    """Features of two images, computed as one batch and cut apart, and what they have in common."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features, self.end = nn.Conv2d(3, 8, 3, 2, 1), nn.Conv2d(8, 4, 1)
+
+    def forward(self, one: Tensor, two: Tensor) -> Any:
+        first, second = F.relu(self.features(torch.cat([one, two]))).chunk(2)
+        return self.end(first * second)
+
+
 class Windows(nn.Module):
     """Attention within windows of 4x4 patches."""
 

@@ -60,6 +60,10 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Shapes, list[str], list[Shapes]]
         resizable.Coordinates, [(2, 3, 64, 64)], ["batch,3,height,width"],
         [[(1, 3, 64, 64)], [(3, 3, 65, 97)], [(1, 3, 200, 40)]],
     ),
+    "pair": (
+        resizable.Pair, [(2, 3, 32, 32), (2, 3, 32, 32)], ["batch,3,one_2,one_3", "batch,3,one_2,one_3"],
+        [[(n, 3, h, w), (n, 3, h, w)] for n, h, w in ((1, 32, 32), (3, 33, 50), (5, 80, 40))],
+    ),
     "vocoder": (
         resizable.Vocoder, [(2, 20, 33)], ["batch,20,length"], [[(1, 20, 7)], [(3, 20, 34)], [(1, 20, 100)]],
     ),

@@ -71,7 +71,7 @@ class _Merge:
     def run(self) -> None:
         nodes, others = list(self.one.graph.nodes), [list(other.graph.nodes) for other in self.others]
         pairs = list(zip(nodes, others[0], strict=False)) if len(others) == 1 else []
-        found = [(node, cuts(node, other)) for node, other in pairs]
+        found = [(runs[0], cuts(*runs)) for runs in zip(nodes, *others, strict=False)]
         turned = [(node, turns(node, other)) for node, other in pairs]
         for node, *twins in zip(nodes, *others, strict=False):
             if any(node.op != twin.op or node.target != twin.target for twin in twins):
@@ -93,11 +93,17 @@ class _Merge:
             if pieces is not None:
                 self._slice(node, *pieces)
 
-    def _slice(self, node: fx.Node, axis: int, ends: list[tuple[int, int]]) -> None:
+    def _slice(self, node: fx.Node, axis: int, ends: Sequence[tuple[int, ...]]) -> None:
         """The pieces of the batch as slices: torch's exporter would count them."""
-        starts = [(0, 0), *ends[:-1]]
+        try:
+            stops = [self._number(node, *values) for values in ends]
+        except UntraceableError:
+            if len(self.others) == 1:
+                raise
+            return  # of another axis than the batch, whose pieces may have sizes that nothing computes
+        starts = [0, *stops[:-1]]
         for piece in list(node.users):
-            start, stop = (self._number(node, *pair[piece.args[1]]) for pair in (starts, ends))  # type: ignore[index]
+            start, stop = starts[piece.args[1]], stops[piece.args[1]]  # type: ignore[index]
             piece.args = (node.args[0], (*[slice(None)] * axis, slice(start, stop)))
 
     def _turn(self, node: fx.Node, axis: int, first: tuple[int, int]) -> None:

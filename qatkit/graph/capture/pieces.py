@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 from torch import fx
@@ -12,38 +14,35 @@ from qatkit.graph.capture.run import Recording
 _CUTS = ("chunk", "split", "tensor_split", "split_with_sizes", "hsplit", "vsplit", "dsplit")
 
 
-def cuts(node: fx.Node, other: fx.Node) -> tuple[int, list[tuple[int, int]]] | None:
-    """Returns the axis along which a call cuts the batch, and the ends of the pieces in both runs.
+def cuts(*nodes: fx.Node) -> tuple[int, list[tuple[int, ...]]] | None:
+    """Returns the axis along which a call cuts a tensor, and the end of each piece in all runs.
 
-    None for another call, and where the pieces do not grow with the batch.
+    None for another call, and where the pieces do not grow with the tensor.
+
+    Args:
+        nodes: the call in each run; other axes may differ as well.
     """
-    found = _cuts(node, other)
-    if found is None:
+    if len({_name(node) for node in nodes}) > 1 or _name(nodes[0]) not in _CUTS:
         return None
-    axis, sizes = found
-    ends, (whole, theirs) = [(0, 0)], (sum(one) for one in zip(*sizes, strict=True))
-    for mine, its in sizes:
-        if mine * theirs != its * whole:
-            return None
-        ends.append((ends[-1][0] + mine, ends[-1][1] + its))
-    return axis, ends[1:]
+    pieces = [{user.args[1]: user.meta["shape"] for user in node.users if _is_piece(user)} for node in nodes]
+    count, wholes = len(nodes[0].users), [_shape(node) for node in nodes]
+    if not count or any(set(found) != set(range(count)) for found in pieces):
+        return None
+    axes = [i for i, (part, all_) in enumerate(zip(pieces[0][0], wholes[0], strict=False)) if part != all_]
+    if len(axes) != 1 or len({len(shape) for shape in wholes}) > 1:
+        return None
+    (axis,) = axes
+    whole = [shape[axis] for shape in wholes]
+    sizes = [tuple(found[i][axis] for found in pieces) for i in range(count)]
+    if len(set(whole)) == 1 or not all(_grows(size, whole) for size in sizes):
+        return None
+    ends = itertools.accumulate(sizes, lambda end, size: tuple(map(operator.add, end, size)))
+    return axis, list(ends)
 
 
-def _cuts(node: fx.Node, other: fx.Node) -> tuple[int, list[tuple[int, int]]] | None:
-    """The axis, and the sizes of the pieces in both runs."""
-    axis = _batch_axis(node, other)
-    if axis is None or _name(node) not in _CUTS or _name(node) != _name(other):
-        return None
-    pieces = [
-        {user.args[1]: user.meta["shape"] for user in one.users if _is_piece(user)} for one in (node, other)
-    ]
-    count = len(node.users)
-    if any(set(found) != set(range(count)) or not count for found in pieces):
-        return None
-    sizes = [(pieces[0][i][axis], pieces[1][i][axis]) for i in range(count)]
-    along = [[shape for i, shape in enumerate(found[0]) if i != axis] for found in pieces]
-    whole = [[size for i, size in enumerate(_shape(one)) if i != axis] for one in (node, other)]
-    return (axis, sizes) if along == whole and all(mine and its for mine, its in sizes) else None
+def _grows(size: Sequence[int], whole: Sequence[int]) -> bool:
+    """Returns whether a piece is the same share of the whole in all runs."""
+    return all(part and part * whole[0] == size[0] * all_ for part, all_ in zip(size, whole, strict=True))
 
 
 def turns(node: fx.Node, other: fx.Node) -> tuple[int, tuple[int, int]] | None:
