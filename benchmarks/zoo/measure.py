@@ -9,7 +9,6 @@ status  through    an INT8 file came out, and nothing below contradicts it
 
 from __future__ import annotations
 
-import copy
 import re
 import tempfile
 import time
@@ -28,6 +27,7 @@ from qatkit.export.torch_to_onnx import export_onnx
 from qatkit.graph.captured import Captured
 from qatkit.graph.convert.simplify import float_baseline
 from qatkit.graph.phase import set_phase
+from qatkit.graph.trace import copy_of
 from qatkit.quant.backends import FBGEMM
 from qatkit.records.results import Audit
 from qatkit.train.module import QATModule
@@ -135,7 +135,7 @@ def _rounding(model: nn.Module, batch: Any) -> float:
     types = [p.dtype for p in model.parameters() if p.is_floating_point()]
     known = max([TOLERANCE, *(4 * torch.finfo(dtype).eps for dtype in types)])
     try:
-        exact = arrays(call(copy.deepcopy(model).double(), _doubled(batch)))
+        exact = arrays(call(copy_of(model).double(), _doubled(batch)))
     except (RuntimeError, TypeError):  # float32 is written into the model
         return known
     own = [
