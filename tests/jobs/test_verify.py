@@ -82,14 +82,15 @@ def test_a_new_check_is_one_file_and_one_line(
     del sys.modules["package.worst_class"], sys.modules["package"]
 
 
-def _spoiled(graph: nn.Module, config: Config, inputs: Inputs, path: Path) -> None:
+def _spoiled(graph: nn.Module, config: Config, inputs: Inputs, path: Path) -> list[str]:
     """The export stage with a fault: the sign of conv2's weight is turned around in the INT8 file."""
-    write_file(graph, config, inputs, path)
+    notes = write_file(graph, config, inputs, path)
     model = onnx.load(str(path))
     for tensor in model.graph.initializer:
         if tensor.name == "conv2.weight" and tensor.data_type == onnx.TensorProto.INT8:
             tensor.CopyFrom(numpy_helper.from_array(-numpy_helper.to_array(tensor), tensor.name))
     onnx.save(model, str(path))
+    return notes
 
 
 def test_an_export_fault_is_named_with_the_override_to_avoid_it(
