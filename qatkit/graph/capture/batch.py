@@ -138,7 +138,11 @@ class _Merge:
                 )
 
     def _reshape(self, node: fx.Node, others: Sequence[fx.Node]) -> None:
-        """One size that differs is -1, whatever was given; the others are numbers, or nodes that compute them."""
+        """One size that differs is -1, whatever was given; the others are numbers, or nodes that compute them.
+
+        A -1 for a size that is the same in all runs becomes a number: torch's exporter infers it from the shape of the
+        input, and has a wrong one behind a bidirectional LSTM.
+        """
         shapes = [node.meta["shape"], *(other.meta["shape"] for other in others)]
         if len(node.args) > 1 and isinstance(node.args[1], torch.dtype):
             return
@@ -155,8 +159,8 @@ class _Merge:
         }
         if len(free) == 1:
             rest = {i: given[i] for i in computed if i not in free} | {free[0]: -1}
-        elif -1 in given.values():
-            rest[next(i for i, size in given.items() if size == -1)] = -1
+        elif (inferred := next((i for i, size in given.items() if size == -1), None)) in differing:
+            rest[inferred] = -1
         node.args = (node.args[0], *(rest.get(i, size) for i, size in enumerate(shapes[0])))
         node.kwargs = {}
 

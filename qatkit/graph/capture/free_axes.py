@@ -19,13 +19,7 @@ from torch import Tensor, nn
 from qatkit.graph.capture.batch import merge_with
 from qatkit.graph.capture.calls import UntraceableError
 from qatkit.graph.capture.differences import relative_difference
-from qatkit.graph.capture.merged_sizes import (
-    Shapes,
-    check_forms,
-    fold_fixed,
-    sizes_in_run,
-    write_out_inferred,
-)
+from qatkit.graph.capture.merged_sizes import Shapes, check_forms, fold_fixed, sizes_in_run
 from qatkit.graph.capture.run import Recording
 from qatkit.graph.capture.runs import Runs
 from qatkit.graph.signature import other_values, resized
@@ -254,7 +248,6 @@ class FreeAxes:
             others.append(self._recorded({axis: axis.others[1] for axis in axes}, batch))
         graphs = [other.graph for other in others]
         check_forms(one.graph, graphs)
-        write_out_inferred(one.graph, graphs)
         values = [sizes_in_run(run.graph) for run in (one, *others)]
         merge_with(one, others, Shapes(one.graph, graphs), _DECIDES)
         fold_fixed(one.graph, values)

@@ -101,26 +101,6 @@ def fold_fixed(graph: fx.Graph, values: Sequence[Mapping[fx.Node, int]]) -> None
             node.args = (source, node.args[1])
 
 
-def write_out_inferred(one: fx.Graph, others: Sequence[fx.Graph]) -> None:
-    """Writes the -1 of a reshape as a number where it is the same in all runs.
-
-    torch's exporter infers it from the shape of the input, which it takes for another one behind an LSTM.
-    """
-    twins = [dict(zip(one.nodes, other.nodes, strict=False)) for other in others]
-    for node in one.nodes:
-        if node.op != "call_method" or node.target not in ("reshape", "view"):
-            continue
-        listed = len(node.args) == 2 and isinstance(node.args[1], (tuple, list))
-        sizes = list(node.args[1] if listed else node.args[1:])
-        shapes = [shape_in_run(node), *(shape_in_run(twin[node]) for twin in twins if node in twin)]
-        if -1 not in sizes or {len(shape) for shape in shapes} != {len(sizes)}:
-            continue
-        place = sizes.index(-1)
-        if len({shape[place] for shape in shapes}) == 1:
-            sizes[place] = shapes[0][place]
-            node.args = (node.args[0], tuple(sizes)) if listed else (node.args[0], *sizes)
-
-
 def _is_size(node: fx.Node) -> bool:
     """A node that computes a whole number from sizes."""
     if node.op == "call_method" and node.target == "size":
