@@ -21,12 +21,15 @@ from torch.export import ExportedProgram
 from qatkit.export.replaced import replaced
 
 _aten = torch.ops.aten
-_ONE_BATCH = "export.dynamic_batch=false writes a file of one batch size"
 
 
 @contextmanager
-def decomposed_where_needed() -> Iterator[None]:
-    """Decomposes programs node by node within one export, and leaves those to torch's exporter that need more."""
+def decomposed_where_needed(way_out: str = "") -> Iterator[None]:
+    """Decomposes programs node by node within one export, and leaves those to torch's exporter that need more.
+
+    Args:
+        way_out: ends the error about an operator that is written for one size.
+    """
     try:
         from torch.onnx._internal.exporter import _fx_passes
     except ImportError:
@@ -42,7 +45,7 @@ def decomposed_where_needed() -> Iterator[None]:
         translated = {getattr(way, "fx_target", None) for ways in functions.values() for way in ways[:1]}
         if _written_out(program.graph_module, translated):
             return program
-        with _no_size_fixed():
+        with _no_size_fixed(way_out):
             return cast(ExportedProgram, decompose(program, registry))
 
     with replaced(_fx_passes, "decompose_with_registry", where_needed):
@@ -50,7 +53,7 @@ def decomposed_where_needed() -> Iterator[None]:
 
 
 @contextmanager
-def _no_size_fixed() -> Iterator[None]:
+def _no_size_fixed(way_out: str) -> Iterator[None]:
     """Fails, by ValueError, where a free size is asked for as a number: the exporter would write that of the example,
     and the file would be wrong for others.
     """
@@ -60,7 +63,7 @@ def _no_size_fixed() -> Iterator[None]:
 
     def refuse(self: SymNode, file: str, line: int) -> int:
         if self.expr.free_symbols:
-            raise ValueError(f"an operator is written for one size of its input; {_ONE_BATCH}")
+            raise ValueError(f"an operator is written for one size of its input{way_out}")
         return guard(self, file, line)
 
     with replaced(SymNode, "guard_int", refuse):
@@ -73,7 +76,7 @@ def _written_out(program: fx.GraphModule, translated: Container[Any]) -> bool:
     Args:
         translated: the operators that the exporter has a translation for.
     """
-    for node in list(program.graph.nodes):
+    for node in list(program.graph.nodes):  # in every program: the exporter's pools have windows of one size
         if node.op == "call_function" and node.target in _POOLS:
             _as_mean(node)
     program.recompile()

@@ -50,6 +50,7 @@ from qatkit.graph.single_precision import in_single_precision
 from qatkit_verify.errors import ConfigError
 
 TORCH_OPSET = 18
+_ONE_BATCH = "; export.dynamic_batch=false writes a file of one batch size"
 
 
 def export_onnx(
@@ -99,33 +100,28 @@ def export_onnx(
     free: Sequence[FreeAxis] = getattr(module, "meta", {}).get("free_axes", ())
     ends = _ends(module, len(tensors))
     refuse_inputs(ends.inputs, tensors)
-    backend = getattr(module, "meta", {}).get("backend")
-
-    def made(free: Sequence[FreeAxis]) -> ir.Model:
-        model = _torch_export(
-            named.cpu().eval(), tensors, (axes, free), max(opset, TORCH_OPSET), ends, template
-        )
-        with quiet():
-            for_onnxruntime(model, opset, bytes_too=backend is None or backend.for_onnxruntime)
-            lower(model, opset)
-            if pack_int4:
-                pack(model, named)
-            if weights_for_amx:
-                shift_weights(model)
-            _clean(model, ends.outputs, set(tensors_of(named)))
-        return model
-
+    wanted = _Wanted(opset, axes, template, pack_int4, weights_for_amx)
     fixed = ""
     try:
-        model = made(free)
+        model = _model(named, tensors, ends, wanted, free)
     except ConfigError as error:
         if not free or any(axis.asked for axis in free):
             raise
-        model = made(())
+        model = _model(named, tensors, ends, wanted, ())
         names = ", ".join(f"{axis.name} ({axis.size})" for axis in free)
         fixed = f"of the example's size alone: {names}, since {error.problem}"
     write_model(model, path)
     return fixed
+
+
+class _Wanted(NamedTuple):
+    """What `export_onnx` is asked for; `axes` are those of the batch, one an input."""
+
+    opset: int
+    axes: Sequence[int | None]
+    template: bool
+    pack_int4: bool
+    weights_for_amx: bool
 
 
 class _Ends(NamedTuple):
@@ -193,15 +189,31 @@ def may_be_literals(module: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def _torch_export(
-    module: nn.Module,
-    tensors: tuple[Tensor, ...],
-    dynamic: tuple[Sequence[int | None], Sequence[FreeAxis]],
-    opset: int,
-    ends: _Ends,
-    template: bool,
+def _model(
+    module: nn.Module, tensors: tuple[Tensor, ...], ends: _Ends, wanted: _Wanted, free: Sequence[FreeAxis]
 ) -> ir.Model:
-    axes, free = dynamic
+    """Returns the graph of a file in which the axes `free` have any size.
+
+    Raises:
+        ConfigError: as `export_onnx`.
+    """
+    backend = getattr(module, "meta", {}).get("backend")
+    model = _torch_export(module.cpu().eval(), tensors, ends, wanted, free)
+    with quiet():
+        for_onnxruntime(model, wanted.opset, bytes_too=backend is None or backend.for_onnxruntime)
+        lower(model, wanted.opset)
+        if wanted.pack_int4:
+            pack(model, module)
+        if wanted.weights_for_amx:
+            shift_weights(model)
+        _clean(model, ends.outputs, set(tensors_of(module)))
+    return model
+
+
+def _torch_export(
+    module: nn.Module, tensors: tuple[Tensor, ...], ends: _Ends, wanted: _Wanted, free: Sequence[FreeAxis]
+) -> ir.Model:
+    axes = wanted.axes
     multiple = batch_multiple(module)
     shapes: list[dict[int, Any]] = [{} for _ in tensors]
     if any(axis is not None for axis in axes):
@@ -220,7 +232,7 @@ def _torch_export(
         quiet(),
         torch.no_grad(),
         tables_made_once(),
-        decomposed_where_needed(),
+        decomposed_where_needed(way_out="" if free else _ONE_BATCH),
         unsolved_constraints_allowed(),
     ):
         try:
@@ -228,7 +240,7 @@ def _torch_export(
                 module,
                 tensors,
                 dynamo=True,
-                opset_version=opset,
+                opset_version=max(wanted.opset, TORCH_OPSET),
                 input_names=list(ends.inputs),
                 output_names=list(ends.outputs),
                 dynamic_shapes=tuple(shapes) if any(shapes) else None,
@@ -237,7 +249,7 @@ def _torch_export(
                 optimize=False,
             )
             assert program is not None and program.exported_program is not None
-            _optimize(program.model, merge=not template)
+            _optimize(program.model, merge=not wanted.template)
         except Exception as error:
             raise refusal(error, module) from error
     refuse_program(
