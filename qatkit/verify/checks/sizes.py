@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import onnx
 
 from qatkit.records.results import Results
 from qatkit.verify.checks.base import Check, Shortfall, Subject
@@ -27,7 +26,8 @@ class SizesCheck(Check):
     def measure(self, subject: Subject, results: Results) -> Results:
         if subject.reference is None or not subject.sizes:
             return results
-        takes = [sizes for sizes in subject.sizes if all(_is_free(f, sizes) for f in subject.files.values())]
+        files = [_inputs_of(file, subject) for file in subject.files.values()]
+        takes = [sizes for sizes in subject.sizes if all(_are_free(inputs, sizes) for inputs in files)]
         return results.with_measured(self.name, {shown(sizes): _measured(subject, sizes) for sizes in takes})
 
     def shortfalls(self, bounds: VerifyConfig, results: Results) -> list[Shortfall]:
@@ -58,11 +58,17 @@ def shown(sizes: Mapping[str, Mapping[int, int]]) -> str:
     )
 
 
-def _is_free(file: Path, sizes: Mapping[str, Mapping[int, int]]) -> bool:
+def _inputs_of(file: Path, subject: Subject) -> dict[str, Sequence[int | str]]:
+    """Returns the shapes of a file's inputs by their names; an axis of any size has a name for it."""
+    from qatkit_verify.session import open_session
+
+    session = open_session(file, threads=subject.settings.threads, options=subject.options)
+    return {one.name: one.shape for one in session.get_inputs()}
+
+
+def _are_free(inputs: Mapping[str, Sequence[int | str]], sizes: Mapping[str, Mapping[int, int]]) -> bool:
     """Returns whether the axes that get other sizes are free in a file."""
-    graph = onnx.load(file, load_external_data=False).graph
-    dims = {value.name: value.type.tensor_type.shape.dim for value in graph.input}
-    return all(dims[name][axis].dim_param for name, axes in sizes.items() for axis in axes)
+    return not any(isinstance(inputs[name][axis], int) for name, axes in sizes.items() for axis in axes)
 
 
 def _measured(subject: Subject, sizes: Mapping[str, Mapping[int, int]]) -> dict[str, Any]:
