@@ -54,7 +54,7 @@ def measure(name: str) -> dict[str, float]:
 
 
 def measured_apart(name: str, checkout: Path) -> dict[str, float]:
-    """What `measure` finds with the qatkit of a checkout, in a process of its own."""
+    """Runs `measure` with the qatkit of a checkout, in a process of its own."""
     paths = [str(checkout), str(checkout / "packages" / "verify"), str(HERE)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", __file__, "--measure", name]
@@ -78,13 +78,14 @@ def main() -> None:
         print(json.dumps(measure(asked.measure)))
         return
     rows = json.loads(asked.record.read_text()) if asked.record and asked.record.is_file() else {}
-    for name in [name for name in asked.models if name not in rows]:
-        rows[name] = {"after": measured_apart(name, HERE.parent)}
-        if asked.against:
-            rows[name]["before"] = measured_apart(name, asked.against)
-        print(name, rows[name], file=sys.stderr, flush=True)
-        if asked.record:
-            write_text(asked.record, json.dumps(rows, indent=1) + "\n")
+    checkouts = {"after": HERE.parent} | ({"before": asked.against} if asked.against else {})
+    for name in asked.models:
+        row = rows.setdefault(name, {})
+        for run in [run for run in checkouts if run not in row]:
+            row[run] = measured_apart(name, checkouts[run])
+            print(name, run, row[run], file=sys.stderr, flush=True)
+            if asked.record:
+                write_text(asked.record, json.dumps(rows, indent=1) + "\n")
     print("\n".join(table({name: rows[name] for name in asked.models})))
 
 

@@ -242,9 +242,8 @@ def _files(entry: Entry, captured: Captured, converted: fx.GraphModule, folder: 
             )
     row["stage"] = "other sizes"
     near = snr(simulated, off)
-    if not_free:
-        converted.meta["free_axes"] = ()
-    sized = at_other_sizes(entry, model, converted, plain, int8, rounding=_rounding, near=near)
+    free = () if not_free else converted.meta["free_axes"]
+    sized = at_other_sizes(entry, model, converted, (plain, int8), free, rounding=_rounding, near=near)
     row["wrong"] += sized.pop("wrong")
     row["stage"] = "audit"
     audited = audit(

@@ -36,8 +36,7 @@ def page(rows: Rows) -> str:
         "out. Twin: the SNR of the same model with its functional parts written as modules. Parity: equal "
         "choices (argmax, or whole numbers) of the file and the converted module, optimizations off / on. "
         "Capture and export: CPU seconds, one thread (the INT8 file). Other sizes: at how many other sizes of "
-        'the axes in brackets both files were compared, too; "-" in a row of before that was measured. '
-        "Machines: an AMD EPYC (AVX2, torch 2.13) and, for a part of timm and Hugging Face, a Xeon (AMX, torch 2.11).",
+        'the axes in brackets both files were compared, too; "-" in a row of before that was measured.',
         "",
         *_summary(rows),
     ]

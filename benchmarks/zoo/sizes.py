@@ -25,8 +25,8 @@ def at_other_sizes(
     entry: Entry,
     model: nn.Module,
     converted: fx.GraphModule,
-    plain: Path,
-    int8: Path,
+    paths: tuple[Path, Path],
+    free: tuple[FreeAxis, ...],
     *,
     rounding: Callable[[nn.Module, Any], float],
     near: float | None,
@@ -34,16 +34,16 @@ def at_other_sizes(
     """Returns the names of the free axes, at how many other sizes the files ran, and what was wrong there.
 
     Args:
-        plain: the float file, which is compared with the model.
-        int8: the INT8 file, which is compared with the converted module.
+        paths: of the float file, which is compared with the model, and of the INT8 file, which is compared with the
+            converted module.
+        free: axes that have any size in both files.
         rounding: what rounding may make of the model's outputs for a batch.
         near: distance of the INT8 file and the converted module at the example's size (dB).
     """
-    free: tuple[FreeAxis, ...] = converted.meta.get("free_axes", ())
     found: dict[str, Any] = {"free_axes": [axis.name for axis in free], "sizes": 0, "wrong": []}
     if not free:
         return found
-    files = File(plain, optimize=True), File(int8, optimize=False)
+    files = File(paths[0], optimize=True), File(paths[1], optimize=False)
     for batch in _batches(entry, free):
         with torch.no_grad():
             try:
