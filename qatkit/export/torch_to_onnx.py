@@ -22,6 +22,7 @@ from qatkit.config.fields import limit_of
 from qatkit.config.schema import ExportConfig
 from qatkit.export.decompositions import decomposed_where_needed
 from qatkit.export.default_rules import apply_default_rules
+from qatkit.export.fixed_sizes import at_fixed_sizes
 from qatkit.export.lower_opset import lower
 from qatkit.export.node_names import name_functions, name_nodes
 from qatkit.export.ort_fusions import for_onnxruntime
@@ -30,7 +31,7 @@ from qatkit.export.quiet import quiet
 from qatkit.export.refusals import refusal, refuse_inputs, refuse_modules, refuse_program
 from qatkit.export.registry import tables_made_once
 from qatkit.export.shift_weights import shift_weights
-from qatkit.export.size_constraints import unsolved_constraints_allowed
+from qatkit.export.size_constraints import quotients_divided_term_by_term, unsolved_constraints_allowed
 from qatkit.export.translations import translations
 from qatkit.export.write_model import write_model
 from qatkit.graph.capture.free_axes import FreeAxis, with_sizes
@@ -107,6 +108,8 @@ def export_onnx(
     except ConfigError as error:
         if not free or any(axis.asked for axis in free):
             raise
+        assert isinstance(module, fx.GraphModule)  # whose capture has found free axes
+        named = name_functions(at_fixed_sizes(module, tensors, axes))
         model = _model(named, tensors, ends, wanted, ())
         names = ", ".join(f"{axis.name} ({axis.size})" for axis in free)
         fixed = f"of the example's size alone: {names}, since {error.problem}"
@@ -234,6 +237,7 @@ def _torch_export(
         tables_made_once(),
         decomposed_where_needed(way_out="" if free else _ONE_BATCH),
         unsolved_constraints_allowed(),
+        quotients_divided_term_by_term(),
     ):
         try:
             program = torch.onnx.export(
@@ -305,15 +309,19 @@ def _register_constants(graph: ir.Graph) -> None:
 def _folds(node: ir.Node) -> bool | None:
     """Bytes stay bytes: weights that are made float from int8. Of other nodes the folder decides."""
     source = node.inputs[0] if node.op_type == "Cast" else None
-    return False if source is not None and source.dtype == ir.DataType.INT8 else None
+    return False if source is not None and source.dtype in (ir.DataType.INT8, ir.DataType.UINT8) else None
 
 
 def _merge_int8(graph: ir.Graph) -> None:
-    """Equal int8 weights of any size become one: those of tied operators. The pass above leaves large ones."""
+    """Equal weights in bytes, of any size, become one: those of tied operators. The pass above leaves large ones."""
     kept: dict[tuple[tuple[int, ...], bytes], ir.Value] = {}
     for name, value in list(graph.initializers.items()):
         tensor = value.const_value
-        if tensor is None or tensor.dtype != ir.DataType.INT8 or value.is_graph_output():
+        if (
+            tensor is None
+            or tensor.dtype not in (ir.DataType.INT8, ir.DataType.UINT8)
+            or value.is_graph_output()
+        ):
             continue
         array = tensor.numpy()
         same = kept.setdefault((array.shape, hashlib.sha256(array.tobytes()).digest()), value)

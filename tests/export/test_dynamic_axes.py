@@ -6,12 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnxruntime as ort
 import pytest
 import resizable
 import torch
 from torch import Tensor, nn
 
+from qatkit.export.fixed_sizes import at_fixed_sizes
 from qatkit.export.torch_to_onnx import export_onnx
 from qatkit.graph.captured import Captured
 from qatkit.graph.convert.simplify import float_baseline
@@ -166,6 +168,27 @@ def test_axes_without_a_form_have_the_size_of_the_example(opset: int, free: bool
     else:
         with pytest.raises(ConfigError, match="needs opset 18"):
             export_onnx(asked, example, path, opset=opset)
+
+
+@pytest.mark.parametrize(
+    ("make", "shape"), [(resizable.Positions, (2, 3, 64, 48)), (resizable.PaddedToFrames, (2, 1, 96))]
+)
+def test_at_one_size_what_follows_from_it_is_a_constant(
+    make: Callable[[], nn.Module], shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    """No operator is left that has no form in this opset, or computes sizes; the batch stays free."""
+    torch.manual_seed(0)
+    model, example, path = make().eval(), drawn(shape), tmp_path / "float.onnx"
+    graph = Captured(model, example, "auto").graph()
+    fixed = at_fixed_sizes(graph, (example,), (0,))
+    export_onnx(fixed, example, path)
+    assert {node.op_type for node in onnx.load(path).graph.node}.isdisjoint({"Resize", "Ceil"})
+    if make is resizable.Positions:
+        assert "of the example's size alone" in export_onnx(graph, example, path)
+    session, given = ort.InferenceSession(path), drawn((3, *shape[1:]))
+    with torch.no_grad():
+        expected = model(given).numpy()
+    np.testing.assert_allclose(session.run(None, {"input": given.numpy()})[0], expected, atol=1e-5)
 
 
 def test_no_size_is_taken_for_the_number_that_it_was(tmp_path: Path) -> None:
