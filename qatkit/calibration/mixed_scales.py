@@ -43,7 +43,7 @@ CHANNEL, TOTAL = 10.0, 18.0
 # Values that a channel has to have: with fewer, what it varies by is chance.
 _LEAST = 16
 _WIDEST = 65536  # channels along an axis
-_IMAGES, _AT_ONCE = 16, 8  # of a sample
+SAMPLE, _AT_ONCE = 16, 8  # of a sample
 _KEPT = 2**24  # values of inputs in a sample at most, but for the first image
 _VALUES = 2**20  # of inputs that go through the graph together, about
 
@@ -102,7 +102,7 @@ class Sample:
 
     def of(self, batches: Iterable[tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, ...]]:
         """`batches` as they are; each of the graph's inputs in their order."""
-        left, room = _IMAGES, _KEPT
+        left, room = SAMPLE, _KEPT
         for batch in batches:
             axes = graph_axes(self._graph, batch)
             count = batch_size(batch, axes)

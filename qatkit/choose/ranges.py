@@ -22,13 +22,14 @@ from qatkit.algorithms.shifted_means import take_back
 from qatkit.calibration import cache as statistics
 from qatkit.calibration.candidates import METHODS, apply, best_of_each, candidates, output_errors
 from qatkit.calibration.checks import Watch
+from qatkit.calibration.mixed_scales import SAMPLE
 from qatkit.choose.judge import Runtime, judging_options
 from qatkit.choose.tournament import SCORING_IMAGES, scoring_images, tournament, use
 from qatkit.config.schema import CalibrationConfig, Config
 from qatkit.data import DataModule
 from qatkit.data.image_loader import ImageLoader
 from qatkit.data.inputs import Batch
-from qatkit.graph.quantizers import clip_weights
+from qatkit.graph.quantizers import clip_weights, fake_quantizers
 from qatkit.graph.signature import Example
 from qatkit.progress import shown
 from qatkit.quant.qat_layers import QATOperator
@@ -179,15 +180,20 @@ def _observe(
         module.calibrate(images for images, _ in noise)
         return Calibrated((_RANDOM,))
     indices, held_out = splits(data, config)
+    if not fake_quantizers(module.graph):  # nothing has a range; the shifts of means need a few
+        indices = indices[:SAMPLE]
     batches = data.image_batches(indices, chosen.batch_size)
     watch = Watch(module.graph, len(indices), data.classes)
     module.calibrate(watch(shown(batches, "calibrating", progress)))
     graph = module.graph  # another one, where operators stay float
-    notes = (*watch.notes(), *_about_scales(module), *_about_shifts(module))
+    ranges = fake_quantizers(module.graph)
+    notes = (*(watch.notes() if ranges else ()), *_about_scales(module), *_about_shifts(module))
     shifts = {one.site: one.shift for one in module.shifted} if module.mean_shifts == "correct" else {}
     found = Calibrated(notes, floats=tuple(module.floats), shifts=shifts)
     for note in found.notes if method is None else ():  # the same images were warned of before
         warnings.warn(note, stacklevel=2)
+    if not ranges:
+        return found
     if chosen.search == "layerwise":
         _layerwise(graph, batches, progress)
     if method is not None:

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from qatkit.quant.granularity import BLOCKS, GRANULARITIES, granularity_of
 from qatkit_verify.errors import ConfigError
 
 _DOC, _LIMIT = "doc", "limit"
@@ -189,10 +190,30 @@ class Axes(Limit):
         return "none | auto | {input: {axis: name}}"
 
 
+@dataclass(frozen=True)
+class Scales(Limit):
+    """How many scales a weight has."""
+
+    def holds(self, value: Any) -> bool:
+        """Returns whether `value` names a granularity."""
+        try:
+            granularity_of(value)
+        except ValueError:
+            return False
+        return True
+
+    def expected(self) -> str:
+        """Returns the forms as a list."""
+        return f"one of {', '.join((*GRANULARITIES, BLOCKS))}"
+
+    def __str__(self) -> str:
+        return " | ".join((*GRANULARITIES, BLOCKS))
+
+
 FRACTION = Range(0, 1)
 COUNT = Range(1, whole=True)
 POSITIVE = Range(0, above=True)
-PLACE, SWITCH, AXES = Place(), Switch(), Axes()
+PLACE, SWITCH, AXES, SCALES = Place(), Switch(), Axes(), Scales()
 
 
 def setting(default: Any, doc: str, limit: Limit | None = None) -> Any:

@@ -11,12 +11,14 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import onnx_ir as ir
 import onnxscript
 import torch
 
 # They define the operators that `translations` names.
 import qatkit.graph.convert.integer_modules  # noqa: F401
 from qatkit.export import scans, triangular
+from qatkit.graph.convert import weight_only_modules
 from qatkit.graph.convert.recurrent_modules import of_each
 
 op: Any = onnxscript.opset18  # its own types know nothing of Python's numbers
@@ -33,6 +35,14 @@ def _dequantize(q, scale, zero_point, axis: int):  # type: ignore[no-untyped-def
 
 def _barrier(x):  # type: ignore[no-untyped-def]
     return op.Sum(x)
+
+
+def _unpack(held, bits: int):  # type: ignore[no-untyped-def]
+    if bits == 8:
+        return op.Cast(held, to=_FLOAT)
+    table = op.Constant(value=ir.tensor(weight_only_modules.table(bits).numpy()))
+    rows = op.Gather(table, op.Cast(held, to=_INT32), axis=0)
+    return op.Reshape(rows, [*[0] * (len(held.shape) - 1), -1])
 
 
 def _in_float(q: Any, scale: Any, zero: Any = None) -> Any:
@@ -211,6 +221,7 @@ def translations() -> dict[Callable[..., object], Callable[..., object]]:
         torch.ops.qatkit.quantize.default: _quantize,
         torch.ops.qatkit.dequantize.default: _dequantize,
         torch.ops.qatkit.barrier.default: _barrier,
+        torch.ops.qatkit.unpack.default: _unpack,
         torch.ops.qatkit.recurrent.default: _recurrent,
         aten.rrelu_with_noise_functional.default: _rrelu,
         aten.avg_pool2d.default: _average_pool(2),

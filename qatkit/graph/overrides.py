@@ -19,7 +19,7 @@ from qatkit.graph import operators
 from qatkit.graph.nodes import facts, op_class, site
 from qatkit.graph.placement import Placement
 from qatkit.quant.backends import Backend
-from qatkit.quant.granularity import granularity_of
+from qatkit.quant.granularity import PerBlock, granularity_of
 from qatkit.quant.spec import WHOLE, QuantSpec
 from qatkit_verify.errors import ConfigError, did_you_mean
 
@@ -69,7 +69,16 @@ class Overrides:
         override = self._of(node)
         spec = backend.weight
         if override.weight_granularity is not None:
-            spec = replace(spec, granularity=granularity_of(override.weight_granularity))
+            granularity = granularity_of(override.weight_granularity)
+            if isinstance(granularity, PerBlock) and not backend.weights_alone:
+                value = f"{self.by_node[node][0]} (weight_granularity={granularity})"
+                allowed = (
+                    "per_tensor or per_channel, which int8 kernels know (backend=weight_only has blocks)"
+                )
+                raise ConfigError("backend.overrides", value, allowed)
+            spec = replace(spec, granularity=granularity)
+        if override.weight_symmetric is not None:
+            spec = replace(spec, symmetric=override.weight_symmetric)
         if override.reduce_range is not None:
             eight_bits = backend.reduced(False)  # an override has the last word on the backend's own bits
             spec = replace(eight_bits.reduced(override.reduce_range).weight, granularity=spec.granularity)

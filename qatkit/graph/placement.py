@@ -63,7 +63,7 @@ class Placement:
 
     Attributes:
         points: in graph order.
-        weighted: the Conv and Linear nodes that run in int8.
+        weighted: the Conv and Linear nodes with quantized weights; they run in int8, unless their rule is "weight".
         reasons: (site, why it stays float) of operators that could have been int8.
         int8: the nodes whose output is an 8-bit tensor.
     """
@@ -126,10 +126,11 @@ class Placer:
         return self.backend.rules.get(self.facts[node].name, _FLOAT)
 
     def _is_weighted(self, node: fx.Node) -> bool:
-        return self.facts[node].weighted and self.rule(node).when == "always"
+        return self.facts[node].weighted and self.rule(node).when in ("always", "weight")
 
     def _demands(self, reader: fx.Node, node: fx.Node) -> bool:
-        return self._is_weighted(reader) or self._shortcut(reader) is node
+        multiplies_bytes = self.facts[reader].weighted and self.rule(reader).when == "always"
+        return multiplies_bytes or self._shortcut(reader) is node
 
     def _shortcut(self, node: fx.Node) -> fx.Node | None:
         """What an Add adds to a Conv's output that nobody else reads; of two such outputs, the second."""

@@ -57,14 +57,21 @@ def quantize_weights_alone(
             notes.append((site(node), reason))
             continue
         if not isinstance(module, _TYPES[kind]):
-            spec = replace(
-                chosen.weight(node, backend),
-                granularity=PerChannel(0),
-                pairs=_shares_guarded(module, guarded),
-            )
+            spec = _spec(module, chosen.weight(node, backend), backend, guarded)
             graph_module.set_submodule(str(node.target), _quantized(module, _TYPES[kind], spec, quantizers))
-        notes.append((site(node), _SAID[kind]))
+        if not backend.weights_alone or kind != "embedding":  # there every table is packed
+            notes.append((site(node), _SAID[kind]))
     return notes
+
+
+def _spec(module: nn.Module, spec: QuantSpec, backend: Backend, guarded: Collection[object]) -> QuantSpec:
+    """Returns the spec of these weights: a scale per row, or a packed table's as everywhere."""
+    if not backend.weights_alone:
+        return replace(spec, granularity=PerChannel(0), pairs=_shares_guarded(module, guarded))
+    if isinstance(module, nn.Embedding):
+        return spec
+    # Fewer bits would be held in bytes as well.
+    return QuantSpec("int8", symmetric=True, granularity=PerChannel(0))
 
 
 def is_recurrent(node: fx.Node) -> bool:

@@ -82,6 +82,7 @@ def _try_module(run: Run, model: Captured, module: QATModule, data: DataModule) 
             options=module.backend.session_options,
             allow_float=float_on_purpose(module, model.model),
             other_runtime=module.backend.other_runtime,
+            label=module.backend.label,
             labelled=data.labelled,
             task=data.task,
         )

@@ -233,6 +233,7 @@ def _subject(state: State, converted: fx.GraphModule) -> Subject:
         reference=ConvertedReference(converted),
         allow_float=float_on_purpose(module, state.model),
         other_runtime=module.backend.other_runtime,
+        label=module.backend.label,
         labelled=data.labelled,
         progress=run.config.trainer.progress,
         sample=lambda images: data.test_subset(images, SAMPLE_BATCH),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from qatkit.quant.granularity import PerChannel, PerTensor
+from qatkit.quant.granularity import PerBlock, PerChannel, PerTensor
 from qatkit.quant.spec import QuantSpec
 from qatkit_verify.errors import ConfigError
 
@@ -22,7 +22,8 @@ class OpRule:
         when: "always": its inputs (and weight) are quantized wherever it stands. "inputs": it runs in int8
             where all of its inputs are int8 anyway, else in float. "shortcut": of an Add that follows a
             Conv, the other input is quantized, so that the two can run as one int8 kernel. "output": its output
-            is quantized wherever it stands, as naive tools do.
+            is quantized wherever it stands, as naive tools do. "weight": its weight is quantized and it computes in
+            float (`Backend.weights_alone`).
         output: its output is quantized as well; otherwise the output stays float unless an operator after
             it wants int8 (transformers run faster, and more accurately, with a float residual stream).
     """
@@ -36,8 +37,9 @@ class Backend:
     """A deployment target.
 
     Attributes:
-        activation, weight: default specs; of weights per tensor or by output channel, `PerChannel(0)`. An asymmetric
-            weight has zero points (what they cost: docs/onnxruntime-qdq.md, 2a), and no guard (`QuantSpec.pairs`).
+        activation, weight: default specs; of weights per tensor or by output channel, `PerChannel(0)`, or where
+            `weights_alone` in blocks. An asymmetric weight has zero points (what they cost: docs/onnxruntime-qdq.md,
+            2a), and no guard (`QuantSpec.pairs`).
         rules: by operator class (`qatkit.graph.operators`); a class that is missing stays float.
         session_options: config entries that ONNX Runtime needs to run this backend's files.
         other_runtime: empty for ONNX Runtime, for whose int8 kernels the file is shaped (int32 biases, barriers
@@ -63,8 +65,9 @@ class Backend:
     def __post_init__(self) -> None:
         for part, known in (("activation", (PerTensor(),)), ("weight", (PerTensor(), PerChannel(0)))):
             found = getattr(self, part).granularity
-            if found not in known:
-                allowed = f"{' or '.join(map(str, known))}; no exported file has other scales"
+            blocks = part == "weight" and self.weights_alone and isinstance(found, PerBlock)
+            if found not in known and not blocks:
+                allowed = f"{' or '.join(map(str, known))}, which int8 kernels know (backend=weight_only has blocks)"
                 raise ConfigError(f"backend={self.name}: {part}.granularity", found, allowed)
 
     @property
@@ -73,9 +76,19 @@ class Backend:
         return not self.other_runtime
 
     @property
+    def weights_alone(self) -> bool:
+        """Whether activations are float everywhere."""
+        return all(rule.when == "weight" for rule in self.rules.values())
+
+    @property
+    def label(self) -> str:
+        """What its files are, in a word or two."""
+        return f"{self.weight.dtype.upper()} weights" if self.weights_alone else "INT8"
+
+    @property
     def saturates(self) -> bool:
         """Whether some of its processors add pairs of products in 16 bits, as x86 without VNNI does."""
-        return self.for_onnxruntime and self.activation.dtype == "uint8"
+        return self.for_onnxruntime and self.activation.dtype == "uint8" and not self.weights_alone
 
     def reduced(self, choice: bool | str) -> Backend:
         """The same target with weights for processors on which 8-bit products saturate (`saturates`).
@@ -149,4 +162,14 @@ TENSORRT = Backend(
     # Float kernels between the pairs: its own int8 fusions would only half apply.
     session_options={"session.disable_quant_qdq": "1"},
     other_runtime="qatkit.verify.tensorrt_pairs",
+)
+
+# Few bits, in blocks, for what reads more weights than it computes: language models, and files that have to be small.
+# ONNX Runtime multiplies by such weights without making floats of them first (MatMulNBits); those of convolutions it
+# makes floats when it loads the file.
+WEIGHT_ONLY = Backend(
+    name="weight_only",
+    activation=QuantSpec("uint8"),
+    weight=QuantSpec("int4", granularity=PerBlock(32)),
+    rules=dict.fromkeys(("conv", "linear"), OpRule("weight")),
 )

@@ -1,24 +1,29 @@
 """How many scales a tensor has, and which of its elements each one serves.
 
-    PerTensor             one in all                                    scale []
-    PerChannel(axis)      one for each index along `axis`               scale [channels]
-    PerBlock(axis, size)  one for each `size` neighbours along `axis`   scale of the tensor's shape but for `axis`,
-                                                                        where it has ceil(n / size) entries
+    PerTensor         one in all                                       scale []
+    PerChannel(axis)  one for each index along `axis`                  scale [channels]
+    PerBlock(size)    of a weight: one for each `size` neighbours      scale [out, ceil(inputs / size)]
+                      among the inputs of an output channel
 
-These are the forms that ONNX QuantizeLinear and DequantizeLinear know (blocks from opset 21 on). Whoever needs the
-shape of the scales, the scale of an element or a reduction over what shares a scale asks the type for it. The module
-loads no torch: the command line's checks read it.
+The inputs of an output channel are all its values in their order: of a Linear its row, of a Conv the input channels
+times the kernel. These are the forms that ONNX's DequantizeLinear (blocks from opset 21 on, of a matrix) and ONNX
+Runtime's MatMulNBits know. Whoever needs the shape of the scales, the scale of an element or a reduction over what
+shares a scale asks the type for it. The module loads no torch: the command line's checks read it.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+BLOCK_SIZES = (16, 32, 64, 128, 256)  # that ONNX Runtime's kernels take
 
 
 class Granularity(ABC):
@@ -92,57 +97,55 @@ class PerChannel(Granularity):
 
 @dataclass(frozen=True)
 class PerBlock(Granularity):
-    """One scale for each block of neighbours along an axis; the last block may be shorter.
+    """One scale for each block of neighbours among the inputs of an output channel; the last block may be shorter.
 
     Attributes:
-        axis: not negative.
         size: elements of a block.
     """
 
-    axis: int
     size: int
 
     def __post_init__(self) -> None:
-        if self.axis < 0:
-            raise ValueError(f"axis={self.axis}: expected 0 or more")
         if self.size < 1:
             raise ValueError(f"size={self.size}: expected 1 or more elements")
 
     def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        blocks = -(-shape[self.axis] // self.size)
-        return (*shape[: self.axis], blocks, *shape[self.axis + 1 :])
+        return (shape[0], -(-math.prod(shape[1:]) // self.size))
 
     def spread(self, scale: Tensor, shape: Sequence[int]) -> Tensor:
-        return scale.repeat_interleave(self.size, self.axis).narrow(self.axis, 0, shape[self.axis])
+        return scale.repeat_interleave(self.size, 1)[:, : math.prod(shape[1:])].reshape(*shape)
 
     def grouped(self, x: Tensor) -> tuple[Tensor, list[int]]:
         from torch.nn.functional import pad
 
-        behind = [0, 0] * (x.ndim - 1 - self.axis)
-        filled = pad(x, [*behind, 0, -x.shape[self.axis] % self.size])
-        return filled.unflatten(self.axis, (-1, self.size)), [self.axis + 1]
+        rows = x.flatten(1)
+        return pad(rows, [0, -rows.shape[1] % self.size]).unflatten(1, (-1, self.size)), [2]
 
     def separates(self, axis: int) -> bool:
-        return axis != self.axis or self.size == 1
+        return axis == 0
 
     def __str__(self) -> str:
-        return f"per_block(axis={self.axis}, size={self.size})"
+        return f"{{{_BLOCK}: {self.size}}}"
 
 
+_BLOCK = "block"  # the key of a configuration
 _BY_TEXT: dict[str, Granularity] = {str(one): one for one in (PerTensor(), PerChannel(0))}
 # Of weights, as configurations say it.
 GRANULARITIES = tuple(_BY_TEXT)
+BLOCKS = f"{{{_BLOCK}: {' | '.join(map(str, BLOCK_SIZES))}}}"
 
 
-def granularity_of(text: str) -> Granularity:
-    """Returns the granularity of a weight that a configuration names.
+def granularity_of(asked: Any) -> Granularity:
+    """Returns the granularity of a weight that a configuration names: a text, or {block: SIZE}.
 
     Raises:
-        ValueError: the text is none of `GRANULARITIES`.
+        ValueError: neither one of `GRANULARITIES` nor blocks of one of `BLOCK_SIZES`.
     """
-    if text not in _BY_TEXT:
-        raise ValueError(f"granularity={text}: expected one of {', '.join(GRANULARITIES)}")
-    return _BY_TEXT[text]
+    if isinstance(asked, Mapping) and set(asked) == {_BLOCK} and asked[_BLOCK] in BLOCK_SIZES:
+        return PerBlock(int(asked[_BLOCK]))
+    if not isinstance(asked, str) or asked not in _BY_TEXT:
+        raise ValueError(f"granularity={asked}: expected one of {', '.join(GRANULARITIES)}, {BLOCKS}")
+    return _BY_TEXT[asked]
 
 
 def along(values: Tensor, axis: int, rank: int) -> Tensor:

@@ -90,7 +90,7 @@ class QuantSpec:
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype={self.dtype}: expected one of {', '.join(DTYPES)}")
         if not isinstance(self.granularity, Granularity):
-            allowed = "PerTensor(), PerChannel(axis) or PerBlock(axis, size) of qatkit.quant.granularity"
+            allowed = "PerTensor(), PerChannel(axis) or PerBlock(size) of qatkit.quant.granularity"
             raise ValueError(f"granularity={self.granularity!r}: expected {allowed}")
         if self.guards_pairs and not self.symmetric:
             weights = f"asymmetric {self.dtype} weights, which no guard keeps from saturating"

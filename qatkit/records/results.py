@@ -260,6 +260,7 @@ class Results:
         """The rows that have something to show: (key, label), in the order of `ROWS`."""
         measured = (self.accuracy, self.fidelity, self.latency, self.sizes)
         labels = dict(ROWS) | {
+            "simulated": f"{self.label}, simulated in PyTorch",
             "int8": f"{self.label}, ONNX Runtime",
             FREE: f"{self.label}, with its own states",
         }

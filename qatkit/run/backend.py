@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from qatkit.config.schema import Config
+from qatkit.config.schema import BackendConfig, Config
 from qatkit.quant.backends import Backend
 from qatkit.quant.granularity import granularity_of
-from qatkit.quant.spec import FEW_BITS
+from qatkit.quant.spec import FEW_BITS, QuantSpec
 from qatkit_verify.dotted import resolve
 from qatkit_verify.errors import ConfigError
 
@@ -25,9 +25,9 @@ def backend_of(config: Config) -> Backend:
         )
     for name in ("asks_for_int8", "broken_pairs") if backend.other_runtime else ():
         resolve(f"{backend.other_runtime}.{name}", "backend.target (other_runtime)")
-    if config.backend.weight_granularity is not None:
-        granularity = granularity_of(config.backend.weight_granularity)
-        backend = replace(backend, weight=replace(backend.weight, granularity=granularity))
+    backend = replace(backend, weight=_weight(backend.weight, config.backend))
+    if backend.weights_alone:
+        _check_weights_alone(config)
     if config.backend.every_operator:
         backend = backend.everywhere()
     dtypes = {backend.weight.dtype, *(one.weight_dtype for one in config.backend.overrides.values())}
@@ -36,3 +36,35 @@ def backend_of(config: Config) -> Backend:
         allowed = f"false without an operator of weights of {kinds} (backend.overrides.PATTERN.weight_dtype)"
         raise ConfigError("export.pack_int4", True, allowed)
     return backend.reduced(config.backend.reduce_range)
+
+
+def _check_weights_alone(config: Config) -> None:
+    """Refuses what quantizes activations, or is done anyway."""
+    for key, value, needed, why in (
+        (
+            "backend.reduce_range",
+            config.backend.reduce_range,
+            ("auto", False),
+            "whose products are of floats",
+        ),
+        ("backend.every_operator", config.backend.every_operator, (False,), "whose activations are float"),
+        ("export.io", config.export.io, ("float32",), "whose activations are float"),
+        ("export.pack_int4", config.export.pack_int4, (False,), "which packs weights anyway"),
+    ):
+        if value not in needed:
+            raise ConfigError(key, value, f"{str(needed[0]).lower()} with this backend, {why}")
+    for pattern, override in config.backend.overrides.items():
+        if override.activation_dtype is not None or override.activation_symmetric is not None:
+            key = f"backend.overrides.{pattern}"
+            raise ConfigError(
+                key, "activation_*", "settings of weights with this backend, whose activations are float"
+            )
+
+
+def _weight(spec: QuantSpec, asked: BackendConfig) -> QuantSpec:
+    """Returns the default of weights as the group changes it."""
+    if asked.weight_dtype is not None:
+        spec = replace(spec, dtype=asked.weight_dtype)
+    if asked.weight_granularity is not None:
+        spec = replace(spec, granularity=granularity_of(asked.weight_granularity))
+    return spec if asked.weight_symmetric is None else replace(spec, symmetric=asked.weight_symmetric)

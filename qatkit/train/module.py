@@ -33,7 +33,7 @@ from qatkit.graph.pass_result import PassResult
 from qatkit.graph.phase import set_phase
 from qatkit.graph.prepare import BY_OVERRIDE, prepare_qat, ready_to_place
 from qatkit.graph.proof import prove
-from qatkit.graph.quantizers import quantized_operators
+from qatkit.graph.quantizers import fake_quantizers, quantized_operators
 from qatkit.graph.scales.align import align
 from qatkit.graph.signature import (
     Example,
@@ -237,7 +237,8 @@ class QATModule(FineTuning):
         sample = Sample(self.graph)
         images = calibrate(self.graph, sample.of(map(self.tensors, batches)))
         if self.quantize:
-            self._find_mixed_scales(sample)
+            if fake_quantizers(self.graph):
+                self._find_mixed_scales(sample)
             correct = self.mean_shifts == "correct"
             self.shifted = shifted_means(self.graph, sample, correct=correct)
         return images

@@ -25,6 +25,7 @@ from qatkit.config.fields import (
 )
 from qatkit.config.schema import (
     MODES,
+    BackendConfig,
     CalibrationConfig,
     Config,
     DataConfig,
@@ -36,7 +37,7 @@ from qatkit.data import Preprocessing
 from qatkit.export import ort_modes
 from qatkit.export.torch_to_onnx import export_onnx
 from qatkit.graph.fuse import fuse
-from qatkit.quant.granularity import GRANULARITIES
+from qatkit.quant.granularity import BLOCK_SIZES, GRANULARITIES
 from qatkit.quant.observers import Distribution, Percentile
 from qatkit.quant.spec import ACTIVATIONS
 from qatkit_verify.errors import ConfigError
@@ -201,7 +202,12 @@ def test_the_schema_takes_the_words_of_the_library() -> None:
     assert limit_of(OverrideConfig, "activation_dtype") == Choices(ACTIVATIONS)
     assert ACTIVATIONS == ("uint8", "int8", "uint4")
     assert limit_of(OverrideConfig, "weight_dtype") == Choices(("int8", "int4", "int3", "int2"))
-    assert limit_of(OverrideConfig, "weight_granularity") == Choices(GRANULARITIES)
+    for owner in (OverrideConfig, BackendConfig):
+        limit = limit_of(owner, "weight_granularity")
+        assert all(map(limit.holds, (*GRANULARITIES, *({"block": size} for size in BLOCK_SIZES))))
+        assert not any(
+            map(limit.holds, ("block", "per_moon", 32, {"block": 24}, {"blocks": 32}, {"block": "32"}))
+        )
     assert all(callable(getattr(ort_modes, mode)) for mode in MODES.values)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from numpy.typing import NDArray
 from qatkit.quant import numerics
 from qatkit.quant.backends import FBGEMM
 from qatkit.quant.granularity import (
+    BLOCK_SIZES,
     GRANULARITIES,
     Granularity,
     PerBlock,
@@ -30,20 +33,22 @@ CASES: list[tuple[Granularity, tuple[int, ...], tuple[int, ...]]] = [
     (PerChannel(0), (4, 6), (4,)),
     (PerChannel(1), (5, 3, 2, 2), (3,)),
     (PerChannel(-1), (5, 3, 7), (7,)),
-    (PerBlock(1, 3), (4, 6), (4, 2)),
-    (PerBlock(1, 4), (5, 6), (5, 2)),  # the last block has two elements
-    (PerBlock(0, 2), (5, 3), (3, 3)),
-    (PerBlock(1, 2), (4, 5, 2, 2), (4, 3, 2, 2)),
-    (PerBlock(1, 8), (3, 5), (3, 1)),
+    (PerBlock(3), (4, 6), (4, 2)),
+    (PerBlock(4), (5, 6), (5, 2)),  # the last block has two elements
+    (PerBlock(8), (4, 5, 2, 2), (4, 3)),  # of a Conv: input channels times kernel
+    (PerBlock(16), (6, 1, 3, 3), (6, 1)),
+    (PerBlock(8), (3, 5), (3, 1)),
 ]
 
 
-def index_of_scale(granularity: Granularity, place: tuple[int, ...]) -> tuple[int, ...]:
-    """By the definition in the ONNX standard."""
+def index_of_scale(
+    granularity: Granularity, place: tuple[int, ...], shape: tuple[int, ...]
+) -> tuple[int, ...]:
+    """By the definition in the ONNX standard; of blocks, of the weight as a matrix of output channels."""
     if isinstance(granularity, PerChannel):
         return (place[granularity.axis],)
     if isinstance(granularity, PerBlock):
-        return tuple(i // granularity.size if d == granularity.axis else i for d, i in enumerate(place))
+        return place[0], int(np.ravel_multi_index(place[1:], shape[1:])) // granularity.size
     return ()
 
 
@@ -52,7 +57,7 @@ def by_element(
 ) -> NDArray[np.float32]:
     found = np.empty(shape, np.float32)
     for place in np.ndindex(shape):
-        found[place] = scale[index_of_scale(granularity, place)]
+        found[place] = scale[index_of_scale(granularity, place, shape)]
     return found
 
 
@@ -61,7 +66,7 @@ def largest_by_scale(
 ) -> NDArray[np.float32]:
     found = np.zeros(shape, np.float32)
     for place in np.ndindex(weight.shape):
-        at = index_of_scale(granularity, place)
+        at = index_of_scale(granularity, place, weight.shape)
         found[at] = max(found[at], abs(weight[place]))
     return found
 
@@ -104,7 +109,7 @@ def test_a_weight_is_quantized_and_dequantized_as_numpy_does(
 
 def test_each_block_is_clipped_for_its_own_least_error() -> None:
     """Of two blocks of 2-bit weights the one with an outlier is clipped, by the share that a search finds."""
-    spec = QuantSpec("int2", symmetric=True, granularity=PerBlock(1, 50))
+    spec = QuantSpec("int2", symmetric=True, granularity=PerBlock(50))
     weight = noise(1, 100).clamp(-1.5, 1.5)
     weight[0, :50] = weight[0, :50].sign()
     weight[0, 99] = 2.5
@@ -122,27 +127,30 @@ def test_what_a_scale_may_be_multiplied_by() -> None:
     """A factor an output channel goes into scales none of which serves two of them."""
     assert not PerTensor().separates(0)
     assert PerChannel(0).separates(0) and not PerChannel(1).separates(0)
-    assert PerBlock(1, 32).separates(0) and not PerBlock(1, 32).separates(1)
+    assert PerBlock(32).separates(0) and not PerBlock(32).separates(1)
 
 
-def test_configurations_name_two_of_them() -> None:
+def test_configurations_name_all_three_of_them() -> None:
     assert GRANULARITIES == ("per_tensor", "per_channel")
     assert [granularity_of(text) for text in GRANULARITIES] == [PerTensor(), PerChannel(0)]
-    with pytest.raises(ValueError, match=r"granularity=per_moon: expected one of per_tensor, per_channel"):
-        granularity_of("per_moon")
+    assert [granularity_of({"block": size}) for size in BLOCK_SIZES] == [PerBlock(n) for n in BLOCK_SIZES]
 
 
-@pytest.mark.parametrize(
-    ("axis", "size", "line"), [(-1, 4, "axis=-1: expected 0 or more"), (1, 0, "size=0: expected 1 or more")]
-)
-def test_a_block_that_cannot_be_is_refused(axis: int, size: int, line: str) -> None:
-    with pytest.raises(ValueError, match=line):
-        PerBlock(axis, size)
+@pytest.mark.parametrize("asked", ["per_moon", "block", 32, {"block": 24}, {"blocks": 32}, {"block": "32"}])
+def test_other_granularities_are_refused(asked: Any) -> None:
+    expected = r"expected one of per_tensor, per_channel, {block: 16 \| 32 \| 64 \| 128 \| 256}"
+    with pytest.raises(ValueError, match=rf"granularity={re.escape(str(asked))}: {expected}"):
+        granularity_of(asked)
+
+
+def test_a_block_without_elements_is_refused() -> None:
+    with pytest.raises(ValueError, match="size=0: expected 1 or more elements"):
+        PerBlock(0)
 
 
 def test_a_backend_refuses_scales_that_no_file_of_ours_has() -> None:
-    blocks = replace(FBGEMM.weight, granularity=PerBlock(1, 32))
-    line = r"backend=fbgemm: weight\.granularity=per_block\(axis=1, size=32\): expected per_tensor or per_channel"
+    blocks = replace(FBGEMM.weight, granularity=PerBlock(32))
+    line = r"backend=fbgemm: weight\.granularity={block: 32}: expected per_tensor or per_channel"
     with pytest.raises(ConfigError, match=line):
         replace(FBGEMM, weight=blocks)
     channels = replace(FBGEMM.activation, granularity=PerChannel(1))
@@ -153,10 +161,8 @@ def test_a_backend_refuses_scales_that_no_file_of_ours_has() -> None:
 
 
 def test_a_bias_beside_blocks_is_refused() -> None:
-    quantizer = WeightFakeQuantize(QuantSpec("int8", symmetric=True, granularity=PerBlock(1, 2)), (3, 4))
-    with pytest.raises(
-        ValueError, match=r"granularity=per_block\(axis=1, size=2\): expected per_tensor or per_channel"
-    ):
+    quantizer = WeightFakeQuantize(QuantSpec("int8", symmetric=True, granularity=PerBlock(2)), (3, 4))
+    with pytest.raises(ValueError, match=r"granularity={block: 2}: expected per_tensor or per_channel"):
         quantizer.integers(noise(3, 4), noise(3), torch.ones(()))
 
 

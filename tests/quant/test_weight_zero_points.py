@@ -27,7 +27,7 @@ ENDS = {"int8": (-128, 127), "uint8": (0, 255), "int4": (-8, 7), "uint4": (0, 15
 GRANULARITIES: dict[str, tuple[Granularity, tuple[int, ...]]] = {
     "tensor": (PerTensor(), (0, 1)),
     "channel": (PerChannel(0), (1,)),
-    "block": (PerBlock(1, 8), (2,)),
+    "block": (PerBlock(8), (2,)),
 }
 WEIGHT = torch.randn(6, 32, generator=torch.Generator().manual_seed(0)) + torch.arange(-3.0, 3.0)[:, None]
 WIDE = QuantSpec("int8", granularity=PerChannel(0))

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from qatkit.config.fields import COUNT, PLACE, POSITIVE, SWITCH, Choices, Range, setting
+from qatkit.config.fields import COUNT, PLACE, POSITIVE, SCALES, SWITCH, Choices, Range, setting
 from qatkit.config.sizes import SIZE
-from qatkit.quant.granularity import GRANULARITIES
 from qatkit.quant.spec import ACTIVATIONS, SIGNED
 from qatkit_verify.fitting import ALIGNMENTS, FITS, LAYOUTS, ORDERS, PIXELS
 
-WAVE_AXES, SCALES = ("nt", "n1t", "nt1", "t"), ("unit", "int16")  # of sound
+WAVE_AXES, WAVE_SCALES = ("nt", "n1t", "nt1", "t"), ("unit", "int16")  # of sound
 AUDIO, DRAWN = "qatkit.data.audio.audio", "qatkit.data.drawn.drawn"  # sources with settings of their own
 
 
@@ -154,7 +153,7 @@ class DataConfig:
     scale: str | None = setting(
         None,
         "data=audio: unit: samples in -1..1 (default of a float input); int16: in -32768..32767 (default of integers)",
-        Choices(SCALES),
+        Choices(WAVE_SCALES),
     )
     count: int | None = setting(None, "data=drawn: samples of each split (default 64)", COUNT)
     sizes: Any | None = setting(
@@ -181,9 +180,8 @@ class OverrideConfig:
     weight_dtype: str | None = setting(
         None, "of the weights; below 8 bits they are kept in bytes, which int8 kernels take", Choices(SIGNED)
     )
-    weight_granularity: str | None = setting(
-        None, "one scale per tensor, or one per output channel", Choices(GRANULARITIES)
-    )
+    weight_granularity: Any = setting(None, "as backend.weight_granularity, of these operators", SCALES)
+    weight_symmetric: bool | None = setting(None, "as backend.weight_symmetric, of these operators")
     # Any: OmegaConf does not merge mappings of a dataclass with a union in it.
     reduce_range: Any = setting(None, "as backend.reduce_range, of these operators", SWITCH)
     activation_dtype: str | None = setting(
@@ -205,10 +203,18 @@ class BackendConfig:
         " kernels add up can saturate, at 8 bits; true: 7 bits; false: 8 bits, which may saturate there",
         SWITCH,
     )
-    weight_granularity: str | None = setting(
+    weight_dtype: str | None = setting(
+        None, "of all weights, as an override has it; null: the backend's choice", Choices(SIGNED)
+    )
+    # Any: a text or a mapping.
+    weight_granularity: Any = setting(
         None,
-        "one scale per tensor, or one per output channel; null: the backend's choice",
-        Choices(GRANULARITIES),
+        "one scale per tensor, per output channel, or (backend=weight_only) per block of an output channel's inputs; "
+        "null: the backend's choice",
+        SCALES,
+    )
+    weight_symmetric: bool | None = setting(
+        None, "weights without zero points, zero in the middle of their range; null: the backend's choice"
     )
     every_operator: bool = setting(
         False, "quantize the output of every operator, as naive tools do: to see what that costs"

@@ -33,6 +33,7 @@ from qatkit.graph.convert.integer_modules import (
 from qatkit.graph.convert.orders import order_as_onnx
 from qatkit.graph.convert.recurrent_modules import QuantizedRecurrent
 from qatkit.graph.convert.simplify import simplify
+from qatkit.graph.convert.weight_only_modules import PackedEmbedding, WeightOnly
 from qatkit.graph.node_arguments import BATCH_AXIS, VARYING_AXES
 from qatkit.graph.nodes import facts, is_float_tensor, module_of, op_class, site, turns_axes
 from qatkit.graph.operators import look_up
@@ -61,7 +62,8 @@ def convert(graph_module: fx.GraphModule) -> PassResult:
         if node.op == "call_module" and isinstance(module_of(node), QATOperator):
             _convert_operator(node, result)
         elif node.op == "call_module" and isinstance(module_of(node), QATEmbedding):
-            table = QuantizedEmbedding(cast(QATEmbedding, module_of(node)))
+            kind = PackedEmbedding if converted.meta["backend"].weights_alone else QuantizedEmbedding
+            table: nn.Module = kind(cast(QATEmbedding, module_of(node)))
             converted.set_submodule(str(node.target), table)
         elif node.op == "call_module" and isinstance(module_of(node), QATRecurrent):
             _convert_recurrent(node)
@@ -90,6 +92,10 @@ def _for_onnxruntime(node: fx.Node) -> bool:
 def _convert_operator(node: fx.Node, result: PassResult) -> None:
     operator = cast(QATOperator, module_of(node))
     graph_module = cast(fx.GraphModule, node.graph.owning_module)
+    if graph_module.meta["backend"].weights_alone:
+        if operator.weight_fake_quant is not None:
+            graph_module.set_submodule(str(node.target), WeightOnly(operator))
+        return
     quantizer = quantizer_of(node.args[0])
     if quantizer is None:
         raise ValueError(f"{site(node)}: its input carries no FakeQuantize")

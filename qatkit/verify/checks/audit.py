@@ -62,6 +62,9 @@ def audit_line(audit: Audit) -> str:
         return f"audit: {int8} of {len(matrix)} Conv/Gemm/MatMul ask another runtime for int8 {share}"
     weights = [item for item in audit.runtime_dequantize if item.kind == "weight"]
     megabytes = sum(item.bytes for item in weights) / 1e6
+    alone = sum(node.precision == "weight-only" for node in matrix)
+    if alone and not int8:
+        return f"audit: {alone} of {len(matrix)} Conv/Gemm/MatMul multiply by packed weights, the others in float"
     at_run_time = f"{len(weights)} weights ({megabytes:.1f} MB)" if weights else "no weight"
     return (
         f"audit: {int8} of {len(matrix)} Conv/Gemm/MatMul run int8 {share};"

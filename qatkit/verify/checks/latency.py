@@ -66,8 +66,8 @@ def _fix(bound: float, int8: Latency, results: Results) -> str:
     asked = RequestedSettings(results)
     if not results.config:
         return ""
-    if without := asked.without_kernels:
-        return f"verify.min_speedup=null (no kernel computes {without}: such a file runs in float)"
+    if reason := _why_float(asked):
+        return f"verify.min_speedup=null ({reason})"
     ways = []
     if int8.ratio_p90 >= bound:
         runs = 4 * int8.runs
@@ -89,6 +89,13 @@ def _fix(bound: float, int8: Latency, results: Results) -> str:
         f"verify.min_speedup={math.floor(100 * int8.ratio) / 100} (the speed-up of this file on this machine)"
     )
     return either([*_placement(asked, results), *(ways or [met])])
+
+
+def _why_float(asked: RequestedSettings) -> str:
+    """Why the file computes in float whatever it is asked for; "" where it does not."""
+    if without := asked.without_kernels:
+        return f"no kernel computes {without}: such a file runs in float"
+    return "weights of few bits make a file small; its products are of floats" if asked.weights_alone else ""
 
 
 def _placement(asked: RequestedSettings, results: Results) -> list[str]:

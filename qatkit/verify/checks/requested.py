@@ -8,6 +8,8 @@ from typing import Any
 from qatkit.config.schema.model import DRAWN
 from qatkit.quant.spec import WHOLE
 from qatkit.records.results import Results
+from qatkit_verify.dotted import resolve
+from qatkit_verify.errors import ConfigError
 
 _FILES = "onnx/"  # what the names of models that are files begin with
 _UNQUOTED = re.compile(r"[\w./-]+")  # keys that Hydra reads as they are
@@ -41,6 +43,17 @@ class RequestedSettings:
         return "schedule" in self._config and self.get("export.mode") == "static"
 
     @property
+    def weights_alone(self) -> bool:
+        """Whether the backend quantizes weights and computes in float (`Backend.weights_alone`)."""
+        if not self.has_module:
+            return False
+        try:
+            backend = resolve(str(self.get("backend.target")), "backend.target")
+        except ConfigError:  # of a package that is not here
+            return False
+        return bool(getattr(backend, "weights_alone", False))
+
+    @property
     def without_kernels(self) -> str:
         """What makes the file one that ONNX Runtime computes in float, for want of kernels, as it is typed; "" if
         nothing does, or an override of some operators alone.
@@ -69,6 +82,8 @@ class RequestedSettings:
         """What brings the file closer to float, of what was not done yet."""
         if not self.has_module:
             return self.other_modes()
+        if self.weights_alone:
+            return self._closer_weights()
         ways = []
         if self.get("data.source") == DRAWN:
             ways.append("real data (data=arrays, data=audio or data=pictures, data.root=DIR)")
@@ -83,6 +98,17 @@ class RequestedSettings:
                 ways.append("precision=auto (the operators that lose most stay float)")
             ways.append(self._longer())
         return either(ways)
+
+    def _closer_weights(self) -> str:
+        """What brings weights of few bits closer to float."""
+        ways = [] if "gptq" in (self.get("algorithm") or {}) else ["algorithm=gptq"]
+        smaller = {"int2": "int3", "int3": "int4", "int4": "int8"}
+        now = self.get("backend.weight_dtype") or "int4"
+        if now in smaller:
+            ways.append(f"backend.weight_dtype={smaller[now]}")
+        if self.get("backend.weight_granularity") != {"block": 16}:
+            ways.append("'backend.weight_granularity={block: 16}' (smaller blocks)")
+        return either([*ways, self._longer()])
 
     @property
     def _could_mix(self) -> bool:

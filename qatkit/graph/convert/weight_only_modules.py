@@ -1,0 +1,173 @@
+"""Operators of a converted graph whose weights alone are quantized: packed in the file, float between them.
+
+    Linear, 4 bits or fewer    com.microsoft MatMulNBits, whose kernel multiplies by the packed weight
+    Embedding                  rows of the packed table are looked up, and unpacked by operators of opset 13
+    every other                the weight is unpacked by these operators, of constants alone: ONNX Runtime computes them
+                               once, when it loads the file
+
+All hold a weight [out, inputs] as unsigned integers, block by block: u = q + 2^(bits - 1), where q counts as
+`WeightFakeQuantize` does; the lowest bits of a byte come first. A last block that is shorter is filled up with zeros.
+3 bits are held in 4, since MatMulNBits has no kernel for them; so are scales per output channel, in blocks of 128 that
+repeat them. Bits of 8 are not given to MatMulNBits, which takes many times as long for them as float does.
+
+Source: the definition of MatMulNBits in onnxruntime's docs/ContribOperators.md.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from qatkit.graph.convert.integer_modules import Settings
+from qatkit.quant.granularity import PerBlock
+from qatkit.quant.qat_layers import QATEmbedding, QATOperator
+from qatkit.quant.weight_fake_quantize import WeightFakeQuantize
+
+HELD_IN = {"int8": 8, "int4": 4, "int3": 4, "int2": 2}  # bits
+_REPEATED = 128  # inputs that one scale of a channel serves at a time
+
+
+def packed(integers: Tensor, bits: int) -> Tensor:
+    """Returns unsigned integers [..., n] of so many bits as bytes [..., ceil(n · bits / 8)], lowest bits first."""
+    each = 8 // bits
+    filled = F.pad(integers, [0, -integers.shape[-1] % each]).unflatten(-1, (-1, each)).to(torch.int32)
+    places = torch.arange(each, dtype=torch.int32) * bits
+    joined: Tensor = (filled << places).sum(-1)
+    return joined.to(torch.uint8)
+
+
+def unpacked(held: Tensor, bits: int) -> Tensor:
+    """Returns what `packed` packed, [..., n], in float32; as many zeros behind it as bytes have room for."""
+    each = 8 // bits
+    places = torch.arange(each, dtype=torch.int32) * bits
+    found: Tensor = (held.to(torch.int32)[..., None] >> places) & (2**bits - 1)
+    return found.flatten(-2).float()
+
+
+class _Packed(nn.Module):
+    """A weight as packed integers.
+
+    Buffers: weight in bytes [out, blocks, bytes of a block], weight_scale [out, blocks], and weight_zero_point in bytes
+    [out, bytes] where the weight has zero points.
+
+    Args:
+        weight: [out, ...], as inference uses it.
+        fake: its quantizer, with scales per tensor, per output channel or in blocks.
+        repeats: whether scales per tensor or channel are repeated for blocks that MatMulNBits takes.
+
+    Attributes:
+        dtype: of the integers, a name in `qatkit.quant.spec.DTYPES`.
+        bits: that one takes in the file.
+        shape: of the weight.
+        inputs: of an output channel.
+    """
+
+    weight: Tensor
+    weight_scale: Tensor
+    weight_zero_point: Tensor | None
+
+    def __init__(self, weight: Tensor, fake: WeightFakeQuantize, *, repeats: bool = False) -> None:
+        super().__init__()
+        spec, found = fake.spec, fake.integers(weight, None, torch.ones(()))
+        self.dtype, self.bits, self.shape = spec.dtype, HELD_IN[spec.dtype], tuple(weight.shape)
+        self.inputs = math.prod(self.shape[1:])
+        blocks = isinstance(spec.granularity, PerBlock)
+        size = spec.granularity.size if isinstance(spec.granularity, PerBlock) else self.inputs
+        if repeats and not blocks:
+            size = _REPEATED
+        count, middle = -(-self.inputs // size), 2 ** (self.bits - 1)
+
+        def by_block(of_rows: Tensor) -> Tensor:
+            return of_rows if blocks else of_rows.reshape(-1, 1).expand(len(weight), count).clone()
+
+        codes = found.weight.flatten(1).to(torch.int32) + middle
+        codes = F.pad(codes, [0, count * size - self.inputs], value=middle)
+        self.register_buffer("weight", packed(codes.unflatten(1, (count, size)), self.bits))
+        self.register_buffer("weight_scale", by_block(found.scale).float())
+        zero = by_block(found.zero_point).to(torch.int32) + middle
+        self.register_buffer("weight_zero_point", packed(zero, self.bits) if spec.has_zero_point else None)
+
+    def rows(self, weight: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
+        """Returns output channels [..., inputs] in float32, of the buffers or of some of their rows."""
+        exporting = torch.compiler.is_exporting()
+        unpack = torch.ops.qatkit.unpack if exporting else unpacked
+        zero: Tensor | float = float(2 ** (self.bits - 1))
+        if zero_point is not None:
+            zero = unpack(zero_point, self.bits)[..., : self.weight.shape[1], None]
+        counted = (unpack(weight, self.bits) - zero) * scale[..., None]
+        return counted.flatten(-2)[..., : self.inputs]
+
+    def values(self) -> Tensor:
+        """Returns the weight in float32, of its own shape."""
+        return self.rows(self.weight, self.weight_scale, self.weight_zero_point).reshape(self.shape)
+
+
+class WeightOnly(_Packed):
+    """A Conv or Linear with an integer weight, float activations, and its bias [out], a buffer, in float.
+
+    Args:
+        operator: prepared, without a FakeQuantize before it.
+    """
+
+    bias: Tensor | None
+
+    def __init__(self, operator: QATOperator) -> None:
+        fake = operator.weight_fake_quant
+        assert fake is not None
+        weight, bias = (None if t is None else t.detach().float() for t in operator.effective())
+        assert weight is not None
+        multiplies_packed = isinstance(operator, nn.Linear) and HELD_IN[fake.spec.dtype] < 8
+        super().__init__(weight, fake, repeats=multiplies_packed)
+        self.operator, self.multiplies_packed = Settings(operator), multiplies_packed
+        self.register_buffer("bias", bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.compiler.is_exporting():
+            return self.operator.infer(x, self.values(), self.bias)
+        if not self.multiplies_packed:
+            return self.operator(x, self.values(), self.bias)
+        given = [x, self.weight, self.weight_scale]
+        if self.weight_zero_point is not None:
+            given.append(self.weight_zero_point)
+        settings: dict[str, Any] = {
+            "K": self.inputs,
+            "N": len(self.weight),
+            "bits": self.bits,
+            "block_size": self.weight.shape[2] * 8 // self.bits,
+        }
+        shape = (*x.shape[:-1], len(self.weight))
+        y = torch.onnx.ops.symbolic(
+            "com.microsoft::MatMulNBits", given, settings, dtype=x.dtype, shape=shape, version=1
+        )
+        return y if self.bias is None else y + self.bias
+
+
+class PackedEmbedding(_Packed):
+    """An Embedding whose table [rows, values] is packed: rows of bytes are looked up, then unpacked."""
+
+    def __init__(self, embedding: QATEmbedding) -> None:
+        super().__init__(embedding.weight.detach().float(), embedding.weight_fake_quant)
+
+    def forward(self, places: Tensor) -> Tensor:
+        zero = None if self.weight_zero_point is None else F.embedding(places, self.weight_zero_point)
+        return self.rows(self.weight[places], F.embedding(places, self.weight_scale), zero)
+
+
+@torch.library.custom_op("qatkit::unpack", mutates_args=())
+def unpack(held: Tensor, bits: int) -> Tensor:
+    """Returns `unpacked`, exported as a Cast of bytes, or of fewer bits as rows looked up in a table of 256."""
+    return unpacked(held, bits)
+
+
+@unpack.register_fake
+def _(held: Tensor, bits: int) -> Tensor:
+    return held.new_empty((*held.shape[:-1], held.shape[-1] * 8 // bits), dtype=torch.float32)
+
+
+def table(bits: int) -> Tensor:
+    """Returns the integers that each byte holds, float32 [256, 8 / bits]."""
+    return unpacked(torch.arange(256, dtype=torch.uint8)[:, None], bits)
