@@ -6,6 +6,7 @@ Each is an `Algorithm`, a frozen dataclass whose fields are its settings.
     SmoothQuant       before calibration: ranges of activations' channels moved into the weights that read them
     BiasCorrection    after calibration: the mean error of each operator taken out of its bias
     MomentRounding    after calibration: weights rounded up or down such that operators' outputs change least
+    GPTQ              after calibration: weights rounded column by column, each making up for those before
     SequentialMSE     after calibration: ranges of weights by the error of the operators' outputs
     AdaRound          after calibration: each weight rounded up or down, by the error of its operator's output
     BlockReconstruction   the same by the error of a block's output, with biases and scales of activations
@@ -20,11 +21,13 @@ from qatkit.algorithms.bias_correction import BiasCorrection
 from qatkit.algorithms.block_reconstruction import BlockReconstruction
 from qatkit.algorithms.dead_channels import dead_channels
 from qatkit.algorithms.equalize import Equalize
+from qatkit.algorithms.gptq import GPTQ
 from qatkit.algorithms.moment_rounding import MomentRounding
 from qatkit.algorithms.sequential_mse import SequentialMSE
 from qatkit.algorithms.smooth_quant import SmoothQuant
 
 __all__ = [
+    "GPTQ",
     "AdaRound",
     "Algorithm",
     "BiasCorrection",

@@ -17,6 +17,7 @@ from qatkit.graph.pass_result import PassResult
 from qatkit.graph.phase import inference, set_phase
 from qatkit.graph.quantizers import sorted_out
 from qatkit.graph.signature import Example
+from qatkit.quant.granularity import PerBlock
 from qatkit.quant.numerics import Ends, clamped
 from qatkit.quant.qat_layers import QATOperator
 
@@ -123,4 +124,6 @@ def _why_not(operator: QATOperator, reads: Counter[int]) -> str | None:
     if any(reads[id(p)] > 1 for p in operator.parameters() if p.ndim > 1):
         return "rounded to the nearest: its weight serves several calls"
     fake = operator.weight_fake_quant
+    if fake is not None and isinstance(fake.spec.granularity, PerBlock):
+        return "rounded to the nearest: it has scales in blocks (algorithm=gptq knows them)"
     return "rounding stays: it was chosen before" if fake is not None and fake.frozen else None

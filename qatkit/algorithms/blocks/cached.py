@@ -45,7 +45,7 @@ class _Packed:
 
 
 class Cache:
-    """Tensors by a name and a chunk. Tuples of tensors are kept as such.
+    """Tensors by a name and a chunk. Tuples of tensors are kept as such, and so is what is no tensor.
 
     Args:
         limit: bytes in memory; what comes on top of it goes to the disk.
@@ -83,8 +83,10 @@ class Cache:
             self._folder = None
 
     def _packed(self, value: Any, quantizer: FakeQuantize | None, exact: bool) -> Any:
-        if not isinstance(value, Tensor):
+        if isinstance(value, (tuple, list)):
             return tuple(self._packed(part, None, exact) for part in value)
+        if not isinstance(value, Tensor):
+            return value  # a size
         value = value.detach().cpu()
         small, grid = (value, None) if exact else _small(value, quantizer)
         if small is value:  # others may write into it, and it may be a part of something larger
@@ -103,6 +105,7 @@ class Cache:
         if isinstance(packed, tuple):
             for part in packed:
                 self._forget(part)
+        if not isinstance(packed, _Packed):
             return
         self.held -= packed.size
         if isinstance(packed.values, Path):
@@ -110,7 +113,9 @@ class Cache:
 
 
 def _read(packed: Any) -> Any:
-    return packed.read() if isinstance(packed, _Packed) else tuple(map(_read, packed))
+    if isinstance(packed, _Packed):
+        return packed.read()
+    return tuple(map(_read, packed)) if isinstance(packed, tuple) else packed
 
 
 def _small(value: Tensor, quantizer: FakeQuantize | None) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:

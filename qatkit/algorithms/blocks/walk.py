@@ -207,7 +207,9 @@ def _positions(node: fx.Node) -> int:
 
 
 def _on(device: torch.device, value: Any) -> Any:
-    return value.to(device) if isinstance(value, Tensor) else tuple(_on(device, part) for part in value)
+    if isinstance(value, tuple):
+        return tuple(_on(device, part) for part in value)
+    return value.to(device) if isinstance(value, Tensor) else value
 
 
 def _chunks(

@@ -1,0 +1,125 @@
+"""What GPTQ does with an operator: moments of its inputs, from which its integers and its bias follow."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, fx
+
+from qatkit.algorithms import biases
+from qatkit.algorithms.bias_errors import targets
+from qatkit.algorithms.blocks.journal import Found
+from qatkit.algorithms.blocks.lesson import Lesson
+from qatkit.algorithms.blocks.range_search import weight_quantizer
+from qatkit.algorithms.gptq_columns import damped_factor, rounded_columns
+from qatkit.algorithms.input_moments import patches
+from qatkit.quant.qat_layers import QATOperator
+
+if TYPE_CHECKING:
+    from qatkit.algorithms.gptq import GPTQ
+
+
+@dataclass
+class _Moments:
+    """Of an operator's inputs, over all places of all images: `quantized` and `original` [groups, inputs] are means,
+    `second` and `cross` [groups, inputs, inputs] those of x'·x'ᵀ and (x - x')·x'ᵀ.
+    """
+
+    quantized: Tensor
+    original: Tensor
+    second: Tensor
+    cross: Tensor
+
+    def centred(self) -> _Moments:
+        """Covariances in the place of second moments."""
+        behind = self.quantized[:, None]
+        lost = self.original - self.quantized
+        return _Moments(
+            self.quantized,
+            self.original,
+            self.second - self.quantized[:, :, None] * behind,
+            self.cross - lost[:, :, None] * behind,
+        )
+
+
+@dataclass(frozen=True)
+class ColumnRounding:
+    """A `qatkit.algorithms.blocks.lesson.Learner` of blocks with one operator, which is their first node.
+
+    Attributes:
+        settings: of the algorithm.
+        with_bias: the operators whose bias takes the mean error.
+    """
+
+    settings: GPTQ
+    with_bias: Collection[QATOperator]
+
+    @classmethod
+    def of(cls, settings: GPTQ, graph_module: fx.GraphModule) -> ColumnRounding:
+        """Returns the learner of a calibrated graph."""
+        return cls(settings, set(targets(graph_module)[0].values()))
+
+    def learn(self, lesson: Lesson) -> Found:
+        found: Found = {}
+        for name, operator in lesson.operators.items():
+            for part, value in self._learned(operator, _moments(lesson, operator)).items():
+                found[f"{name}.{part}"] = value
+        return found
+
+    def _learned(self, operator: QATOperator, seen: _Moments) -> Found:
+        """Integers, scale and zero point of the weight, and the bias where it takes the mean error."""
+        fake, takes = weight_quantizer(operator), operator in self.with_bias
+        weight, bias = (None if t is None else t.detach() for t in operator.effective())
+        assert weight is not None
+        scale, groups = fake.scale(weight), len(seen.second)
+        moments = seen.centred() if takes else seen
+
+        def by_group(of_weight: Tensor) -> Tensor:
+            return of_weight.reshape(groups, len(weight) // groups, -1).float()
+
+        rows = by_group(weight)
+        wanted = rows
+        if self.settings.past:
+            factor = damped_factor(moments.second, self.settings.damping)
+            lost = rows.double() @ moments.cross.double()
+            wanted = rows + self.settings.past * torch.cholesky_solve(lost.mT, factor).mT.float()
+        spread = by_group(fake.spec.granularity.spread(scale, weight.shape).expand_as(weight))
+        ends = tuple(
+            by_group(end.expand_as(weight)) if isinstance(end, Tensor) else end for end in fake.ends(weight)
+        )
+        integers = rounded_columns(
+            wanted, moments.second, spread, (ends[0], ends[1]),
+            order=self.settings.order, damping=self.settings.damping,
+        )  # fmt: skip
+        found = {"integers": integers.reshape(weight.shape).to(torch.int16), "scale": scale}
+        if fake.spec.has_zero_point:
+            found["zero_point"] = fake.zero_point(weight)
+        if takes and bias is not None:
+            means = rows @ seen.original[:, :, None] - (integers * spread) @ seen.quantized[:, :, None]
+            found["bias"] = bias + means.flatten().to(bias.dtype)
+        return found
+
+    def apply(self, lesson: Lesson, found: Found) -> None:
+        for name, operator in lesson.operators.items():
+            weight = operator.effective()[0].detach()
+            values = {part: found[key].to(weight.device) for part in ("integers", "scale", "zero_point", "bias")
+                      if (key := f"{name}.{part}") in found}  # fmt: skip
+            fake = weight_quantizer(operator)
+            fake.fix(values["scale"], weight, values["integers"].float(), values.get("zero_point"))
+            if "bias" in values:
+                biases.change(operator, values["bias"])
+
+
+def _moments(lesson: Lesson, operator: QATOperator) -> _Moments:
+    """Moments of what an operator reads, over all chunks."""
+    count, sums = 0, list[Tensor]()
+    for chunk in range(lesson.chunks):
+        x = patches(operator, lesson.inputs([chunk])[0])
+        original = patches(operator, lesson.originals([chunk])[0])
+        new = [x.sum(2), original.sum(2), x @ x.mT, (original - x) @ x.mT]
+        sums = [total.add_(one) for total, one in zip(sums, new, strict=True)] if sums else new
+        count += x.shape[2]
+    return _Moments(*(total / count for total in sums))

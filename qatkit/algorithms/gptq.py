@@ -1,0 +1,69 @@
+"""GPTQ: weights rounded column by column, each column's error made up for by the columns that are still to come.
+
+For a row w of a weight, rounded to w', the mean squared error of the output is (w - w')·H·(w - w'), H the second
+moments of the operator's inputs. When column i is rounded, the change of the others that makes the form least is
+
+    w ← w - (w_i - w'_i) / U_ii · U_i        U: upper Cholesky factor of H⁻¹
+
+Columns are taken in the order of falling H_ii (`order`), so that those that matter most find the most others to make up
+for them; scales and zero points are those of the weight as it was ("static groups"). Operator by operator in the order
+of the graph, H is that of the inputs behind the operators as they were rounded. What these inputs lost is made up for
+first: with x the float inputs and x' the quantized ones the row that gives the float output best is
+
+    w + share · w·E[(x - x')·x'ᵀ]·H⁻¹
+
+An operator with a bias leaves means to it: H and E are covariances then, and the bias takes the mean error.
+
+Sources: Frantar et al., "GPTQ: Accurate post-training quantization for generative pre-trained transformers", 2023,
+algorithm 1; act-order and static groups: its authors' code; the errors of the past: Li et al., "GPTAQ", 2025.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from qatkit.algorithms.blocks.algorithm import BlockAlgorithm
+from qatkit.config.fields import COUNT, FRACTION, Range, setting
+from qatkit.graph.pass_result import PassResult
+
+if TYPE_CHECKING:
+    from torch import fx
+
+    from qatkit.graph.signature import Example
+
+_TITLE = "gptq"
+
+
+@dataclass(frozen=True)
+class GPTQ(BlockAlgorithm):
+    """Rounds weights column by column, each making up for the errors of those before."""
+
+    stays: ClassVar[str] = "rounded to the nearest"
+    images: int = setting(
+        256, "of the calibration images, whose activations between two operators are kept", COUNT
+    )
+    order: bool = setting(True, "columns in the order of falling second moments; false: as they stand")
+    damping: float = setting(
+        0.01, "share of the mean second moment that is added to each input's; grows where that is too little",
+        Range(0, 1),
+    )  # fmt: skip
+    past: float = setting(0.5, "share of the loss of the operators before that is made up for", FRACTION)
+
+    def __call__(self, graph_module: fx.GraphModule, inputs: Iterable[Example]) -> PassResult:
+        """`changed` counts the operators; fake quantization is on afterwards, and their scales and rounding stand.
+
+        Args:
+            graph_module: calibrated.
+            inputs: batches, as `calibrate` takes them, read no further than needed.
+        """
+        from qatkit.algorithms import biases
+        from qatkit.algorithms.blocks.column_rounding import ColumnRounding
+        from qatkit.algorithms.blocks.partition import layers
+        from qatkit.algorithms.blocks.walk import BlockWalk
+
+        biases.restore(graph_module)
+        walker = BlockWalk.of(self, graph_module, inputs)
+        walker.walk(layers(graph_module), ColumnRounding.of(self, graph_module), _TITLE)
+        return PassResult(graph_module, len(walker.operators), walker.skipped)

@@ -1,0 +1,80 @@
+"""The arithmetic of GPTQ on tensors alone; groups of a convolution are the first axis of all of them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qatkit.quant.numerics import Ends, clamped
+
+# Columns that are rounded before what they leave is worked into the others; and how often the damping grows tenfold.
+_BLOCK, _TRIES = 128, 6
+
+
+def damped_factor(form: Tensor, damping: float) -> Tensor:
+    """Returns the lower Cholesky factor of a form with something added to its diagonal; float64.
+
+    Args:
+        form: [groups, inputs, inputs], symmetric, not negative. An input that is always 0 counts as 1: its weights are
+            rounded to the nearest, and change nothing.
+        damping: share of the mean of the diagonal that is added, ten times as much where the form is singular still.
+
+    Raises:
+        ValueError: the form is not finite.
+    """
+    if not bool(form.isfinite().all()):
+        raise ValueError("second moments that are not finite: the inputs of this operator overflow")
+    form = form.to(torch.float64, copy=True)
+    diagonal = form.diagonal(dim1=1, dim2=2)
+    diagonal[diagonal == 0] = 1
+    mean, identity = diagonal.mean(1)[:, None, None], torch.eye(form.shape[1], device=form.device).double()
+    share = damping
+    for _ in range(_TRIES):
+        factor: Tensor
+        factor, failed = torch.linalg.cholesky_ex(form + share * mean * identity)
+        if not bool(failed.any()):
+            return factor
+        share = max(10 * share, 1e-6)
+    raise ValueError("second moments that are not positive: the inputs of this operator overflow")
+
+
+def rounded_columns(
+    weight: Tensor, form: Tensor, scale: Tensor, ends: Ends, *, order: bool, damping: float
+) -> Tensor:
+    """Returns the integers of a weight, in float32, by the rule in `qatkit.algorithms.gptq`.
+
+    Args:
+        weight: [groups, rows, inputs].
+        form: [groups, inputs, inputs], second moments or covariance of the inputs.
+        scale: of each weight.
+        ends: the least and the largest integer, such that they broadcast against the weight.
+        order: whether the columns come in the order of a falling diagonal.
+        damping: as in `damped_factor`.
+    """
+    low, high = (torch.as_tensor(end, device=weight.device).expand_as(weight) for end in ends)
+    places = _places(form, order)
+    columns = places[:, None].expand_as(weight)
+    weight, scale, low, high = (part.gather(2, columns) for part in (weight, scale, low, high))
+    form = form.gather(1, places[:, :, None].expand_as(form)).gather(2, places[:, None].expand_as(form))
+    inverse = torch.cholesky_inverse(damped_factor(form, damping))
+    factor = torch.linalg.cholesky(inverse, upper=True).float()
+    found = torch.empty_like(weight)
+    for start in range(0, weight.shape[2], _BLOCK):
+        here, behind = slice(start, start + _BLOCK), slice(start + _BLOCK, None)
+        part, own = weight[..., here].clone(), factor[:, here, here]
+        errors = torch.empty_like(part)
+        for i in range(part.shape[2]):
+            at = start + i
+            whole = torch.round(part[..., i] / scale[..., at])
+            found[..., at] = whole = clamped(whole, (low[..., at], high[..., at]))
+            errors[..., i] = (part[..., i] - whole * scale[..., at]) / own[:, None, i, i]
+            part[..., i + 1 :] -= errors[..., i, None] * own[:, None, i, i + 1 :]
+        weight[..., behind] -= errors @ factor[:, here, behind]
+    return torch.empty_like(found).scatter_(2, columns, found)
+
+
+def _places(form: Tensor, order: bool) -> Tensor:
+    """The columns [groups, inputs] in their order."""
+    if order:
+        return form.diagonal(dim1=1, dim2=2).argsort(dim=1, descending=True, stable=True)
+    return torch.arange(form.shape[1], device=form.device).expand(form.shape[:2])

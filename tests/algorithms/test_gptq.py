@@ -1,0 +1,253 @@
+"""GPTQ against optimal brain quantization as its paper writes it, in NumPy, and against the outputs of operators."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import pytest
+import torch
+from chain import noise
+from numpy.typing import NDArray
+from torch import Tensor, fx, nn
+
+from qatkit.algorithms import GPTQ
+from qatkit.algorithms.blocks.journal import working
+from qatkit.algorithms.gptq_columns import rounded_columns
+from qatkit.calibration import calibrate
+from qatkit.graph.captured import Captured
+from qatkit.graph.phase import set_phase
+from qatkit.graph.prepare import prepare_qat
+from qatkit.graph.quantizers import quantized_operators
+from qatkit.quant.backends import FBGEMM, WEIGHT_ONLY, Backend
+from qatkit.quant.granularity import PerBlock, PerChannel
+from qatkit.quant.qat_layers import QATOperator
+from qatkit.quant.weight_fake_quantize import WeightFakeQuantize
+
+Array = NDArray[np.float64]
+CHANNELS = replace(WEIGHT_ONLY, weight=replace(WEIGHT_ONLY.weight, granularity=PerChannel(0)))
+
+
+def correlated(rows: int, inputs: int, seed: int = 0) -> Tensor:
+    """Inputs of which a few directions have most of the variance, and whose means are not 0."""
+    directions = noise(inputs + 1, inputs)
+    mixing = directions[:-1] * torch.linspace(2.0, 0.02, inputs)
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, inputs, generator=generator) @ mixing.T + directions[-1]
+
+
+def by_brain_surgeon(weight: Array, form: Array, scale: Array, ends: tuple[int, int], order: bool) -> Array:
+    """Column by column: round, move the other columns by the inverse form, take the column out of the inverse."""
+    weight, inverse, found = weight.copy(), np.linalg.inv(form), np.zeros_like(weight)
+    places = np.argsort(-np.diag(form), kind="stable") if order else np.arange(len(form))
+    for at in places:
+        found[:, at] = np.clip(np.round(weight[:, at] / scale[:, at]), *ends)
+        error = (weight[:, at] - found[:, at] * scale[:, at]) / inverse[at, at]
+        weight -= error[:, None] * inverse[at]
+        inverse = inverse - np.outer(inverse[:, at], inverse[at]) / inverse[at, at]
+    return found
+
+
+@pytest.mark.parametrize("order", [True, False])
+@pytest.mark.parametrize("inputs", [7, 200])  # less and more than are rounded at once
+def test_columns_are_those_of_optimal_brain_quantization(inputs: int, order: bool) -> None:
+    x = correlated(4 * inputs, inputs).double()
+    form = x.T @ x / len(x) + 0.05 * torch.eye(inputs)
+    weight = noise(5, inputs)
+    scale = (weight.abs().amax(1, keepdim=True) / 7).expand_as(weight)
+    found = rounded_columns(weight[None], form[None], scale[None], (-7, 7), order=order, damping=0.0)
+    wanted = by_brain_surgeon(weight.double().numpy(), form.numpy(), scale.double().numpy(), (-7, 7), order)
+    assert np.mean(found[0].numpy() != wanted) < 0.005  # a tie may fall otherwise in float32
+
+
+def test_groups_and_inputs_that_are_always_zero() -> None:
+    """Every group is rounded by its own moments; weights of an input that is 0 to the nearest."""
+    forms = torch.stack([torch.diag(torch.tensor([1.0, 2.0, 0.0])), correlated(50, 3).T.cov()])
+    weight = noise(2, 4, 3)
+    scale = torch.full_like(weight, 0.25)
+    found = rounded_columns(weight, forms, scale, (-8, 7), order=True, damping=0.01)
+    for group in range(2):
+        alone = rounded_columns(
+            weight[[group]], forms[[group]], scale[[group]], (-8, 7), order=True, damping=0.01
+        )
+        assert torch.equal(found[[group]], alone)
+    assert torch.equal(found[0], (weight[0] / 0.25).round().clamp(-8, 7))  # independent inputs
+
+
+def test_a_singular_form_is_damped_until_it_can_be_inverted() -> None:
+    one = torch.ones(1, 6, 6)  # six copies of one input
+    found = rounded_columns(noise(1, 3, 6), one, torch.full((1, 3, 6), 0.5), (-8, 7), order=True, damping=0.0)
+    sums = (found * 0.5).sum(2) - noise(1, 3, 6).sum(2)
+    assert float(sums.abs().max()) <= 0.26  # half a step of all six together
+
+
+def test_moments_that_are_not_finite_are_refused() -> None:
+    form = torch.full((1, 2, 2), torch.inf)
+    with pytest.raises(ValueError, match="second moments that are not finite"):
+        rounded_columns(noise(1, 1, 2), form, torch.ones(1, 1, 2), (-8, 7), order=True, damping=0.1)
+
+
+def prepared(model: nn.Module, x: Tensor, backend: Backend = WEIGHT_ONLY) -> fx.GraphModule:
+    graph = Captured(model.eval(), x).graph()
+    prepare_qat(graph, backend, x)
+    set_phase(graph, observe=False, quantize=True)
+    return graph.eval()
+
+
+def lost(graph: fx.GraphModule, model: nn.Module, x: Tensor) -> float:
+    """Noise over signal of the outputs, of inputs that nobody has seen."""
+    with torch.no_grad():
+        wanted = model(x)
+        return float((graph(x) - wanted).square().sum() / wanted.square().sum())
+
+
+class Chain(nn.Module):
+    """Linears with and without a bias, behind activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(48, 64), nn.Linear(64, 40, bias=False)
+        self.last = nn.Linear(40, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.relu(self.first(x))
+        return cast(Tensor, self.last(torch.relu(self.second(hidden)) + 0.5))
+
+
+class Convolutions(nn.Module):
+    """A full, a depthwise and a grouped convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 16, 3, stride=2, padding=1)
+        self.depthwise = nn.Conv2d(16, 16, 3, padding=1, groups=16)
+        self.grouped = nn.Conv2d(16, 12, 1, groups=4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.grouped(torch.relu(self.depthwise(torch.relu(self.first(x))))))
+
+
+CASES = {
+    "linears": (Chain, correlated(512, 48), correlated(300, 48, 1)),
+    "images": (
+        Convolutions,
+        correlated(64 * 12, 12).reshape(64, 1, 12, 12).repeat(1, 3, 1, 1) + 0.3 * noise(64, 3, 12, 12),
+        correlated(40 * 12, 12, 2).reshape(40, 1, 12, 12).repeat(1, 3, 1, 1) + 0.3 * noise(40, 3, 12, 12),
+    ),
+}
+
+
+@pytest.mark.parametrize("backend", [WEIGHT_ONLY, CHANNELS], ids=["blocks", "channels"])
+@pytest.mark.parametrize("case", CASES)
+def test_outputs_lose_less_than_by_rounding_to_the_nearest(case: str, backend: Backend) -> None:
+    kind, seen, unseen = CASES[case]
+    torch.manual_seed(0)
+    model = kind()
+    nearest = lost(prepared(model, seen, backend), model, unseen)
+    found = {}
+    for past in (0.0, 0.5):
+        graph = prepared(model, seen, backend)
+        result = GPTQ(images=len(seen), batch_size=32, past=past)(graph, [seen])
+        assert result.changed == 3 and not result.skipped
+        found[past] = lost(graph, model, unseen)
+    assert max(found.values()) < 0.5 * nearest
+    assert found[0.5] < 1.02 * found[0.0]
+
+
+def test_scales_stand_and_integers_are_in_range() -> None:
+    torch.manual_seed(0)
+    model, x = Chain(), CASES["linears"][1]
+    graph = prepared(model, x)
+    before = {name: fake.scale(op.weight).clone() for name, op, fake in _weights(graph)}
+    GPTQ(images=64, batch_size=16)(graph, [x])
+    for name, operator, fake in _weights(graph):
+        assert torch.equal(fake.scale(operator.weight), before[name])
+        shipped = fake.integers(operator.weight, None, torch.ones(()))
+        assert int(shipped.weight.min()) >= -8 and int(shipped.weight.max()) <= 7
+        spread = fake.spec.granularity
+        counted = shipped.weight - spread.spread(shipped.zero_point, operator.weight.shape)
+        values = counted * spread.spread(shipped.scale, operator.weight.shape)
+        torch.testing.assert_close(fake(operator.weight)[0], values, rtol=1e-5, atol=1e-7)
+
+
+def _weights(graph: fx.GraphModule) -> list[tuple[str, QATOperator, WeightFakeQuantize]]:
+    return [(str(node.target), operator, fake) for node, operator, fake in quantized_operators(graph)]
+
+
+def test_a_bias_takes_the_mean_error() -> None:
+    """Of an operator with a bias the mean of each output, over the images that were seen, is the float one."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(48, 24)), correlated(256, 48)
+    graph = prepared(model, x)
+    GPTQ(images=256, batch_size=64)(graph, [x])
+    with torch.no_grad():
+        torch.testing.assert_close(graph(x).mean(0), model(x).mean(0), rtol=0, atol=2e-4)
+
+
+def test_weights_of_eight_bits_with_quantized_activations_too() -> None:
+    """An algorithm of any backend: ranges are observed first."""
+    torch.manual_seed(0)
+    model, (_, x, unseen) = Chain(), CASES["linears"]
+    four = replace(FBGEMM, weight=replace(FBGEMM.weight, dtype="int4"))
+    losses = []
+    for algorithm in (None, GPTQ(images=256, batch_size=32)):
+        graph = prepared(model, x, four)
+        calibrate(graph, [(x,)])
+        set_phase(graph, observe=False, quantize=True)
+        if algorithm is not None:
+            algorithm(graph, [x])
+        losses.append(lost(graph.eval(), model, unseen))
+    assert losses[1] < 0.6 * losses[0]
+
+
+def test_a_weight_that_serves_two_calls_is_named() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = nn.Linear(32, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return cast(Tensor, self.one(torch.relu(self.one(x))))
+
+    x = correlated(32, 32)
+    graph = prepared(Twice(), x)
+    assert [reason for _, reason in GPTQ(images=16)(graph, [x]).skipped] == [
+        "rounded to the nearest: its weight serves several calls"
+    ] * 2
+
+
+def test_blocks_need_the_whole_row_of_moments() -> None:
+    """What solves each row with one scale leaves blocks to GPTQ, and says so."""
+    from qatkit.algorithms import MomentRounding
+
+    graph = prepared(Chain(), correlated(8, 48))
+    reasons = {reason for _, reason in MomentRounding().notes(graph)}
+    assert reasons == {"rounded to the nearest: it has scales in blocks (algorithm=gptq knows them)"}
+    assert isinstance(WEIGHT_ONLY.weight.granularity, PerBlock)
+
+
+def test_a_run_that_was_killed_goes_on(tmp_path: Path) -> None:
+    """What is finished is read from the file; the rest comes to the same bits."""
+    torch.manual_seed(0)
+    model, x = Chain(), CASES["linears"][1]
+    algorithm = GPTQ(images=64, batch_size=16)
+    whole = prepared(model, x)
+    algorithm(whole, [x])
+    file = tmp_path / "gptq.partial"
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    broken = prepared(model, x)
+    operators = [operator for _, operator, _ in quantized_operators(broken)]
+    operators[2].register_forward_hook(killed)
+    with working(progress=False, seed=0, file=file), pytest.raises(KeyboardInterrupt):
+        algorithm(broken, [x])
+    assert file.is_file()
+    again = prepared(model, x)
+    with working(progress=False, seed=0, file=file):
+        algorithm(again, [x])
+    with torch.no_grad():
+        assert torch.equal(again(x), whole(x))
