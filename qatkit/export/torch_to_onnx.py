@@ -284,7 +284,7 @@ def _optimize(model: ir.Model, *, merge: bool) -> None:
     common.LiftSubgraphInitializersToMainGraphPass()(model)
     if merge:
         common.DeduplicateInitializersPass()(model)
-        _merge_int8(model.graph)
+        _merge_bytes(model.graph)
     common.CommonSubexpressionEliminationPass()(model)
     common.OutputFixPass()(model)
     common.NameFixPass()(model)
@@ -312,9 +312,9 @@ def _folds(node: ir.Node) -> bool | None:
     return False if source is not None and source.dtype in (ir.DataType.INT8, ir.DataType.UINT8) else None
 
 
-def _merge_int8(graph: ir.Graph) -> None:
+def _merge_bytes(graph: ir.Graph) -> None:
     """Equal weights in bytes, of any size, become one: those of tied operators. The pass above leaves large ones."""
-    kept: dict[tuple[tuple[int, ...], bytes], ir.Value] = {}
+    kept: dict[tuple[ir.DataType, tuple[int, ...], bytes], ir.Value] = {}
     for name, value in list(graph.initializers.items()):
         tensor = value.const_value
         if (
@@ -324,7 +324,8 @@ def _merge_int8(graph: ir.Graph) -> None:
         ):
             continue
         array = tensor.numpy()
-        same = kept.setdefault((array.shape, hashlib.sha256(array.tobytes()).digest()), value)
+        digest = hashlib.sha256(array.tobytes()).digest()
+        same = kept.setdefault((tensor.dtype, array.shape, digest), value)
         if same is not value:
             ir.convenience.replace_all_uses_with(value, same)
             del graph.initializers[name]

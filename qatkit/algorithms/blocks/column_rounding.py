@@ -24,8 +24,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Moments:
-    """Of an operator's inputs, over all places of all images: `quantized` and `original` [groups, inputs] are means,
-    `second` and `cross` [groups, inputs, inputs] those of x'·x'ᵀ and (x - x')·x'ᵀ.
+    """Moments of an operator's inputs over all places of all images.
+
+    Attributes:
+        quantized, original: means [groups, inputs], behind quantized operators and behind float ones.
+        second, cross: means [groups, inputs, inputs] of x'·x'ᵀ and (x - x')·x'ᵀ.
     """
 
     quantized: Tensor

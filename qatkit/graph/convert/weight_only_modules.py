@@ -7,8 +7,8 @@
 
 All hold a weight [out, inputs] as unsigned integers, block by block: u = q + 2^(bits - 1), where q counts as
 `WeightFakeQuantize` does; the lowest bits of a byte come first. A last block that is shorter is filled up with zeros.
-3 bits are held in 4, since MatMulNBits has no kernel for them; so are scales per output channel, in blocks of 128 that
-repeat them. Bits of 8 are not given to MatMulNBits, which takes many times as long for them as float does.
+3 bits are held in 4, since MatMulNBits has no kernel for them. For it, scales per output channel are repeated in blocks
+of 128. It does not get 8 bits, for which it takes many times as long as float does.
 
 Source: the definition of MatMulNBits in onnxruntime's docs/ContribOperators.md.
 """
