@@ -218,6 +218,30 @@ def test_a_weight_that_serves_two_calls_is_named() -> None:
     ] * 2
 
 
+class Prompted(nn.Module):
+    """Puts a token before each sequence, behind a layer that stands between the batch's size and its use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(48, 32), nn.Linear(32, 8)
+        self.token = nn.Parameter(noise(1, 1, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        images = x.shape[0]
+        hidden = torch.relu(self.first(x))
+        return cast(Tensor, self.second(torch.cat([self.token.expand(images, -1, -1), hidden], 1)))
+
+
+def test_sizes_that_are_alive_between_layers_are_kept() -> None:
+    torch.manual_seed(0)
+    model, x = Prompted(), correlated(320, 48).reshape(32, 10, 48)
+    unseen = correlated(160, 48, 1).reshape(16, 10, 48)
+    nearest = lost(prepared(model, x), model, unseen)
+    graph = prepared(model, x)
+    GPTQ(images=32, batch_size=8)(graph, [x])
+    assert lost(graph, model, unseen) < 0.7 * nearest
+
+
 def test_blocks_need_the_whole_row_of_moments() -> None:
     """What solves each row with one scale leaves blocks to GPTQ, and says so."""
     from qatkit.algorithms import MomentRounding
