@@ -10,6 +10,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 import resizable
+import sized_constants
 import torch
 from torch import Tensor, nn
 
@@ -171,7 +172,8 @@ def test_axes_without_a_form_have_the_size_of_the_example(opset: int, free: bool
 
 
 @pytest.mark.parametrize(
-    ("make", "shape"), [(resizable.Positions, (2, 3, 64, 48)), (resizable.PaddedToFrames, (2, 1, 96))]
+    ("make", "shape"),
+    [(sized_constants.Positions, (2, 3, 64, 48)), (sized_constants.PaddedToFrames, (2, 1, 96))],
 )
 def test_at_one_size_what_follows_from_it_is_a_constant(
     make: Callable[[], nn.Module], shape: tuple[int, ...], tmp_path: Path
@@ -183,7 +185,7 @@ def test_at_one_size_what_follows_from_it_is_a_constant(
     fixed = at_fixed_sizes(graph, (example,), (0,))
     export_onnx(fixed, example, path)
     assert {node.op_type for node in onnx.load(path).graph.node}.isdisjoint({"Resize", "Ceil"})
-    if make is resizable.Positions:
+    if make is sized_constants.Positions:
         assert "of the example's size alone" in export_onnx(graph, example, path)
     session, given = ort.InferenceSession(path), drawn((3, *shape[1:]))
     with torch.no_grad():
