@@ -125,7 +125,7 @@ def by_onnxruntime(asked: tuple[np.ndarray, str, int]) -> np.ndarray:
 
 
 def methods(seen: Tensor, jobs: int, block: int) -> dict[str, Callable[[fx.GraphModule], Any]]:
-    """What each method does with a prepared graph."""
+    """Returns the methods by name; each quantizes the weights of a prepared graph in place."""
 
     def gptq(past: float = GPTQ.past, *, clip: bool = False) -> Callable[[fx.GraphModule], Any]:
         def run(graph: fx.GraphModule) -> None:

@@ -192,7 +192,7 @@ class Axes(Limit):
 
 @dataclass(frozen=True)
 class Scales(Limit):
-    """How many scales a weight has."""
+    """The granularity of a weight's scales: a word, or blocks of one of a few sizes."""
 
     def holds(self, value: Any) -> bool:
         """Returns whether `value` names a granularity."""

@@ -59,7 +59,7 @@ def _read_as_number(constant: fx.Node, value: int) -> None:
 
 
 def _values(graph_module: fx.GraphModule, tensors: Sequence[Tensor]) -> dict[fx.Node, Any]:
-    """What each node computes."""
+    """Returns the value of each node."""
     values: dict[fx.Node, Any] = {}
 
     class Recorder(fx.Interpreter):

@@ -118,7 +118,7 @@ def export_onnx(
 
 
 class _Wanted(NamedTuple):
-    """What `export_onnx` is asked for; `axes` are those of the batch, one an input."""
+    """Settings of `export_onnx`; `axes` are those of the batch, one for each input."""
 
     opset: int
     axes: Sequence[int | None]

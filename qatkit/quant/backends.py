@@ -77,12 +77,12 @@ class Backend:
 
     @property
     def weights_alone(self) -> bool:
-        """Whether activations are float everywhere."""
+        """Returns whether activations are float everywhere."""
         return all(rule.when == "weight" for rule in self.rules.values())
 
     @property
     def label(self) -> str:
-        """What its files are, in a word or two."""
+        """The name of its files in reports: "INT8", or "INT4 weights"."""
         return f"{self.weight.dtype.upper()} weights" if self.weights_alone else "INT8"
 
     @property

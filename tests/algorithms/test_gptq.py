@@ -97,7 +97,7 @@ def prepared(model: nn.Module, x: Tensor, backend: Backend = WEIGHT_ONLY) -> fx.
 
 
 def lost(graph: fx.GraphModule, model: nn.Module, x: Tensor) -> float:
-    """Noise over signal of the outputs, of inputs that nobody has seen."""
+    """Returns the squared error of the outputs over their squared values."""
     with torch.no_grad():
         wanted = model(x)
         return float((graph(x) - wanted).square().sum() / wanted.square().sum())
@@ -177,7 +177,7 @@ def _weights(graph: fx.GraphModule) -> list[tuple[str, QATOperator, WeightFakeQu
 
 
 def test_a_bias_takes_the_mean_error() -> None:
-    """Of an operator with a bias the mean of each output, over the images that were seen, is the float one."""
+    """The mean of each output over the calibration images is that of the float operator."""
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(48, 24)), correlated(256, 48)
     graph = prepared(model, x)
@@ -243,7 +243,7 @@ def test_sizes_that_are_alive_between_layers_are_kept() -> None:
 
 
 def test_blocks_need_the_whole_row_of_moments() -> None:
-    """What solves each row with one scale leaves blocks to GPTQ, and says so."""
+    """Moment rounding, which needs one scale per row, names GPTQ for blocks."""
     from qatkit.algorithms import MomentRounding
 
     graph = prepared(Chain(), correlated(8, 48))
@@ -253,7 +253,7 @@ def test_blocks_need_the_whole_row_of_moments() -> None:
 
 
 def test_a_run_that_was_killed_goes_on(tmp_path: Path) -> None:
-    """What is finished is read from the file; the rest comes to the same bits."""
+    """Finished operators are read from the file, and the result is the same bit for bit."""
     torch.manual_seed(0)
     model, x = Chain(), CASES["linears"][1]
     algorithm = GPTQ(images=64, batch_size=16)

@@ -44,7 +44,7 @@ CASES: list[tuple[Granularity, tuple[int, ...], tuple[int, ...]]] = [
 def index_of_scale(
     granularity: Granularity, place: tuple[int, ...], shape: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """By the definition in the ONNX standard; of blocks, of the weight as a matrix of output channels."""
+    """Follows the definition in the ONNX standard; blocks are those of the weight as a matrix [out, inputs]."""
     if isinstance(granularity, PerChannel):
         return (place[granularity.axis],)
     if isinstance(granularity, PerBlock):

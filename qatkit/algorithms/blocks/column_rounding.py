@@ -1,4 +1,4 @@
-"""What GPTQ does with an operator: moments of its inputs, from which its integers and its bias follow."""
+"""GPTQ of one operator: moments of its inputs, from which its integers and its bias follow."""
 
 from __future__ import annotations
 

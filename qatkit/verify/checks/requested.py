@@ -44,7 +44,7 @@ class RequestedSettings:
 
     @property
     def weights_alone(self) -> bool:
-        """Whether the backend quantizes weights and computes in float (`Backend.weights_alone`)."""
+        """Returns whether the backend quantizes weights and computes in float (`Backend.weights_alone`)."""
         if not self.has_module:
             return False
         try:
@@ -100,7 +100,7 @@ class RequestedSettings:
         return either(ways)
 
     def _closer_weights(self) -> str:
-        """What brings weights of few bits closer to float."""
+        """Returns the settings that bring weights of few bits closer to float, of those not used yet."""
         ways = [] if "gptq" in (self.get("algorithm") or {}) else ["algorithm=gptq"]
         smaller = {"int2": "int3", "int3": "int4", "int4": "int8"}
         now = self.get("backend.weight_dtype") or "int4"
