@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from qatkit.algorithms.blocks.algorithm import BlockAlgorithm
-from qatkit.config.fields import COUNT, FRACTION, Range, setting
+from qatkit.config.fields import FRACTION, Range, setting
 from qatkit.graph.pass_result import PassResult
 
 if TYPE_CHECKING:
@@ -41,9 +41,6 @@ class GPTQ(BlockAlgorithm):
     """Rounds weights column by column, each making up for the errors of those before."""
 
     stays: ClassVar[str] = "rounded to the nearest"
-    images: int = setting(
-        256, "of the calibration images, whose activations between two operators are kept", COUNT
-    )
     order: bool = setting(True, "columns in the order of falling second moments; false: as they stand")
     damping: float = setting(
         0.01, "share of the mean second moment that is added to each input's; grows where that is too little",
