@@ -30,15 +30,17 @@ class Watch:
 
     def __init__(self, graph_module: fx.GraphModule, images: int, classes: Sequence[str]) -> None:
         self.graph_module, self.images, self.classes = graph_module, images, classes
-        self.seen: Counter[int] = Counter()
+        self.seen, self.count = Counter[int](), 0
         self.before: dict[str, Ends] = {}
         self.at = 0
 
     def __call__(self, batches: Iterable[Batch]) -> Iterator[Tensor]:
         for images, labels in batches:
-            if not self.before and self.seen.total() >= _SHARE * self.images:
-                self.before, self.at = ranges(self.graph_module), self.seen.total()
-            self.seen.update(labels.tolist())
+            if not self.before and self.count >= _SHARE * self.images:
+                self.before, self.at = ranges(self.graph_module), self.count
+            self.count += len(labels)
+            if self.classes:
+                self.seen.update(labels.tolist())
             yield images
 
     def notes(self) -> list[str]:
@@ -55,13 +57,15 @@ class Watch:
         worst = max(moved, key=moves.__getitem__)
         return (
             f"calibration: {len(moved)} of {len(moves)} ranges moved by more than {100 * _MOVED:.0f} % between"
-            f" {self.at:,} and {self.seen.total():,} images ({worst}:"
+            f" {self.at:,} and {self.count:,} images ({worst}:"
             f" {100 * moves[worst]:.0f} %); more images (calibration.images) would move them further"
         )
 
     def _unwatched(self) -> str:
+        if not ranges(self.graph_module):  # weights alone are quantized
+            return ""
         return (
-            f"calibration: all {self.seen.total():,} images came in one batch, so whether more would move the ranges"
+            f"calibration: all {self.count:,} images came in one batch, so whether more would move the ranges"
             " is not known; a smaller calibration.batch_size tells"
         )
 
@@ -72,7 +76,7 @@ class Watch:
         named = ", ".join(missing[:_NAMED]) + (", ..." if len(missing) > _NAMED else "")
         return (
             f"calibration: no image of {len(missing)} of {len(self.classes)} classes among"
-            f" {self.seen.total():,} ({named})"
+            f" {self.count:,} ({named})"
         )
 
 

@@ -16,6 +16,9 @@ FOLDERS = {
     "qatkit.data.arrays.arrays": (
         "a folder of .npz or .npy files, whose arrays are named after the model's inputs"
     ),
+    "qatkit.data.text.text": (
+        "a folder of .txt files: those with 'test' in their names verify, the others calibrate and train"
+    ),
 }
 
 

@@ -198,7 +198,7 @@ def arrays(root: str | None, download: bool, seed: int, request: Request | None 
         allowed = f"'{LABEL}' in each file or in none"
         raise ConfigError("data.root", root, allowed)
     classes = () if targets == {NO_TARGET} else tuple(f"class_{i}" for i in range(max(targets) + 1))
-    return Splits(train, test, classes, arrays=True)  # type: ignore[arg-type]
+    return Splits(train, test, classes, arrays=True)
 
 
 def _files(folder: Path, root: str, states: Collection[str]) -> ArrayFiles:

@@ -123,7 +123,7 @@ def audio(root: str | None, download: bool, seed: int, request: Request | None =
         files = [files[0][start::2] for start in (0, 1)]
     train, test = (AudioFrames(one, wave) for one in files)
     notes = (*_notes(files, wave), *known.notes(), *left_out_note(left_out))
-    return Splits(train, test, (), notes=notes, arrays=True, batched=wave.batched)  # type: ignore[arg-type]
+    return Splits(train, test, (), notes=notes, arrays=True, batched=wave.batched)
 
 
 def _kinds(paths: Sequence[str]) -> list[str]:

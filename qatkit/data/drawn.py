@@ -131,7 +131,7 @@ def drawn(root: str | None, download: bool, seed: int, request: Request | None =
     told = (
         f"drawn, {count} samples to calibrate and as many to verify: {'; '.join(one.text for one in draws)}"
     )
-    return Splits(train, test, (), notes=(NOTE, told), arrays=True, drawn=True)  # type: ignore[arg-type]
+    return Splits(train, test, (), notes=(NOTE, told), arrays=True, drawn=True)
 
 
 def _draw(port: Port, sizes: _Sizes, settings: DataConfig, *, constant: bool) -> Draw:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from qatkit.config.schema.model import AUDIO, DRAWN
+from qatkit.config.schema.model import AUDIO, DRAWN, TEXT
 from qatkit_verify.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,6 +19,8 @@ _OWN = {"rate": AUDIO, "frame": AUDIO, "hop": AUDIO, "axes": AUDIO, "scale": AUD
     "count": DRAWN,
     "sizes": DRAWN,
     "ranges": DRAWN,
+    "context": TEXT,
+    "tokenizer": TEXT,
 }
 
 

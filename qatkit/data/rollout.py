@@ -164,7 +164,7 @@ def rolled_out(
     goes_on = getattr(splits.test, "continues", False)
     test = Rollout(parts[1], own, run, train.last if goes_on else None, progress)
     notes = (*splits.notes, *_notes(states, train, test, goes_on))
-    return replace(splits, train=train, test=test, notes=notes)  # type: ignore[arg-type]
+    return replace(splits, train=train, test=test, notes=notes)
 
 
 def _notes(states: States, train: Rollout, test: Rollout, goes_on: bool) -> list[str]:

@@ -6,7 +6,7 @@ image by image. What is not there is reported before anything long starts, with 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,7 +31,8 @@ _SYNTHETIC_CLASSES, _SYNTHETIC_TRAIN, _SYNTHETIC_TEST = 10, 2000, 500
 
 
 class ImageDataset(Protocol):
-    """A map-style dataset of (image, target); `targets` are all of them in order, without opening an image.
+    """A map-style dataset of (image, or arrays by name; target); `targets` are all of them in order, without opening an
+    image.
 
     What a target is, the task says: the label of a class, unless another task is asked for.
     """
@@ -43,7 +44,7 @@ class ImageDataset(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int, /) -> tuple[Image.Image | Tensor, Any]: ...
+    def __getitem__(self, index: int, /) -> tuple[Image.Image | Tensor | Mapping[str, Any], Any]: ...
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from qatkit.handover.demo import write_demo
 from qatkit.handover.demo.runtime import find_runtime
 from qatkit.handover.golden import golden_of, ports_of
 from qatkit.handover.javascript import write_javascript
+from qatkit.records.decoder_files import DECODER_FOLDER
 from qatkit.records.run_files import (
     BUNDLE_FOLDER,
     BUNDLE_ZIP,
@@ -161,6 +162,8 @@ def _fill(source: BundleSource, new: Path) -> None:
     for name in _COPIED:
         if (source.run / name).is_file():
             shutil.copyfile(source.run / name, new / name)
+    if source.export.decoder and (source.run / DECODER_FOLDER).is_dir():
+        shutil.copytree(source.run / DECODER_FOLDER, new / DECODER_FOLDER)
     if source.cache is not None and source.cache.is_file():
         _copied(source.cache, new / _CACHE)
     step = (report.get("parity") or {}).get("step")

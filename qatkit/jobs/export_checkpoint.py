@@ -96,7 +96,7 @@ def restored(config: Config, checkpoint: str, stored: dict[str, Any]) -> QATModu
     inputs = inputs_of(stored["qatkit"])
     module = qat_module(
         config,
-        captured(config, models.build(blank), inputs),
+        captured(config, models.build(blank, task=config.task), inputs),
         inputs,
         QATModule,
         algorithms=stored["qatkit"].get("algorithms"),

@@ -30,6 +30,7 @@ from qatkit.encryption.vault import protected
 from qatkit.jobs.by_mode import ByMode
 from qatkit.jobs.calibrate import Adjust, Calibrate, Correct
 from qatkit.jobs.choices import Compete, Mix
+from qatkit.jobs.decoder import CheckDecoder, WriteDecoder, check_settings
 from qatkit.jobs.finish import Analyse, Export, Leave, Verify
 from qatkit.jobs.first_export import FirstExport, FirstExportByMode
 from qatkit.jobs.hand_over import check_hand_over
@@ -51,6 +52,7 @@ STAGES: Sequence[Stage] = (
     KnownPlaces(),
     Prepare(),
     Check(),
+    CheckDecoder(),
     FirstExport(),
     OpenFolder(),
     Places(),
@@ -66,6 +68,7 @@ STAGES: Sequence[Stage] = (
     Control(),
     Leave(),
     Export(),
+    WriteDecoder(),
     Analyse(),
     Verify(),
 )
@@ -100,6 +103,7 @@ def begun(config: Config, notes: tuple[str, ...] = ()) -> Iterator[tuple[Run, Da
     validate(config)
     check_placement(config)
     check_weights(config)
+    check_settings(config)
     check_hand_over(config)
     with protected(config.export.encrypt):
         folder = folder_of(config)

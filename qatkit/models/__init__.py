@@ -3,9 +3,11 @@
     build               the switch: by `model.name` to one of the sources, then the checkpoint
     torchvision_models  "resnet18"
     timm_models         "timm/resnet18", the extra timm
-    hf_models           "hf/vit", "hf/facebook/dinov2-small", "hf//my/folder", the extra transformers
+    hf_models           "hf/vit", "hf/facebook/dinov2-small", "hf//my/folder", with the head that the task asks for; the
+                        extra transformers
     lite                "lite/efficientnet-lite0", with its ImageNet weights from a package, the extra lite
     onnx_files          "onnx/FILE", a float ONNX file
+    declared            what a model says of its inputs by itself
     hub                 what to do where the Hugging Face hub can't be reached
     checkpoint          a file with a float state_dict
 
@@ -16,7 +18,7 @@ from __future__ import annotations
 
 from qatkit.models.build import build, declared, has_weights, states, weights_classes, weights_preprocessing
 from qatkit.models.checkpoint import read_checkpoint
-from qatkit.models.onnx_files import Declared
+from qatkit.models.declared import Declared
 from qatkit.models.torchvision_models import replace_heads
 
 __all__ = [

@@ -1,6 +1,7 @@
 """The switch: `model.name` to the source that knows it, then the checkpoint.
 
-A name without a dot is one of torchvision's, "timm/NAME" one of timm's, "hf/NAME" one of Hugging Face's,
+A name without a dot is one of torchvision's, "timm/NAME" one of timm's, "hf/NAME" one of Hugging Face's
+(with the head that the task asks for),
 "lite/NAME" one of efficientnet_lite_pytorch's, "onnx/FILE" a float ONNX file, a dotted path is a builder of the
 user's. Parameters come from one of
 three places: nowhere (random), the source's pretrained `weights`, or a `checkpoint` file, which must fit exactly.
@@ -22,21 +23,24 @@ from qatkit.data.preprocessing import Preprocessing
 from qatkit.data.rollout import States
 from qatkit.models import hf_models, lite, onnx_files, timm_models, torchvision_models
 from qatkit.models.checkpoint import load, read_checkpoint
+from qatkit.models.declared import Declared
 from qatkit_verify.dotted import resolve
 from qatkit_verify.errors import ConfigError, first_line
 from qatkit_verify.foreign import calling, check_call
 
+IMAGES = "classification"
 # Each has builder(name), pretrained(config, classes) and preprocessing(config).
-PREFIXES = {module.PREFIX: module for module in (timm_models, hf_models, lite, onnx_files)}
+PREFIXES = {module.PREFIX: module for module in (timm_models, lite, onnx_files)}
 
 
-def build(config: ModelConfig, num_classes: int | None = None) -> nn.Module:
+def build(config: ModelConfig, num_classes: int | None = None, task: str = IMAGES) -> nn.Module:
     """The float model in eval mode.
 
     Args:
         config: the model group. With weights and a checkpoint its values are the checkpoint's, of a model that began
             from those weights: only what they say of the model and of its images is taken of them, and nothing fetched.
         num_classes: classes of the data; null leaves it to the configuration and the builder.
+        task: a value of `task`, by which a model of several heads has the one that it wants.
 
     Raises:
         ConfigError: an unknown name, unknown weights, weights that cannot be fetched, a checkpoint that does
@@ -48,9 +52,9 @@ def build(config: ModelConfig, num_classes: int | None = None) -> nn.Module:
     if checkpoint is not None:
         checkpoint.chosen(config.checkpoint_key)
     if config.weights is not None and checkpoint is None:
-        model: nn.Module = _source_of_weights(config).pretrained(config, classes)
+        model: nn.Module = _source_of_weights(config, task).pretrained(config, classes)
     else:
-        model = _construct(_like_weights(config), _builder(config.name), classes)
+        model = _construct(_like_weights(config), _builder(config.name, task), classes)
     if checkpoint is not None:
         load(model, checkpoint, config)
     with calling("model.name", config.name, model):
@@ -58,7 +62,7 @@ def build(config: ModelConfig, num_classes: int | None = None) -> nn.Module:
     return model
 
 
-def weights_preprocessing(config: ModelConfig) -> Preprocessing | None:
+def weights_preprocessing(config: ModelConfig, task: str = IMAGES) -> Preprocessing | None:
     """How the images were prepared that the pretrained weights were measured with; null without weights.
 
     Raises:
@@ -66,14 +70,17 @@ def weights_preprocessing(config: ModelConfig) -> Preprocessing | None:
     """
     if config.weights is None:
         return None
-    found: Preprocessing | None = _source_of_weights(config).preprocessing(config)
+    found: Preprocessing | None = _source_of_weights(config, task).preprocessing(config)
     return found
 
 
-def declared(config: ModelConfig, layout: str | None) -> onnx_files.Declared:
-    """Returns what a model says of its inputs by itself, as an ONNX file does; nothing of another."""
-    of_file = config.name.startswith(onnx_files.PREFIX)
-    return onnx_files.declared(config, layout) if of_file else onnx_files.Declared()
+def declared(config: ModelConfig, layout: str | None, task: str = IMAGES) -> Declared:
+    """Returns what a model says of its inputs by itself, as an ONNX file and a model of text do; nothing of others."""
+    if config.name.startswith(onnx_files.PREFIX):
+        return onnx_files.declared(config, layout)
+    if config.name.startswith(hf_models.PREFIX):
+        return hf_models.of_task(task).declared(config)
+    return Declared()
 
 
 def states(config: ModelConfig) -> States | None:
@@ -107,16 +114,18 @@ def _classes(config: ModelConfig, of_data: int | None) -> int | None:
     return of_data if given is None else int(given)
 
 
-def _source(name: str) -> ModuleType | None:
-    """The module that knows `name`; None for a dotted path."""
+def _source(name: str, task: str = IMAGES) -> ModuleType | hf_models.HuggingFace | None:
+    """What knows `name`; None for a dotted path."""
+    if name.startswith(hf_models.PREFIX):
+        return hf_models.of_task(task)
     for prefix, module in PREFIXES.items():
         if name.startswith(prefix):
             return module
     return None if "." in name or ":" in name else torchvision_models
 
 
-def _source_of_weights(config: ModelConfig) -> ModuleType:
-    source = _source(config.name)
+def _source_of_weights(config: ModelConfig, task: str = IMAGES) -> Any:
+    source = _source(config.name, task)
     if source is None:
         allowed = "null for a builder of your own (give model.checkpoint instead)"
         raise ConfigError("model.weights", config.weights, allowed)
@@ -130,9 +139,9 @@ def _like_weights(config: ModelConfig) -> ModelConfig:
     return replace(config, kwargs=torchvision_models.arguments(config) | config.kwargs)
 
 
-def _builder(name: str) -> Callable[..., Any]:
+def _builder(name: str, task: str) -> Callable[..., Any]:
     """The function or class called `name`: a source's, "package.module.fn" or "package.module:fn"."""
-    source = _source(name)
+    source = _source(name, task)
     if source is not None:
         found: Callable[..., Any] = source.builder(name)
         return found

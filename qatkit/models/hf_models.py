@@ -1,12 +1,13 @@
-"""Hugging Face's image classifiers (the extra `transformers`): `model.name=hf/NAME`.
+"""Hugging Face's models (the extra `transformers`): `model.name=hf/NAME`, with the head that `task` asks for.
 
-    hf/vit                              an architecture, random weights; model.kwargs are its configuration
+    hf/vit, hf/llama                    an architecture, random weights; model.kwargs are its configuration
     hf/google/vit-base-patch16-224      an id of the hub: its configuration, and its weights where
                                         model.weights is DEFAULT or a revision (branch, tag, commit)
     hf//data/my_model, hf/./my_model    the same from a folder that `save_pretrained` wrote
 
-The model is theirs with module paths and state_dict as they are, but gives its logits [N, classes] alone. Images are
-prepared as their image processor does, except that the picture keeps its proportions where that one squeezes it.
+The model is theirs with module paths and state_dict as they are, but gives its logits alone: [N, classes] of an image
+classifier, [N, T, V] of a language model (task=causal_lm). Images are prepared as their image processor does, except
+that the picture keeps its proportions where that one squeezes it; text by the tokenizer beside the weights.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,7 +24,10 @@ import torch
 from torch import Tensor, nn
 
 from qatkit.config.schema import ModelConfig
+from qatkit.data.arrays import Port
 from qatkit.data.preprocessing import Preprocessing
+from qatkit.data.tokenizer import PLACE, POSITIONS, VOCABULARY
+from qatkit.models.declared import Declared
 from qatkit.models.hub import how_to_fetch
 from qatkit.models.image_processor import preprocessing_of
 from qatkit_verify.errors import ConfigError, did_you_mean, first_line
@@ -33,112 +38,229 @@ DEFAULT = "DEFAULT"
 _GENERAL = {"attn_implementation"}
 
 
-def builder(name: str) -> Callable[..., Any]:
-    """The function that builds the model `name` with random weights; its arguments change the configuration.
+@dataclass(frozen=True)
+class Head:
+    """What a model of transformers ends in, as a task wants it.
 
-    Raises:
-        ConfigError: transformers is not installed, or there is no such architecture or folder.
+    Attributes:
+        title: for messages.
+        loader: transformers' class that loads such models.
+        mapping: of the architectures that have one, in its modeling_auto.
+        takes: the argument of their forward.
+        input_type: of that argument, where it is text; "" of images.
+        replaceable: whether its weights may be missing, and are made afresh then.
     """
-    _transformers(name)
-    plain = name.removeprefix(PREFIX)
-    known = _architectures()
-    if "/" not in plain and plain not in known:
-        near = did_you_mean(plain, known)
-        allowed = f"an architecture with an image classifier{near}, an id of the hub or a folder"
-        raise ConfigError("model.name", name, allowed)
-    if _is_path(plain) and not Path(plain, "config.json").is_file():
-        raise ConfigError("model.name", name, "a folder with a config.json, as save_pretrained writes it")
-    return functools.partial(_random, name)
+
+    title: str
+    loader: str
+    mapping: str
+    takes: str
+    input_type: str = ""
+    replaceable: bool = False
 
 
-def pretrained(config: ModelConfig, classes: int | None) -> nn.Module:
-    """The model with the weights of the hub or of the folder; the head is made afresh where `classes` is not theirs.
+IMAGE_CLASSIFIER = Head(
+    "an image classifier",
+    "AutoModelForImageClassification",
+    "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
+    "pixel_values",
+    replaceable=True,
+)
+HEADS = {
+    "causal_lm": Head(
+        "a causal language model",
+        "AutoModelForCausalLM",
+        "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+        "input_ids",
+        "int64",
+    )
+}
 
-    Raises:
-        ConfigError: unknown name, weights that cannot be fetched (says where to put them), or that do not fit.
+
+def of_task(task: str) -> HuggingFace:
+    """Returns the models with the head that a task asks for; of tasks that say nothing of it image classifiers."""
+    return HuggingFace(HEADS.get(task, IMAGE_CLASSIFIER))
+
+
+class HuggingFace:
+    """The models of transformers with one kind of head, as `qatkit.models.build` asks a source for them.
+
+    Args:
+        head: which one.
     """
-    builder(config.name)
-    transformers = _transformers(config.name)
-    revision = _revision(config)
-    kwargs = {key: value for key, value in config.kwargs.items() if key != "num_classes"}
-    settings = _settings(config.name, kwargs, revision)
-    if classes is not None:
-        settings.num_labels = classes
-    try:
-        model, report = transformers.AutoModelForImageClassification.from_pretrained(
-            config.name.removeprefix(PREFIX),
-            config=settings,
-            revision=revision,
-            dtype=torch.float32,
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
+
+    def __init__(self, head: Head) -> None:
+        self.head = head
+
+    def builder(self, name: str) -> Callable[..., Any]:
+        """Returns the function that builds the model `name` with random weights; its arguments change the
+        configuration.
+
+        Raises:
+            ConfigError: transformers is not installed, or there is no such architecture or folder.
+        """
+        _transformers(name)
+        plain = name.removeprefix(PREFIX)
+        known = self._architectures()
+        if "/" not in plain and plain not in known:
+            near = did_you_mean(plain, known)
+            allowed = f"an architecture with {self.head.title}{near}, an id of the hub or a folder"
+            raise ConfigError("model.name", name, allowed)
+        if _is_path(plain) and not Path(plain, "config.json").is_file():
+            raise ConfigError("model.name", name, "a folder with a config.json, as save_pretrained writes it")
+        return functools.partial(self._random, name)
+
+    def pretrained(self, config: ModelConfig, classes: int | None) -> nn.Module:
+        """Returns the model with the weights of the hub or of the folder; a classifier's head is made afresh where
+        `classes` is not theirs.
+
+        Raises:
+            ConfigError: unknown name, weights that cannot be fetched (says where to put them), or that do not fit.
+        """
+        self.builder(config.name)
+        revision = self._revision(config)
+        kwargs = {key: value for key, value in config.kwargs.items() if key != "num_classes"}
+        settings = self._settings(config.name, kwargs, revision)
+        if classes is not None:
+            settings.num_labels = classes
+        try:
+            model, report = self._loader(config.name).from_pretrained(
+                config.name.removeprefix(PREFIX),
+                config=settings,
+                revision=revision,
+                dtype=torch.float32,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+        except OSError as error:
+            reason = _not_there(config.name, error)
+            raise ConfigError("model.weights", config.weights, reason=reason) from error
+        except (TypeError, ValueError, RuntimeError) as error:
+            allowed = f"weights of {config.name} ({first_line(error)})"
+            raise ConfigError("model.weights", config.weights, allowed) from error
+        self._check_loaded(model, report, config)
+        return _with_logits(model, self.head)
+
+    def preprocessing(self, config: ModelConfig) -> Preprocessing | None:
+        """Returns how their image processor prepares images for `model.weights`; None of text.
+
+        Raises:
+            ConfigError: unknown name, an image processor that cannot be fetched or says what can't be done here.
+        """
+        self.builder(config.name)
+        revision = self._revision(config)
+        if self.head.input_type:
+            return None
+        try:
+            processor = _transformers(config.name).AutoImageProcessor.from_pretrained(
+                config.name.removeprefix(PREFIX), revision=revision
+            )
+        except OSError as error:
+            reason = _not_there(config.name, error)
+            raise ConfigError("model.weights", config.weights, reason=reason) from error
+        return preprocessing_of(processor, config)
+
+    def declared(self, config: ModelConfig) -> Declared:
+        """Returns the inputs of a model of text, and where its tokenizer is; nothing of one of images.
+
+        Raises:
+            ConfigError: as `builder`, or a configuration that cannot be fetched.
+        """
+        if not self.head.input_type:
+            return Declared()
+        self.builder(config.name)
+        plain = config.name.removeprefix(PREFIX)
+        settings = self._settings(config.name, config.kwargs)
+        words, positions = settings.vocab_size, getattr(settings, "max_position_embeddings", None)
+        port = Port(
+            self.head.takes, self.head.input_type, (None, None), 0, names=("batch", "sequence"), below=words
         )
-    except OSError as error:
-        raise ConfigError("model.weights", config.weights, reason=_not_there(config.name, error)) from error
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(
-            "model.weights", config.weights, f"weights of {config.name} ({first_line(error)})"
-        ) from error
-    _check_loaded(model, report, config)
-    return _with_logits(model)
+        about = {VOCABULARY: str(words)}
+        about |= {} if positions is None else {POSITIONS: str(positions)}
+        about |= {} if plain in self._architectures() else {PLACE: plain}
+        return Declared((port,), about=about)
 
+    def _random(self, name: str, num_classes: int | None = None, **changes: Any) -> nn.Module:
+        config = self._settings(name, changes)
+        if num_classes is not None:
+            config.num_labels = num_classes
+        config.architectures = (
+            config.architectures or []
+        )  # null is a TypeError where a type has two classifiers
+        try:
+            model: nn.Module = self._loader(name).from_config(config, dtype=torch.float32)
+        except (ImportError, RuntimeError, ArithmeticError, AttributeError) as error:
+            # What a configuration that fits together nowhere raises, from somewhere in the model.
+            allowed = f"arguments that {name} takes ({first_line(error)})"
+            raise ConfigError("model.kwargs", changes, allowed) from error
+        return _with_logits(model, self.head)
 
-def preprocessing(config: ModelConfig) -> Preprocessing:
-    """How their image processor prepares images for `model.weights`.
+    def _settings(self, name: str, changes: Mapping[str, Any], revision: str | None = None) -> Any:
+        """The configuration of an architecture, an id or a folder, with `changes`.
 
-    Raises:
-        ConfigError: unknown name, an image processor that cannot be fetched or says what can't be done here.
-    """
-    builder(config.name)
-    revision = _revision(config)
-    try:
-        processor = _transformers(config.name).AutoImageProcessor.from_pretrained(
-            config.name.removeprefix(PREFIX), revision=revision
-        )
-    except OSError as error:
-        raise ConfigError("model.weights", config.weights, reason=_not_there(config.name, error)) from error
-    return preprocessing_of(processor, config)
+        Raises:
+            ConfigError: it cannot be fetched, or has no setting of such a name or value.
+        """
+        transformers, plain = _transformers(name), name.removeprefix(PREFIX)
+        from huggingface_hub.errors import StrictDataclassError
 
+        try:
+            if plain in self._architectures():
+                own = transformers.CONFIG_MAPPING[plain]
+                _check_names(own().to_dict() | own.attribute_map, changes, own.__name__)
+                return own(**changes)
+            found = transformers.AutoConfig.from_pretrained(plain, revision=revision)
+            _check_names(found.to_dict() | found.attribute_map, changes, type(found).__name__)
+            return transformers.AutoConfig.from_pretrained(plain, revision=revision, **changes)
+        except OSError as error:
+            raise ConfigError("model.name", name, reason=_not_there(name, error)) from error
+        except StrictDataclassError as error:
+            reason = " ".join(str(error).split())
+            raise ConfigError(
+                "model.kwargs", dict(changes), f"arguments that {name} takes ({reason})"
+            ) from error
 
-def _random(name: str, num_classes: int | None = None, **settings: Any) -> nn.Module:
-    config = _settings(name, settings)
-    if num_classes is not None:
-        config.num_labels = num_classes
-    config.architectures = config.architectures or []  # null is a TypeError where a type has two classifiers
-    try:
-        model: nn.Module = _transformers(name).AutoModelForImageClassification.from_config(
-            config, dtype=torch.float32
-        )
-    except (ImportError, RuntimeError, ArithmeticError, AttributeError) as error:
-        # What a configuration that fits together nowhere raises, from somewhere in the model.
-        raise ConfigError(
-            "model.kwargs", settings, f"arguments that {name} takes ({first_line(error)})"
-        ) from error
-    return _with_logits(model)
+    def _check_loaded(self, model: Any, report: Mapping[str, Any], config: ModelConfig) -> None:
+        """Every parameter comes from the weights, but for those of a head that may be made afresh.
 
+        Raises:
+            ConfigError: others are missing or of another shape.
+        """
+        body = f"{model.base_model_prefix}." if self.head.replaceable else ""
+        keys = [*report["missing_keys"], *(mismatch[0] for mismatch in report["mismatched_keys"])]
+        wrong = sorted(key for key in keys if key.startswith(body))
+        if wrong:
+            more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+            allowed = (
+                f"weights of this model: {wrong[0]}{more} missing or of another shape (see model.kwargs)"
+            )
+            raise ConfigError("model.weights", config.weights, allowed)
 
-def _settings(name: str, changes: Mapping[str, Any], revision: str | None = None) -> Any:
-    """The configuration of an architecture, an id or a folder, with `changes`.
+    def _revision(self, config: ModelConfig) -> str | None:
+        """What `model.weights` asks the hub for.
 
-    Raises:
-        ConfigError: it cannot be fetched, or has no setting of such a name or value.
-    """
-    transformers, plain = _transformers(name), name.removeprefix(PREFIX)
-    from huggingface_hub.errors import StrictDataclassError
+        Raises:
+            ConfigError: an architecture has no weights, a folder has no revisions.
+        """
+        plain = config.name.removeprefix(PREFIX)
+        if plain in self._architectures():
+            allowed = (
+                f"null: {config.name} is an architecture; weights have an id (hf/google/vit-base-patch16-224)"
+            )
+            raise ConfigError("model.weights", config.weights, allowed)
+        if _is_path(plain) and config.weights != DEFAULT:
+            allowed = f"{DEFAULT} for the weights of a folder, or null"
+            raise ConfigError("model.weights", config.weights, allowed)
+        return None if config.weights == DEFAULT else config.weights
 
-    try:
-        if plain in _architectures():
-            own = transformers.CONFIG_MAPPING[plain]
-            _check_names(own().to_dict() | own.attribute_map, changes, own.__name__)
-            return own(**changes)
-        found = transformers.AutoConfig.from_pretrained(plain, revision=revision)
-        _check_names(found.to_dict() | found.attribute_map, changes, type(found).__name__)
-        return transformers.AutoConfig.from_pretrained(plain, revision=revision, **changes)
-    except OSError as error:
-        raise ConfigError("model.name", name, reason=_not_there(name, error)) from error
-    except StrictDataclassError as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError("model.kwargs", dict(changes), f"arguments that {name} takes ({reason})") from error
+    def _loader(self, name: str) -> Any:
+        return getattr(_transformers(name), self.head.loader)
+
+    def _architectures(self) -> list[str]:
+        """The model types that have such a head."""
+        from transformers.models.auto import modeling_auto
+
+        return list(getattr(modeling_auto, self.head.mapping))
 
 
 def _check_names(known: Iterable[str], changes: Mapping[str, Any], what: str) -> None:
@@ -150,59 +272,32 @@ def _check_names(known: Iterable[str], changes: Mapping[str, Any], what: str) ->
             raise ConfigError(f"model.kwargs.{key}", value, allowed)
 
 
-def _check_loaded(model: Any, report: Mapping[str, Any], config: ModelConfig) -> None:
-    """Every parameter comes from the weights, but for those of the head.
-
-    Raises:
-        ConfigError: others are missing or of another shape.
-    """
-    body = f"{model.base_model_prefix}."
-    keys = [*report["missing_keys"], *(mismatch[0] for mismatch in report["mismatched_keys"])]
-    wrong = sorted(key for key in keys if key.startswith(body))
-    if wrong:
-        more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-        allowed = f"weights of this model: {wrong[0]}{more} missing or of another shape (see model.kwargs)"
-        raise ConfigError("model.weights", config.weights, allowed)
-
-
-def _with_logits(model: nn.Module) -> nn.Module:
-    """`model`, whose forward takes pixels [N, C, H, W] and gives logits [N, classes] instead of a ModelOutput.
+def _with_logits(model: nn.Module, head: Head) -> nn.Module:
+    """`model`, whose forward takes its one input and gives its logits instead of a ModelOutput.
 
     A subclass of its own type, so that module paths and state_dict stay as they are.
 
     Raises:
-        ConfigError: its forward takes no pixels (ImageGPT's takes the numbers of colours).
+        ConfigError: its forward takes no such input (ImageGPT's takes the numbers of colours).
     """
     theirs: Any = type(model)
-    if "pixel_values" not in inspect.signature(theirs.forward).parameters:
-        raise ConfigError(
-            "model.name", theirs.__name__, "a model of pictures (pixel_values); this one has none"
-        )
+    if head.takes not in inspect.signature(theirs.forward).parameters:
+        what = "text" if head.input_type else "pictures"
+        allowed = f"a model of {what} ({head.takes}); this one has none"
+        raise ConfigError("model.name", theirs.__name__, allowed)
 
-    def forward(self: nn.Module, pixel_values: Tensor) -> Tensor:
+    def of_pixels(self: nn.Module, pixel_values: Tensor) -> Tensor:
         logits: Tensor = theirs.forward(self, pixel_values=pixel_values).logits
         return logits
 
+    def of_tokens(self: nn.Module, input_ids: Tensor) -> Tensor:
+        logits: Tensor = theirs.forward(self, input_ids=input_ids, use_cache=False).logits
+        return logits
+
+    forward = of_tokens if head.input_type else of_pixels
     members = {"forward": forward, "__module__": theirs.__module__, "__doc__": theirs.__doc__}
     model.__class__ = type(theirs.__name__, (theirs,), members)
     return model
-
-
-def _revision(config: ModelConfig) -> str | None:
-    """What `model.weights` asks the hub for.
-
-    Raises:
-        ConfigError: an architecture has no weights, a folder has no revisions.
-    """
-    plain = config.name.removeprefix(PREFIX)
-    if plain in _architectures():
-        allowed = (
-            f"null: {config.name} is an architecture; weights have an id (hf/google/vit-base-patch16-224)"
-        )
-        raise ConfigError("model.weights", config.weights, allowed)
-    if _is_path(plain) and config.weights != DEFAULT:
-        raise ConfigError("model.weights", config.weights, f"{DEFAULT} for the weights of a folder, or null")
-    return None if config.weights == DEFAULT else config.weights
 
 
 def _is_path(plain: str) -> bool:
@@ -215,13 +310,6 @@ def _not_there(name: str, error: BaseException) -> str:
         reason = first_line(error)[:120]
         return f"expected a folder that save_pretrained wrote, of the model and of its image processor ({reason})"
     return how_to_fetch(plain, error)
-
-
-def _architectures() -> list[str]:
-    """The model types that have an image classifier."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
-
-    return list(MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES)
 
 
 def _transformers(name: str) -> ModuleType:

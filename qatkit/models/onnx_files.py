@@ -10,8 +10,7 @@ import functools
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 from torch import nn
@@ -24,6 +23,7 @@ from qatkit.encryption.vault import readable
 from qatkit.importing.float_file import layout_of
 from qatkit.importing.inputs import ImageInput, file_inputs, fixed_inputs, image_input
 from qatkit.importing.read import read
+from qatkit.models.declared import Declared
 from qatkit.records.preprocessing_file import preprocessing_beside
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.fitting import sides
@@ -41,22 +41,6 @@ def builder(name: str) -> Callable[..., Any]:
         ConfigError: there is no such file.
     """
     return functools.partial(_imported, _path(name))
-
-
-class Declared(NamedTuple):
-    """What a model says of its inputs by itself.
-
-    Attributes:
-        ports: its inputs; none where it does not say.
-        image: the axes of its images; None where it does not say, or takes something else.
-        preprocessing: of the images that its bundle was made with.
-        about: its metadata, and the inputs that are fixed to one number.
-    """
-
-    ports: tuple[Port, ...] = ()
-    image: ImageInput | None = None
-    preprocessing: Preprocessing | None = None
-    about: Mapping[str, str] = MappingProxyType({})
 
 
 def declared(config: ModelConfig, layout: str | None) -> Declared:

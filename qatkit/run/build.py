@@ -69,7 +69,7 @@ def opened_data(config: Config) -> DataModule:
     Raises:
         ConfigError: as `DataModule`, or images of other channels than the model declares.
     """
-    told = models.declared(config.model, config.data.layout)
+    told = models.declared(config.model, config.data.layout, config.task)
     size = None
     if told.image is not None:
         size = told.image.size(config.data.image_size, config.model.name.removeprefix(PREFIX))
@@ -77,7 +77,7 @@ def opened_data(config: Config) -> DataModule:
         config.data,
         resolve(config.data.source, "data.source"),
         config.seed,
-        models.weights_preprocessing(config.model) or told.preprocessing,
+        models.weights_preprocessing(config.model, config.task) or told.preprocessing,
         progress=config.trainer.progress and main_process(),
         held_out=held_out(config),
         task=task_of(config.task, config.verify.decision),
@@ -135,7 +135,7 @@ def built(config: Config, data: DataModule) -> nn.Module:
     Raises:
         ConfigError: nothing of it trains where it is to; whatever the forward raises, or other outputs.
     """
-    model = models.build(config.model, data.num_classes)
+    model = models.build(config.model, data.num_classes, config.task)
     _check_trains(model, config)
     try:
         outputs, cost = _outputs_of(model, config, data)

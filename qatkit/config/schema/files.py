@@ -51,6 +51,11 @@ class ExportConfig:
         None,
         'write the ranges for an engine built from the float file as well: TensorRT\'s release in digits, "8601"',
     )
+    decoder: bool = setting(
+        False,
+        "of a language model (task=causal_lm): also a folder with a file that takes keys and values of earlier tokens, "
+        "the tokenizer, a program that continues text, and the configuration of onnxruntime-genai",
+    )
     bundle: bool = setting(
         False, "at the end: all that whoever deploys needs, which qatkit-verify checks there"
     )
@@ -198,6 +203,7 @@ class VerifyConfig:
             "qatkit.verify.checks.size.SizeCheck",
             "qatkit.verify.checks.parity.ParityCheck",
             "qatkit.verify.checks.sizes.SizesCheck",
+            "qatkit.verify.checks.decoder.DecoderCheck",
             "qatkit.verify.checks.audit.AuditCheck",
             "qatkit.verify.checks.saturation.SaturationCheck",
         ],

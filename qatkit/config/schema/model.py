@@ -11,7 +11,8 @@ from qatkit.quant.spec import ACTIVATIONS, SIGNED
 from qatkit_verify.fitting import ALIGNMENTS, FITS, LAYOUTS, ORDERS, PIXELS
 
 WAVE_AXES, WAVE_SCALES = ("nt", "n1t", "nt1", "t"), ("unit", "int16")  # of sound
-AUDIO, DRAWN = "qatkit.data.audio.audio", "qatkit.data.drawn.drawn"  # sources with settings of their own
+# Sources with settings of their own.
+AUDIO, DRAWN, TEXT = "qatkit.data.audio.audio", "qatkit.data.drawn.drawn", "qatkit.data.text.text"
 
 
 @dataclass
@@ -21,7 +22,8 @@ class ModelConfig:
     name: str = setting(
         "resnet18",
         'a torchvision.models name ("resnet18"), one of timm\'s ("timm/resnet18"), an architecture, a hub id or a '
-        'folder of Hugging Face\'s ("hf/vit", "hf/google/vit-base-patch16-224", "hf//my/folder"), '
+        'folder of Hugging Face\'s with the head that task asks for ("hf/vit", "hf/google/vit-base-patch16-224", '
+        '"hf//my/folder"), '
         '"lite/efficientnet-lite0", a float ONNX file ("onnx/FILE"), or the dotted path '
         ' of your builder ("my_package.models.build")',
         PLACE,
@@ -165,6 +167,12 @@ class DataConfig:
         None,
         "data=drawn: {INPUT: [LOW, HIGH]}, both included; null: floats are normal(0, 1), ids are rows of the table "
         "that they index, numbers of 8 bits are any, other integers 0 or 1",
+    )
+    context: int | None = setting(
+        None, "data=text: tokens of a window; a sample is one (default 512)", Range(2, whole=True)
+    )
+    tokenizer: str | None = setting(
+        None, "data=text: a folder with a tokenizer.json, or that file; null: the one beside the model", PLACE
     )
 
 

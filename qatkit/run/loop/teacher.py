@@ -34,7 +34,8 @@ def teacher_of(config: Config, data: DataModule) -> nn.Module | None:
     try:
         if wanted.weights is not None:
             _check_classes(models.weights_classes(wanted), data, key, shown)
-        teacher = models.build(replace(wanted, checkpoint=file), None if wanted.weights else data.num_classes)
+        classes = None if wanted.weights else data.num_classes
+        teacher = models.build(replace(wanted, checkpoint=file), classes, config.task)
     except ConfigError as error:
         if not error.key.startswith("model."):
             raise

@@ -1,0 +1,125 @@
+"""Text for language models: the .txt files of a folder, as windows of consecutive tokens.
+
+    DIR/**/*.txt   names with "test" ─┐                                    ┌──> verify
+                   the others ────────┴─ tokenizer ─ windows of T tokens ──┴──> calibrate and train
+
+Where all files are of one kind, their first half calibrates and the second half verifies. Windows do not overlap, no
+token is added to them, and the rest of a text that fills none is left out: the convention of GPTQ's perplexities.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qatkit.config.data_folders import FOLDERS, data_folder
+from qatkit.config.schema import DataConfig
+from qatkit.data.request import Request
+from qatkit.data.sources import Splits
+from qatkit.data.tokenizer import POSITIONS, tokenizer_of
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.pictures import files_below
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+INPUT = "input_ids"
+CONTEXT = 512
+_SOURCE = "qatkit.data.text.text"
+_LONGEST = 1 << 24  # characters that are tokenized at once: a tokenizer's memory is many times its text's
+
+
+class TokenWindows:
+    """Windows of consecutive tokens; an item is ({"input_ids": int64 [1, T]}, the same tokens).
+
+    Args:
+        tokens: int32 [windows, T].
+
+    Attributes:
+        targets: the tokens of each window, as the bytes of int32.
+    """
+
+    def __init__(self, tokens: NDArray[np.int32]) -> None:
+        self._tokens = tokens
+        self.targets = [window.tobytes() for window in tokens]
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __getitem__(self, index: int) -> tuple[dict[str, NDArray[Any]], bytes]:
+        return {INPUT: self._tokens[index][None].astype(np.int64)}, self.targets[index]
+
+
+def text(root: str | None, download: bool, seed: int, request: Request | None = None) -> Splits:
+    """Returns windows of `data.context` tokens of the texts in a folder.
+
+    Raises:
+        ConfigError: no such folder, no text, a file that is no UTF-8, a text shorter than a window, or as
+            `qatkit.data.tokenizer.tokenizer_of`.
+    """
+    asked = request if request is not None else Request(DataConfig())
+    top, context = data_folder(_SOURCE, root), asked.settings.context or CONTEXT
+    files, _ = files_below(top, lambda name: name.lower().endswith(".txt"), "data.root")
+    if not files:
+        raise ConfigError("data.root", root, f"{FOLDERS[_SOURCE]}; it has no .txt file")
+    longest = int(asked.about.get(POSITIONS, context))
+    if context > longest:
+        raise ConfigError("data.context", context, f"at most {longest}, the positions of the model")
+    tokenizer = tokenizer_of(asked.settings, asked.about)
+    parts = [_of_files([one for one in files if _is_test(one) is kind]) for kind in (False, True)]
+    if all(parts):
+        train, test = (
+            TokenWindows(_windows(tokenizer, part, context, name))
+            for part, name in zip(parts, _NAMES, strict=True)
+        )
+        return Splits(train, test, (), arrays=True)
+    whole = _windows(tokenizer, "".join(parts), 2 * context, "all").reshape(-1, context)
+    half = (len(whole) + 1) // 2
+    note = "text: of one kind of files the first half calibrates, the second half verifies"
+    return Splits(TokenWindows(whole[:half]), TokenWindows(whole[half:]), (), notes=(note,), arrays=True)
+
+
+_NAMES = ("calibration", "test")
+
+
+def _is_test(path: str) -> bool:
+    return "test" in os.path.basename(path).lower()
+
+
+def _of_files(paths: Sequence[str]) -> str:
+    found = []
+    for path in sorted(paths):
+        try:
+            found.append(Path(path).read_text(encoding="utf-8"))
+        except UnicodeDecodeError as error:
+            told = f"{os.path.basename(path)} is no UTF-8 (byte {error.start})"
+            raise ConfigError("data.root", os.path.dirname(path), reason=told) from error
+    return "\n".join(found)
+
+
+def _windows(tokenizer: Tokenizer, text: str, context: int, name: str) -> NDArray[np.int32]:
+    """The tokens of a text, int32 [windows, context]."""
+    pieces = _pieces(text)
+    ids = [np.asarray(tokenizer.encode(one, add_special_tokens=False).ids, np.int32) for one in pieces]
+    tokens = np.concatenate(ids) if ids else np.zeros(0, np.int32)
+    if len(tokens) < context:
+        allowed = f"at most {len(tokens)}, the tokens of the {name} text"
+        raise ConfigError("data.context", context, allowed)
+    return tokens[: len(tokens) // context * context].reshape(-1, context)
+
+
+def _pieces(text: str) -> list[str]:
+    """A text in pieces that end with lines."""
+    found, start = list[str](), 0
+    while start < len(text):
+        end = start + _LONGEST
+        if end < len(text):
+            end = max(text.rfind("\n", start, end) + 1, 0) or end
+        found.append(text[start:end])
+        start = end
+    return found

@@ -1,0 +1,77 @@
+"""The tokenizer of a text model: a folder with a tokenizer.json, or what transformers makes one of."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from qatkit_verify.errors import ConfigError, first_line
+from qatkit_verify.files import write_text
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from qatkit.config.schema import DataConfig
+
+KEY = "data.tokenizer"
+# Of what a text model says of itself.
+PLACE, VOCABULARY, POSITIONS = "tokenizer", "vocabulary", "positions"
+_CONFIG = "tokenizer_config.json"
+_LEAST = 0.9  # of the model's vocabulary, which is often padded by a few percent
+
+
+def tokenizer_of(settings: DataConfig, about: Mapping[str, str]) -> Tokenizer:
+    """Returns the tokenizer of `data.tokenizer`, else of the model.
+
+    Args:
+        settings: the data group.
+        about: what the model says of itself: where its tokenizer is, and its number of tokens.
+
+    Raises:
+        ConfigError: there is none, it can't be read, or it is one of another model.
+    """
+    place = settings.tokenizer or about.get(PLACE)
+    if place is None:
+        raise ConfigError(KEY, None, "a folder with a tokenizer.json, since the model has none of its own")
+    found = _read(place)
+    size = found.get_vocab_size(with_added_tokens=True)
+    words = int(about.get(VOCABULARY, size))
+    if not _LEAST * words <= size <= words:
+        allowed = f"the tokenizer of this model, which has {words:,} tokens; this one has {size:,}"
+        raise ConfigError(KEY, place, allowed)
+    return found
+
+
+def save_tokenizer(settings: DataConfig, about: Mapping[str, str], folder: Path) -> None:
+    """Writes the tokenizer of `tokenizer_of` as tokenizer.json and tokenizer_config.json, which runtimes read."""
+    tokenizer_of(settings, about).save(str(folder / "tokenizer.json"))
+    beside = Path(settings.tokenizer or about.get(PLACE, ""), _CONFIG)
+    if beside.is_file():
+        shutil.copyfile(beside, folder / _CONFIG)
+    else:
+        write_text(folder / _CONFIG, json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}) + "\n")
+
+
+def _read(place: str) -> Tokenizer:
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        reason = f"text needs the extra transformers: pip install 'qatkit[transformers]' ({error})"
+        raise ConfigError(KEY, place, reason=reason) from error
+    file = Path(place, "tokenizer.json") if Path(place).is_dir() else Path(place)
+    try:
+        if file.is_file():
+            found: Tokenizer = Tokenizer.from_file(str(file))
+            found.no_truncation()  # which a folder of a sentence encoder asks for, and a text has no use for
+            found.no_padding()
+            return found
+        from transformers import AutoTokenizer
+
+        made: Tokenizer = AutoTokenizer.from_pretrained(place).backend_tokenizer
+    except Exception as error:  # tokenizers raises bare Exceptions
+        allowed = f"a folder with a tokenizer.json ({first_line(error)[:160]})"
+        raise ConfigError(KEY, place, allowed) from error
+    return made

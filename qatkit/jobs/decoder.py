@@ -1,0 +1,162 @@
+"""The decoder of a language model: the finished module once more, with keys and values of earlier tokens.
+
+    float model ── captured with keys and values ──> prepared as the module was ── its weights ──> converted ──> ONNX
+
+The file that is verified takes whole windows, which is what perplexity asks for; whoever generates text wants a file
+that computes one token at a time. Both hold the same weights, and `DecoderCheck` compares them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qatkit import models
+from qatkit.choose.algorithms import chosen_algorithms
+from qatkit.choose.precision.chosen import chosen_floats
+from qatkit.config.schema import Config
+from qatkit.data.inputs import ArrayInputs
+from qatkit.data.tokenizer import save_tokenizer
+from qatkit.export.decoder_inputs import for_runtimes
+from qatkit.export.torch_to_onnx import export_onnx
+from qatkit.graph.captured import Captured
+from qatkit.handover import generate
+from qatkit.jobs.stages import Conditional, State
+from qatkit.models.hf_decoder import KEY, MASK, PAST_MASK, Decoder, past_names
+from qatkit.records.decoder_files import (
+    DECODER_FILE,
+    DECODER_FILES,
+    DECODER_FOLDER,
+    GENAI_FILE,
+    GENERATE_FILE,
+    genai_config,
+)
+from qatkit.run.backend import backend_of
+from qatkit.run.build import qat_module
+from qatkit.train.module import QATModule
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.files import unfinished, write_text
+
+_NEW, _PAST = 11, 7  # tokens of the example: sizes that no width of a model has
+_PROVEN = 16  # tokens that are computed in two parts before anything long
+
+
+class CheckDecoder(Conditional):
+    """A decoder can be made of the model: asked before anything long."""
+
+    def done(self, state: State) -> bool:
+        return not state.run.config.export.decoder
+
+    def run(self, state: State) -> State:
+        config = state.run.config
+        if not backend_of(config).weights_alone:
+            allowed = f"false with backend={backend_of(config).name}: a decoder has quantized weights alone"
+            raise ConfigError(KEY, True, f"{allowed} (backend=weight_only)")
+        if config.export.encrypt is not None:
+            raise ConfigError(
+                KEY, True, "false with export.encrypt, which a decoder's folder has no form for"
+            )
+        if config.schedule.float_epochs:
+            raise ConfigError(
+                KEY, True, "false with schedule.float_epochs above 0, whose model it is not made of"
+            )
+        Decoder(state.model).prove(_tokens(state)[:, :_PROVEN])
+        return state
+
+
+class WriteDecoder(Conditional):
+    """The folder of the decoder."""
+
+    def done(self, state: State) -> bool:
+        return not state.run.config.export.decoder
+
+    def run(self, state: State) -> State:
+        run, target = state.run, state.run.folder / DECODER_FOLDER
+        with run.stage("decoder", "exporting the decoder, with keys and values of earlier tokens"):
+            new = unfinished(target)
+            new.mkdir()
+            try:
+                notes = _write(state, new)
+                shutil.rmtree(target, ignore_errors=True)
+                os.replace(new, target)
+            finally:
+                shutil.rmtree(new, ignore_errors=True)
+        names = tuple(f"{DECODER_FOLDER}/{name}" for name in DECODER_FILES)
+        written = state.exported
+        return replace(
+            state, written=replace(written, files=(*written.files, *names), notes=(*written.notes, *notes))
+        )
+
+
+def _write(state: State, folder: Path) -> list[str]:
+    """Writes every file of a decoder; returns notes for the report."""
+    config, decoder = state.run.config, Decoder(state.model)
+    example = decoder.example(_tokens(state)[:, : _PAST + _NEW], _PAST)
+    path = folder / DECODER_FILE
+    with decoder.as_forward() as model:
+        module = _module(state, Captured(model, example, decoder.axes()), example)
+        not_free = export_onnx(module.convert().graph, example, path, opset=config.export.opset)
+    for_runtimes(path, MASK, PAST_MASK, past_names(decoder.layers))
+    about = models.declared(config.model, None, config.task).about
+    save_tokenizer(config.data, about, folder)
+    sizes = {"layers": decoder.layers, "heads": decoder.heads, "width": decoder.width}
+    told = genai_config(_settings(state.model), _ends(state.model), sizes)
+    write_text(folder / GENAI_FILE, json.dumps(told, indent=1) + "\n")
+    shutil.copyfile(str(generate.__file__), folder / GENERATE_FILE)
+    return [f"{DECODER_FOLDER}/{DECODER_FILE}: {not_free}"] if not_free else []
+
+
+def _module(state: State, captured: Captured, example: dict[str, Tensor]) -> QATModule:
+    """The finished module, with the graph of a decoder."""
+    config, finished = state.run.config, state.prepared
+    inputs = ArrayInputs(example, dict.fromkeys(example, 0))
+    stored = state.stored
+    module = qat_module(
+        config,
+        captured,
+        inputs,
+        state.module_type,
+        algorithms=chosen_algorithms(config, stored),
+        floats=[*chosen_floats(config, stored), *finished.floats],
+    )
+    module.load_state_dict(finished.state_dict())
+    module.ready_to_convert()
+    return module
+
+
+def _tokens(state: State) -> Tensor:
+    """Two windows of calibration text."""
+    batch = state.data.first_batch(2)
+    found: Tensor = batch if isinstance(batch, Tensor) else next(iter(batch.values()))
+    if found.shape[1] < _PAST + _NEW:
+        raise ConfigError("data.context", found.shape[1], f"at least {_PAST + _NEW} with {KEY}=true")
+    return found.to(torch.int64)
+
+
+def _settings(model: Any) -> dict[str, Any]:
+    found: dict[str, Any] = model.config.to_dict()
+    return found
+
+
+def _ends(model: Any) -> list[int]:
+    """The tokens at which a text ends: those of generation, where there are some."""
+    for settings in (getattr(model, "generation_config", None), model.config):
+        ends = getattr(settings, "eos_token_id", None)
+        if ends is not None:
+            return [ends] if isinstance(ends, int) else list(ends)
+    return [model.config.vocab_size - 1]
+
+
+def check_settings(config: Config) -> None:
+    """Refuses a decoder of what is no language model, by ConfigError."""
+    if config.export.decoder and config.task != "causal_lm":
+        raise ConfigError(
+            KEY, True, f"false with task={config.task}: a decoder continues text (task=causal_lm)"
+        )

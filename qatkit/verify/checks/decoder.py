@@ -1,0 +1,81 @@
+"""Whether a language model's decoder computes what its file of whole windows does, token by token."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from qatkit.records.decoder_files import DECODER_FILE, DECODER_FOLDER
+from qatkit.records.results import Results
+from qatkit.verify.checks.base import Check, Shortfall, Subject
+
+if TYPE_CHECKING:
+    from qatkit.config.schema import VerifyConfig
+
+_WINDOWS, _STEPS, _GENERATED = 4, 16, 32
+_PERPLEXITY = 1e-3  # that two files of the same weights may differ by, as a share
+
+
+class DecoderCheck(Check):
+    """Perplexity with keys and values of earlier tokens and without, a greedy text, and tokens per second."""
+
+    name = "decoder"
+
+    def measure(self, subject: Subject, results: Results) -> Results:
+        path = subject.folder / DECODER_FOLDER / DECODER_FILE
+        if not path.is_file():
+            return results
+        import numpy as np
+
+        from qatkit.verify.decoding import OnnxDecoder, decoding
+        from qatkit_verify.session import open_session, run_outputs
+
+        threads, options = subject.settings.threads, subject.options
+        whole = open_session(subject.files["int8"], threads=threads, options=options)
+        rows = (
+            np.asarray(row, np.int64)[None]
+            for batch in subject.first_images(_WINDOWS)
+            for row in (next(iter(batch.values())) if isinstance(batch, dict) else batch)
+        )
+        found = decoding(
+            OnnxDecoder(path, threads, options),
+            lambda tokens: run_outputs(whole, tokens)[0],
+            list(islice(rows, _WINDOWS)),
+            _STEPS,
+            _GENERATED,
+        )
+        figures = asdict(found) | {"bytes": path.stat().st_size, "threads": threads}
+        return results.with_measured(self.name, figures)
+
+    def shortfalls(self, bounds: VerifyConfig, results: Results) -> list[Shortfall]:
+        found = results.measured.get(self.name)
+        if found is None:
+            return []
+        wrong = []
+        if abs(found["perplexity"] / found["whole"] - 1) > _PERPLEXITY:
+            wrong.append(
+                f"perplexity {found['perplexity']:.3f}, without keys and values {found['whole']:.3f}"
+            )
+        least = bounds.min_agreement
+        if least is not None and found["agreement"] < least:
+            wrong.append(f"the same next token in {100 * found['agreement']:.2f} % of {found['tokens']:,}")
+        told = "; ".join(wrong)
+        return [Shortfall(f"verify.min_agreement={least}: the decoder has {told}")] if wrong else []
+
+    def lines(self, results: Results) -> list[str]:
+        found = results.measured.get(self.name)
+        if found is None:
+            return []
+        return [_line(found)]
+
+
+def _line(found: dict[str, Any]) -> str:
+    steps, same = found["steps"]
+    generated, equal = found["greedy"]
+    return (
+        f"decoder ({DECODER_FOLDER}/{DECODER_FILE}, {found['bytes'] / 1e6:.2f} MB): perplexity"
+        f" {found['perplexity']:.3f} on {found['windows']} windows ({found['whole']:.3f} without keys and values), the"
+        f" same next token {100 * found['agreement']:.2f} %; one by one {same} of {steps}, greedy text {equal} of"
+        f" {generated}; {found['tokens_per_second']:.1f} tokens/s, {found['threads']} threads"
+    )

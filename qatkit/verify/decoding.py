@@ -1,0 +1,146 @@
+"""A decoder's file in ONNX Runtime, token by token, against the file that takes whole windows.
+
+windows at once          perplexity and likeliest tokens of both files
+a window in two parts    the second part behind the keys and values of the first, token by token
+a greedy text            each token computed with keys and values, and again from the whole text
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qatkit_verify.session import open_session
+
+Array = NDArray[Any]
+_PAST = "past_key_values."
+
+
+class OnnxDecoder:
+    """A decoder's file.
+
+    Args:
+        path: of the file.
+        threads: intra-op threads.
+        options: session config entries.
+    """
+
+    def __init__(self, path: Path, threads: int, options: Mapping[str, str] | None = None) -> None:
+        self._session = open_session(path, threads=threads, options=options)
+        self._past = [one for one in self._session.get_inputs() if one.name.startswith(_PAST)]
+
+    def empty(self, rows: int) -> list[Array]:
+        """Returns keys and values of no token."""
+        return [np.zeros((rows, one.shape[1], 0, one.shape[3]), np.float32) for one in self._past]
+
+    def run(self, tokens: Array, past: list[Array], mask: Array | None = None) -> tuple[Array, list[Array]]:
+        """Returns logits [N, T, V], and keys and values of all tokens.
+
+        Args:
+            tokens: new ones, [N, T].
+            past: keys and values of the P earlier ones.
+            mask: 0 for padding, [N, P + T]; None: there is none.
+        """
+        before = past[0].shape[2]
+        every = np.ones((len(tokens), before + tokens.shape[1]), np.int64) if mask is None else mask
+        places = np.maximum(every.cumsum(1) - 1, 0)[:, before:]
+        feeds = {"input_ids": tokens, "attention_mask": every, "position_ids": places}
+        feeds |= {one.name: value for one, value in zip(self._past, past, strict=True)}
+        logits, *present = self._session.run(None, feeds)
+        return logits, present
+
+    def greedy(self, tokens: Array, count: int) -> tuple[list[int], float]:
+        """Returns the likeliest `count` tokens behind [1, T], one after the other, and seconds a token."""
+        logits, past = self.run(tokens, self.empty(1))
+        made = [int(logits[0, -1].argmax())]
+        start = time.perf_counter()
+        for _ in range(count - 1):
+            logits, past = self.run(np.array([[made[-1]]], np.int64), past)
+            made.append(int(logits[0, -1].argmax()))
+        return made, (time.perf_counter() - start) / max(1, count - 1)
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How a decoder compares with the file of whole windows.
+
+    Attributes:
+        windows: that were compared, and `tokens` in them.
+        perplexity, whole: of the decoder and of the other file, on these windows.
+        agreement: share of the same likeliest next token, 0..1.
+        steps: tokens that were computed one by one behind others, and how many of them have the same next token.
+        greedy: tokens of a text that were generated, and how many of them are the same from its beginning.
+        tokens_per_second: of that text, one at a time.
+    """
+
+    windows: int
+    tokens: int
+    perplexity: float
+    whole: float
+    agreement: float
+    steps: tuple[int, int]
+    greedy: tuple[int, int]
+    tokens_per_second: float
+
+
+def decoding(
+    decoder: OnnxDecoder, whole: Callable[[Array], Array], windows: list[Array], steps: int, generated: int
+) -> Decoding:
+    """Compares a decoder with a file that takes whole windows.
+
+    Args:
+        decoder: the decoder.
+        whole: the logits [N, T, V] of tokens [N, T] by the other file.
+        windows: of tokens [1, T].
+        steps: tokens at the end of the first window that are computed one by one.
+        generated: tokens of a greedy text behind the first quarter of the first window.
+    """
+    nats, same, count = [list[float](), list[float]()], 0, 0
+    for tokens in windows:
+        found, exact = decoder.run(tokens, decoder.empty(len(tokens)))[0], whole(tokens)
+        for kept, logits in zip(nats, (found, exact), strict=True):
+            kept.append(_nats(logits[0], tokens[0]))
+        same, count = same + int((found.argmax(-1) == exact.argmax(-1)).sum()), count + tokens.size
+    own, other = (math.exp(sum(one) / len(one)) for one in nats)
+    made, seconds = decoder.greedy(first := windows[0][:, : max(2, windows[0].shape[1] // 4)], generated)
+    return Decoding(
+        len(windows), count, own, other, same / count, _by_steps(decoder, whole, windows[0], steps),
+        (generated, _equal(whole, first, made)), 1 / seconds if seconds else math.inf,
+    )  # fmt: skip
+
+
+def _by_steps(
+    decoder: OnnxDecoder, whole: Callable[[Array], Array], tokens: Array, steps: int
+) -> tuple[int, int]:
+    """How many tokens at the end of a window were computed one by one, and of how many the next one is the same."""
+    split = max(1, tokens.shape[1] - steps)
+    exact = whole(tokens)[0].argmax(-1)
+    _, past = decoder.run(tokens[:, :split], decoder.empty(1))
+    same = 0
+    for place in range(split, tokens.shape[1]):
+        logits, past = decoder.run(tokens[:, place : place + 1], past)
+        same += int(logits[0, -1].argmax() == exact[place])
+    return tokens.shape[1] - split, same
+
+
+def _equal(whole: Callable[[Array], Array], prompt: Array, made: list[int]) -> int:
+    """How many tokens of a greedy text are those that the whole text so far gives."""
+    text = np.concatenate([prompt, np.array([made], np.int64)], 1)
+    likeliest = whole(text[:, :-1])[0].argmax(-1)[prompt.shape[1] - 1 :]
+    differs = np.nonzero(likeliest != np.array(made))[0]
+    return int(differs[0]) if len(differs) else len(made)
+
+
+def _nats(logits: Array, tokens: Array) -> float:
+    """Mean nats a token of logits [T, V] of a window [T]."""
+    rows = logits[:-1].astype(np.float64)
+    largest = rows.max(1, keepdims=True)
+    total = largest[:, 0] + np.log(np.exp(rows - largest).sum(1))
+    return float((total - rows[np.arange(len(rows)), tokens[1:]]).mean())
