@@ -78,13 +78,13 @@ def text(root: str | None, download: bool, seed: int, request: Request | None = 
             for part, name in zip(parts, _NAMES, strict=True)
         )
         return Splits(train, test, (), arrays=True)
-    whole = _windows(tokenizer, "".join(parts), 2 * context, "all").reshape(-1, context)
+    whole = _windows(tokenizer, "".join(parts), context, "text, of which half verifies", least=2)
     half = (len(whole) + 1) // 2
     note = "text: of one kind of files the first half calibrates, the second half verifies"
     return Splits(TokenWindows(whole[:half]), TokenWindows(whole[half:]), (), notes=(note,), arrays=True)
 
 
-_NAMES = ("calibration", "test")
+_NAMES = ("calibration text", "test text")
 
 
 def _is_test(path: str) -> bool:
@@ -102,13 +102,13 @@ def _of_files(paths: Sequence[str]) -> str:
     return "\n".join(found)
 
 
-def _windows(tokenizer: Tokenizer, text: str, context: int, name: str) -> NDArray[np.int32]:
-    """The tokens of a text, int32 [windows, context]."""
+def _windows(tokenizer: Tokenizer, text: str, context: int, name: str, least: int = 1) -> NDArray[np.int32]:
+    """The tokens of a text, int32 [windows, context], at least so many windows."""
     pieces = _pieces(text)
     ids = [np.asarray(tokenizer.encode(one, add_special_tokens=False).ids, np.int32) for one in pieces]
     tokens = np.concatenate(ids) if ids else np.zeros(0, np.int32)
-    if len(tokens) < context:
-        allowed = f"at most {len(tokens)}, the tokens of the {name} text"
+    if len(tokens) < least * context:
+        allowed = f"at most {len(tokens) // least}, for {len(tokens)} tokens of the {name}"
         raise ConfigError("data.context", context, allowed)
     return tokens[: len(tokens) // context * context].reshape(-1, context)
 

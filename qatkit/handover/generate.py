@@ -60,7 +60,7 @@ class Generator:
 
     def text(self, prompt: str, count: int) -> Iterator[str]:
         """Yields the text behind a prompt, piece by piece."""
-        ids, told = self.tokenizer.encode(prompt).ids, ""
+        ids, whole, told = self.tokenizer.encode(prompt).ids, "", ""
         made: list[int] = []
         for token in self.tokens(ids, count):
             made.append(token)
@@ -68,6 +68,7 @@ class Generator:
             if not whole.endswith("\N{REPLACEMENT CHARACTER}"):  # half of a letter of several bytes
                 yield whole[len(told) :]
                 told = whole
+        yield whole[len(told) :]
 
 
 def main() -> None:

@@ -66,10 +66,12 @@ def conditions(results: Results) -> str:
     parts = []
     if results.accuracy:
         images = sorted({accuracy.images for accuracy in results.accuracy.values()})
-        parts.append(f"accuracy on {' / '.join(f'{count:,}' for count in images)} images")
+        parts.append(f"accuracy on {' / '.join(f'{count:,}' for count in images)} {results.task.samples}")
     if not results.labelled and results.fidelity:
         compared = next(iter(results.fidelity.values()))
-        parts.append(f"outputs against the float file's on {compared.images:,} images without labels")
+        parts.append(
+            f"outputs against the float file's on {compared.images:,} {results.task.samples} without labels"
+        )
     if results.latency:
         latency = next(iter(results.latency.values()))
         threads = "1 thread" if latency.threads == 1 else f"{latency.threads} threads"

@@ -38,6 +38,7 @@ class CausalLM(Task):
         (Metric("perplexity", unit="", higher_is_better=False), Metric("next token")),
         decision="next token",
         outputs="logits",
+        samples="windows",
     )
 
     def loss(self, output: Tensor, targets: Tensor, schedule: ScheduleConfig) -> Tensor:

@@ -118,8 +118,16 @@ def accuracies(
     progress: bool = False,
     *,
     task: Task = CLASSIFICATION,
+    values: Mapping[str, list[FloatArray]] | None = None,
 ) -> dict[str, Scores]:
     """Returns the scores of each, by one reading of the images; an accelerator computes beside the others.
+
+    Args:
+        predictors: by what they are called.
+        batches: (images, targets).
+        progress: whether a bar is shown.
+        task: whose metrics they are.
+        values: of these, takes what each image of a batch contributes to the main metric.
 
     Raises:
         ConfigError: as `accuracy`.
@@ -132,6 +140,8 @@ def accuracies(
         for name, predict in predictors.items():
             outputs = begun[name]() if name in begun else predict(pixels)
             counts[name].add(outputs, targets)
+            if values is not None and name in values:
+                values[name].append(np.asarray(task.values(outputs, np.asarray(targets))))
     return {name: count.result() for name, count in counts.items()}
 
 

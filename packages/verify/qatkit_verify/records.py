@@ -77,6 +77,7 @@ class TaskNames:
         decision: what two models have the same of where they agree.
         outputs: what a model gives.
         compared: what two ways to compute an output have the same where they agree, if that is not the decision.
+        samples: what a model is given one of, in the plural.
     """
 
     name: str
@@ -85,6 +86,7 @@ class TaskNames:
     decision: str = "answer"
     outputs: str = "outputs"
     compared: str = ""
+    samples: str = "images"
 
     @property
     def alike(self) -> str:
@@ -101,8 +103,11 @@ class TaskNames:
         record = dataclasses.asdict(self)
         for metric in record["metrics"]:
             del metric["value"]
-        if not self.compared:  # which readers before it don't know
+        # Readers before them don't know these.
+        if not self.compared:
             del record["compared"]
+        if self.samples == "images":
+            del record["samples"]
         return record
 
     @classmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from qatkit.records.results import Results
 from qatkit.verify.checks.base import Check, Shortfall, Subject
@@ -12,9 +12,11 @@ from qatkit.verify.checks.requested import RequestedSettings
 
 if TYPE_CHECKING:
     from qatkit.config.schema import VerifyConfig
+    from qatkit.tasks import Task
     from qatkit.verify.accuracy import Predictor
     from qatkit_verify.records import Scores
 
+PAIRED = "paired"  # of the figures that are measured
 _FEWEST = 3  # classes: of two the worse one is no news
 
 
@@ -35,15 +37,17 @@ class AccuracyCheck(Check):
         }
         runs = {name: in_parts(file_predictor(s, subject.task)) for name, s in sessions.items()}
         runs |= {name: in_parts(predict) for name, predict in self.predictors(subject).items()}
-        found = accuracies(runs, subject.batches(), subject.progress, task=subject.task)
-        return replace(results, accuracy=found)
+        values: dict[str, list[Any]] = {name: [] for name in subject.files}
+        found = accuracies(runs, subject.batches(), subject.progress, task=subject.task, values=values)
+        results = replace(results, accuracy=found)
+        return results.with_measured(PAIRED, _paired(values, found, subject.task))
 
     def predictors(self, subject: Subject) -> Mapping[str, Predictor]:
         """What else than the files has an accuracy."""
         return subject.predictors
 
     def lines(self, results: Results) -> list[str]:
-        return [line] if (line := class_line(results)) else []
+        return [line for line in (_paired_line(results), class_line(results)) if line]
 
     def shortfalls(self, bounds: VerifyConfig, results: Results) -> list[Shortfall]:
         if bounds.max_drop is None or not results.labelled:
@@ -64,6 +68,28 @@ class AccuracyCheck(Check):
         asked, control = RequestedSettings(results), results.accuracy.get("control")
         lost = 0.0 if control is None else round(metric.lost(reference.score, control.score), 6)
         return [Shortfall(line, asked.gentler(lost) if lost > 0 and 2 * lost >= drop else asked.closer())]
+
+
+def _paired(values: Mapping[str, list[Any]], scores: Mapping[str, Scores], task: Task) -> dict[str, float]:
+    """How much worse than float the file is, and two standard errors of that, image by image."""
+    import numpy as np
+
+    exact, found = (np.concatenate(values[name]) for name in ("float", "int8"))
+    lost = task.names.main.lost(scores["float"].score, scores["int8"].score)
+    return {"lost": lost, "interval": 2 * task.noise(exact, found)}
+
+
+def _paired_line(results: Results) -> str:
+    """The difference from float and how sure it is; "" without labels."""
+    found, metric = results.measured.get(PAIRED), results.task.main
+    if found is None:
+        return ""
+    change, interval = metric.change(found["lost"]), found["interval"]
+    unit = f" {metric.points}" if metric.points else ""
+    return (
+        f"{results.label} {metric.name} against float: {change:+.2f} ± {interval:.2f}{unit} (two standard errors of the"
+        f" difference, {results.task.samples} paired)"
+    )
 
 
 class FilesAccuracyCheck(AccuracyCheck):

@@ -76,7 +76,8 @@ class FidelityCheck(Check):
         found = results.fidelity.get("int8")
         if found is None:
             return []
-        line = f"against the float file on {found.images:,} images: {fidelity_text(found, results.task)}"
+        where = f"{found.images:,} {results.task.samples}"
+        line = f"against the float file on {where}: {fidelity_text(found, results.task)}"
         each = results.measured.get(OUTPUTS)
         told = [f"SQNR of each output: {', '.join(map(_output_text, each['outputs']))}"] if each else []
         return [line if results.labelled else f"no labels, so no accuracy; {line}", *told]
@@ -117,7 +118,7 @@ def _broken(bounds: dict[str, float], found: Fidelity, results: Results) -> dict
     """By the key of each bound that is not met, what was found instead."""
     told, label, task = {}, results.label, results.task
     free = results.fidelity.get(FREE)
-    decided, over = (found, "images") if free is None else (free, "steps, each file with its own states")
+    decided, over = (found, task.samples) if free is None else (free, "steps, each file with its own states")
     if decided.agreement < bounds.get("min_float_agreement", 0.0):
         share = f"same {task.decision} {100 * decided.agreement:.2f} % on {decided.images} {over}"
         told["min_float_agreement"] = f"{share}, {label} against the float file"

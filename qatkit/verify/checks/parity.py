@@ -60,7 +60,8 @@ class ParityCheck(Check):
             return []
         line = (
             f"verify.min_agreement={bounds.min_agreement}: ONNX Runtime agrees with {results.parity.reference} on"
-            f" {100 * results.parity.held:.2f} % of {results.parity.images} images{but_for_ties(results.parity)}"
+            f" {100 * results.parity.held:.2f} % of {results.parity.images} {results.task.samples}"
+            f"{but_for_ties(results.parity)}"
         )
         found = results.divergence
         if found is not None and found.begins is not None:
@@ -143,7 +144,7 @@ def parity_lines(parity: Parity, task: TaskNames = NAMES) -> list[str]:
     """The comparisons with the reference, and what a step is."""
     width = max(len(label) for label, _ in parity.compared) + 1
     return [
-        f"parity on {parity.images:,} images against {parity.reference}"
+        f"parity on {parity.images:,} {task.samples} against {parity.reference}"
         f" (step {parity.step:.4g}: {parity.step_source})",
         *(f"  {label + ':':<{width}} {_text(item, task)}" for label, item in parity.compared),
     ]

@@ -81,7 +81,8 @@ class SaturationCheck(Check):
         if found.get("elsewhere"):
             return [_ELSEWHERE]
         guards = results.measured.get(GUARDS)
-        said = "" if guards is None else guard_line(guards)
+        weights_alone = RequestedSettings(results).weights_alone  # no products of bytes
+        said = "" if guards is None or weights_alone else guard_line(guards)
         return saturation_lines(found, results.task) + ([said] if said else [])
 
 

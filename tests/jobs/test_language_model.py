@@ -1,0 +1,188 @@
+"""A language model from its folder and a text to a decoder that continues text, over the whole chain."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+import torch
+from command_line import CONF
+from language import needs_transformers, saved, texts, tokenizer
+from onnx import numpy_helper
+from tiny_run import report_of
+
+from qatkit.config.compose import compose_config
+from qatkit.config.schema import Config
+from qatkit.jobs import pipeline
+from qatkit.run.build import data_of
+from qatkit.verify.decoding import OnnxDecoder
+from qatkit_verify.command import main as verify_bundle
+from qatkit_verify.errors import ConfigError
+
+pytestmark = needs_transformers
+CONTEXT = 48
+
+
+def asked(folder: Path, model: Path, root: Path, *changes: str) -> Config:
+    return compose_config(
+        CONF,
+        [
+            "recipe=causal_lm_w4", f"model.name=hf/{model}", f"data.root={root}", f"output_dir={folder}",
+            f"data.context={CONTEXT}", "data.test_images=8", "verify.latency_runs=2", "verify.max_drop=100",
+            "trainer.progress=false", *changes,
+        ],
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+    """The folder of a finished run, of its model and of its text."""
+    top = tmp_path_factory.mktemp("language")
+    model, root = saved(top / "model"), texts(top / "texts")
+    assert pipeline.train(asked(top / "run", model, root, "export.bundle=true")) == 0
+    return top / "run", model, root
+
+
+def stored(folder: Path) -> dict[str, np.ndarray[Any, Any]]:
+    """The constants of the decoder's file by name."""
+    model = onnx.load(folder / "decoder" / "model.onnx")
+    return {one.name: numpy_helper.to_array(one) for one in model.graph.initializer}
+
+
+def dequantized(constants: dict[str, np.ndarray[Any, Any]], name: str, alias: str) -> torch.Tensor:
+    """A weight [out, in] of MatMulNBits by its definition: (q - zero_point) * scale, nibbles in blocks of 32."""
+    packed = constants[f"{name}.weight"]
+    scale, zeros = constants[f"{alias}.weight_scale"], constants[f"{alias}.weight_zero_point"]
+    codes = np.stack([packed & 15, packed >> 4], -1).reshape(*packed.shape[:2], -1).astype(np.float64)
+    zero = np.stack([zeros & 15, zeros >> 4], -1).reshape(len(zeros), -1)[:, : packed.shape[1]]
+    return torch.from_numpy(((codes - zero[..., None]) * scale[..., None]).reshape(len(packed), -1)).float()
+
+
+@pytest.fixture(scope="module")
+def simulated(made: tuple[Path, Path, Path]) -> Any:
+    """The model of transformers with the weights that the decoder's file holds."""
+    run, folder, _ = made
+    transformers: Any = importlib.import_module("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    constants, left = stored(run), dict(model.named_modules())
+    for name, module in left.items():
+        if isinstance(module, torch.nn.Linear):
+            alias = "model.embed_tokens" if name == "lm_head" else name
+            with torch.no_grad():
+                module.weight.copy_(dequantized(constants, name, alias))
+    return model
+
+
+def test_every_bound_is_met_and_reported(made: tuple[Path, Path, Path]) -> None:
+    report = report_of(made[0])
+    assert report["shortfalls"] == [] and report["task"]["samples"] == "windows"
+    assert report["label"] == "INT4 weights"
+    decoder = report["measured"]["decoder"]
+    assert decoder["agreement"] == 1.0 and decoder["perplexity"] == pytest.approx(decoder["whole"], rel=1e-6)
+    assert decoder["steps"] == [16, 16] and decoder["greedy"] == [32, 32]
+    names = {one["name"] for one in report["files"]}
+    assert {"decoder/model.onnx", "decoder/tokenizer.json", "decoder/generate.py"} <= names
+
+
+def test_perplexity_is_that_of_the_dequantized_weights(made: tuple[Path, Path, Path], simulated: Any) -> None:
+    run, folder, root = made
+    report = report_of(run)
+    data = data_of(asked(run, folder, root))
+    transformers: Any = importlib.import_module("transformers")
+    exact = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    nats: dict[str, list[torch.Tensor]] = {"float": [], "int8": []}
+    for tokens, _ in data.test_batches():
+        for name, model in (("float", exact), ("int8", simulated)):
+            with torch.no_grad():
+                nats[name].append(model(tokens, labels=tokens).loss * len(tokens))
+    for name, found in nats.items():
+        wanted = math.exp(float(torch.stack(found).double().sum()) / data.test_count)
+        assert report["accuracy"][name]["perplexity"] == pytest.approx(wanted, rel=1e-4)
+
+
+def test_generated_text_is_that_of_transformers(made: tuple[Path, Path, Path], simulated: Any) -> None:
+    folder = made[0] / "bundle" / "decoder"
+    prompt = "the cat sat on the big red mat and then"
+    ids = torch.tensor([tokenizer().encode(prompt).ids])
+    with torch.no_grad():
+        found = simulated.generate(ids, max_new_tokens=60, do_sample=False, pad_token_id=0)[0, ids.shape[1] :]
+    wanted = tokenizer().decode([one for one in found.tolist() if one != 0])
+
+    done = subprocess.run(
+        [sys.executable, str(folder / "generate.py"), prompt, "--tokens", "60"],
+        capture_output=True, check=True, cwd=folder.parent,
+    )  # fmt: skip
+    assert done.stdout.decode() == f"{prompt}{wanted}\n"
+
+
+def test_rows_with_padding_are_those_without(made: tuple[Path, Path, Path]) -> None:
+    decoder = OnnxDecoder(made[0] / "decoder" / "model.onnx", 1)
+    draw = np.random.default_rng(0)
+    tokens, mask = draw.integers(1, 320, (3, 12)), np.ones((3, 13), np.int64)
+    for row, padding in enumerate((0, 3, 7)):
+        mask[row, :padding] = 0
+    logits, past = decoder.run(tokens, decoder.empty(3), mask[:, :12])
+    after, _ = decoder.run(new := draw.integers(1, 320, (3, 1)), past, mask)
+    for row, padding in enumerate((0, 3, 7)):
+        alone, past_alone = decoder.run(tokens[row : row + 1, padding:], decoder.empty(1))
+        np.testing.assert_allclose(logits[row, padding:], alone[0], atol=2e-5)
+        alone, _ = decoder.run(new[row : row + 1], past_alone)
+        np.testing.assert_allclose(after[row], alone[0], atol=2e-5)
+
+
+def test_the_bundle_can_be_checked(made: tuple[Path, Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert verify_bundle([str(made[0] / "bundle")]) == 0
+    told = json.loads((made[0] / "bundle" / "decoder" / "genai_config.json").read_text())["model"]
+    assert (told["type"], told["vocab_size"], told["context_length"]) == ("llama", 320, 128)
+    names = {one.name for one in ort.InferenceSession(made[0] / "decoder" / "model.onnx").get_inputs()}
+    decoder = told["decoder"]
+    assert names == {
+        *(decoder["inputs"][key] for key in ("input_ids", "attention_mask", "position_ids")),
+        *(decoder["inputs"][f"past_{kind}_names"] % layer for kind in ("key", "value") for layer in (0, 1)),
+    }
+    shape = [2, decoder["num_key_value_heads"], decoder["num_hidden_layers"], decoder["head_size"]]
+    assert shape == [2, 2, 2, 16]
+
+
+@pytest.mark.parametrize("kind", ["GPT2", pytest.param("Qwen3", marks=pytest.mark.slow)])
+def test_other_architectures_decode(kind: str, tmp_path: Path) -> None:
+    model, root = saved(tmp_path / "model", kind), texts(tmp_path / "texts", 60)
+    assert pipeline.train(asked(tmp_path / "run", model, root, "algorithm=none")) == 0
+    assert report_of(tmp_path / "run")["measured"]["decoder"]["greedy"] == [32, 32]
+
+
+def refused(config: Config) -> str:
+    with pytest.raises(ConfigError) as caught:
+        pipeline.train(config)
+    assert "\n" not in str(caught.value) and not Path(str(config.output_dir)).exists()
+    return str(caught.value)
+
+
+def test_what_can_be_no_decoder_is_refused_early(made: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    _, model, root = made
+    told = refused(asked(tmp_path / "a", model, root, "backend=fbgemm", "algorithm=none"))
+    assert told.startswith("export.decoder=True: expected false with backend=fbgemm")
+    told = refused(asked(tmp_path / "b", model, root, "data.context=17"))
+    assert told == "data.context=17: expected at least 18 with export.decoder=true"
+    told = refused(asked(tmp_path / "c", model, root, "data.context=129"))
+    assert told == "data.context=129: expected at most 128, the positions of the model"
+    told = refused(asked(tmp_path / "d", model, root, "task=outputs"))
+    assert "export.decoder=True: expected false with task=outputs" in told
+
+
+def test_weights_of_another_head_are_refused(tmp_path: Path) -> None:
+    folder, root = saved(tmp_path / "model"), texts(tmp_path / "texts", 60)
+    transformers: Any = importlib.import_module("transformers")
+    config = transformers.AutoConfig.from_pretrained(folder, tie_word_embeddings=False)
+    transformers.LlamaModel(config).save_pretrained(folder)
+    told = refused(asked(tmp_path / "run", folder, root))
+    assert told.startswith("model.weights=DEFAULT: expected weights of this model: lm_head.weight missing")
