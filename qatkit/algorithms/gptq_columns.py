@@ -7,8 +7,9 @@ from torch import Tensor
 
 from qatkit.quant.numerics import Ends, clamped
 
-# Columns that are rounded before what they leave is worked into the others; and how often the damping grows tenfold.
-_BLOCK, _TRIES = 128, 6
+# Columns that are rounded before what they leave is worked into the others; rows at a time, which bound the memory; and
+# how often the damping grows tenfold.
+_BLOCK, _ROWS, _TRIES = 128, 4096, 6
 
 
 def damped_factor(form: Tensor, damping: float) -> Tensor:
@@ -53,24 +54,41 @@ def rounded_columns(
     """
     low, high = (torch.as_tensor(end, device=weight.device).expand_as(weight) for end in ends)
     places = _places(form, order)
-    columns = places[:, None].expand_as(weight)
-    weight, scale, low, high = (part.gather(2, columns) for part in (weight, scale, low, high))
     form = form.gather(1, places[:, :, None].expand_as(form)).gather(2, places[:, None].expand_as(form))
-    inverse = torch.cholesky_inverse(damped_factor(form, damping))
-    factor = torch.linalg.cholesky(inverse, upper=True).float()
+    factor = torch.linalg.cholesky(torch.cholesky_inverse(damped_factor(form, damping)), upper=True).float()
+    del form
     found = torch.empty_like(weight)
-    for start in range(0, weight.shape[2], _BLOCK):
+    for start in range(0, weight.shape[1], _ROWS):
+        rows = slice(start, start + _ROWS)
+        columns = places[:, None].expand_as(weight[:, rows])
+        # Columns become rows, which lie together in memory: the loop below reads and writes one at a time.
+        part, own, least, most = (
+            one[:, rows].gather(2, columns).mT.contiguous() for one in (weight, scale, low, high)
+        )
+        found[:, rows].scatter_(2, columns, _rounded(part, own, least, most, factor).mT)
+    return found
+
+
+def _rounded(weight: Tensor, scale: Tensor, low: Tensor, high: Tensor, factor: Tensor) -> Tensor:
+    """Integers [groups, inputs, rows] of a weight that is changed on the way, columns in their order.
+
+    Args:
+        weight, scale, low, high: [groups, inputs, rows].
+        factor: the upper Cholesky factor of the inverse of the form, [groups, inputs, inputs].
+    """
+    found = torch.empty_like(weight)
+    for start in range(0, weight.shape[1], _BLOCK):
         here, behind = slice(start, start + _BLOCK), slice(start + _BLOCK, None)
-        part, own = weight[..., here].clone(), factor[:, here, here]
+        part, own = weight[:, here], factor[:, here, here]
         errors = torch.empty_like(part)
-        for i in range(part.shape[2]):
+        for i in range(part.shape[1]):
             at = start + i
-            whole = torch.round(part[..., i] / scale[..., at])
-            found[..., at] = whole = clamped(whole, (low[..., at], high[..., at]))
-            errors[..., i] = (part[..., i] - whole * scale[..., at]) / own[:, None, i, i]
-            part[..., i + 1 :] -= errors[..., i, None] * own[:, None, i, i + 1 :]
-        weight[..., behind] -= errors @ factor[:, here, behind]
-    return torch.empty_like(found).scatter_(2, columns, found)
+            whole = clamped(torch.round(part[:, i] / scale[:, at]), (low[:, at], high[:, at]))
+            found[:, at] = whole
+            errors[:, i] = (part[:, i] - whole * scale[:, at]) / own[:, i, i, None]
+            part[:, i + 1 :] -= own[:, i, i + 1 :, None] * errors[:, i, None]
+        weight[:, behind] -= factor[:, here, behind].mT @ errors
+    return found
 
 
 def _places(form: Tensor, order: bool) -> Tensor:

@@ -7,17 +7,22 @@ from pathlib import Path
 from typing import cast
 
 import numpy as np
+import onnx
+import onnxruntime as ort
 import pytest
 import torch
 from chain import noise
 from numpy.typing import NDArray
+from onnx import TensorProto
 from torch import Tensor, fx, nn
 
 from qatkit.algorithms import GPTQ
 from qatkit.algorithms.blocks.journal import working
 from qatkit.algorithms.gptq_columns import rounded_columns
 from qatkit.calibration import calibrate
+from qatkit.export.torch_to_onnx import export_onnx
 from qatkit.graph.captured import Captured
+from qatkit.graph.convert.to_integers import convert
 from qatkit.graph.phase import set_phase
 from qatkit.graph.prepare import prepare_qat
 from qatkit.graph.quantizers import quantized_operators
@@ -218,6 +223,41 @@ def test_a_weight_that_serves_two_calls_is_named() -> None:
     ] * 2
 
 
+class Tied(nn.Module):
+    """A table that is the weight of the last layer, too, as most small language models have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.inside = nn.Embedding(50, 32), nn.Linear(32, 32)
+        self.head = nn.Linear(32, 50, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.head(torch.relu(self.inside(self.table(x)))))
+
+
+def test_a_table_has_the_integers_of_the_layer_that_it_is_the_weight_of(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    words = torch.randint(0, 50, (64, 12), generator=torch.Generator().manual_seed(0))
+    model = Tied()
+    nearest = lost(prepared(model, words), model, words)
+    graph = prepared(model, words)
+    result = GPTQ(images=64, batch_size=16)(graph, [words])
+    assert result.changed == 2 and not result.skipped
+    assert lost(graph, model, words) < 0.9 * nearest
+    head, table = (cast(QATOperator, graph.get_submodule(name)) for name in ("head", "table"))
+    assert torch.equal(head.quantized(head.weight, None)[0], table(torch.arange(50)))
+
+    path = tmp_path / "tied.onnx"
+    export_onnx(convert(graph).graph, words[:2], path)
+    sizes = [
+        len(one.raw_data) for one in onnx.load(path).graph.initializer if one.data_type == TensorProto.UINT8
+    ]
+    assert sizes.count(50 * 16) == 1  # 50 rows of 32 weights in 4 bits, once
+    found = ort.InferenceSession(path).run(None, {"input": words.numpy()})[0]
+    np.testing.assert_allclose(found, graph(words).detach().numpy(), atol=1e-5)
+
+
 class Prompted(nn.Module):
     """Puts a token before each sequence, behind a layer that stands between the batch's size and its use."""
 
@@ -266,7 +306,7 @@ def test_a_run_that_was_killed_goes_on(tmp_path: Path) -> None:
 
     broken = prepared(model, x)
     operators = [operator for _, operator, _ in quantized_operators(broken)]
-    operators[2].register_forward_hook(killed)
+    operators[1].register_forward_hook(killed)
     with working(progress=False, seed=0, file=file), pytest.raises(KeyboardInterrupt):
         algorithm(broken, [x])
     assert file.is_file()

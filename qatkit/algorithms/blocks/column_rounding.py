@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,14 +12,18 @@ from torch import Tensor, fx
 from qatkit.algorithms import biases
 from qatkit.algorithms.bias_errors import targets
 from qatkit.algorithms.blocks.journal import Found
-from qatkit.algorithms.blocks.lesson import Lesson
+from qatkit.algorithms.blocks.lesson import Lesson, tied_tables
 from qatkit.algorithms.blocks.range_search import weight_quantizer
 from qatkit.algorithms.gptq_columns import damped_factor, rounded_columns
 from qatkit.algorithms.input_moments import patches
-from qatkit.quant.qat_layers import QATOperator
+from qatkit.quant.qat_layers import QATEmbedding, QATOperator
 
 if TYPE_CHECKING:
     from qatkit.algorithms.gptq import GPTQ
+
+
+# Damping of a weight that is a table, too: it stands for the error of what is looked up (docs/design.md, D55).
+_TIED = 0.1
 
 
 @dataclass
@@ -55,15 +59,17 @@ class ColumnRounding:
     Attributes:
         settings: of the algorithm.
         with_bias: the operators whose bias takes the mean error.
+        tables: the Embeddings that a weight is the table of, by the id of the parameter.
     """
 
     settings: GPTQ
     with_bias: Collection[QATOperator]
+    tables: Mapping[int, Sequence[QATEmbedding]]
 
     @classmethod
     def of(cls, settings: GPTQ, graph_module: fx.GraphModule) -> ColumnRounding:
         """Returns the learner of a calibrated graph."""
-        return cls(settings, set(targets(graph_module)[0].values()))
+        return cls(settings, set(targets(graph_module)[0].values()), tied_tables(graph_module))
 
     def learn(self, lesson: Lesson) -> Found:
         found: Found = {}
@@ -86,7 +92,7 @@ class ColumnRounding:
         rows = by_group(weight)
         wanted = rows
         if self.settings.past:
-            factor = damped_factor(moments.second, self.settings.damping)
+            factor = damped_factor(moments.second, self._damping(operator))
             lost = rows.double() @ moments.cross.double()
             wanted = rows + self.settings.past * torch.cholesky_solve(lost.mT, factor).mT.float()
         spread = by_group(fake.spec.granularity.spread(scale, weight.shape).expand_as(weight))
@@ -95,7 +101,7 @@ class ColumnRounding:
         )
         integers = rounded_columns(
             wanted, moments.second, spread, (ends[0], ends[1]),
-            order=self.settings.order, damping=self.settings.damping,
+            order=self.settings.order, damping=self._damping(operator),
         )  # fmt: skip
         found = {"integers": integers.reshape(weight.shape).to(torch.int16), "scale": scale}
         if fake.spec.has_zero_point:
@@ -105,13 +111,19 @@ class ColumnRounding:
             found["bias"] = bias + means.flatten().to(bias.dtype)
         return found
 
+    def _damping(self, operator: QATOperator) -> float:
+        tied = id(operator.weight) in self.tables
+        return max(self.settings.damping, _TIED) if tied else self.settings.damping
+
     def apply(self, lesson: Lesson, found: Found) -> None:
         for name, operator in lesson.operators.items():
             weight = operator.effective()[0].detach()
             values = {part: found[key].to(weight.device) for part in ("integers", "scale", "zero_point", "bias")
                       if (key := f"{name}.{part}") in found}  # fmt: skip
             fake = weight_quantizer(operator)
-            fake.fix(values["scale"], weight, values["integers"].float(), values.get("zero_point"))
+            tied = (table.weight_fake_quant for table in self.tables.get(id(operator.weight), ()))
+            for one in (fake, *(table for table in tied if table.spec == fake.spec)):
+                one.fix(values["scale"], weight, values["integers"].float(), values.get("zero_point"))
             if "bias" in values:
                 biases.change(operator, values["bias"])
 

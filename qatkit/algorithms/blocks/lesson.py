@@ -13,9 +13,9 @@ from torch import fx
 
 from qatkit.algorithms.blocks.journal import Found
 from qatkit.algorithms.blocks.partition import Block
-from qatkit.graph.quantizers import sorted_out
+from qatkit.graph.quantizers import quantized_weights, sorted_out
 from qatkit.quant.computed_weights import Computed
-from qatkit.quant.qat_layers import QATOperator
+from qatkit.quant.qat_layers import QATEmbedding, QATOperator
 
 Tensors = tuple[Any, ...]
 
@@ -60,25 +60,37 @@ class Learner(Protocol):
 
 
 def changeable(
-    graph_module: fx.GraphModule, what: str
+    graph_module: fx.GraphModule, what: str, *, tables: bool = False
 ) -> tuple[dict[str, QATOperator], list[tuple[str, str]]]:
     """The quantized Convs and Linears by site whose rounding or scale may be chosen, and (site, why not) of the others.
 
     Args:
+        graph_module: prepared.
         what: stays as it is, in words.
+        tables: whether a weight may be that of an Embedding, too (`tied_tables`).
     """
-    chosen, skipped = sorted_out(graph_module, _reason)
+    tied = tied_tables(graph_module) if tables else {}
+
+    def reason(module: QATOperator, reads: Counter[int]) -> str | None:
+        if isinstance(module, Computed) and module.program("weight") is not None:
+            return "its weight is computed from other parameters"
+        if module.bn is not None:
+            return "it has a BatchNorm of its own (schedule.batch_norm=fold folds it)"
+        if reads[id(module.weight)] - len(tied.get(id(module.weight), ())) > 1:
+            return "its weight serves several calls"
+        return None
+
+    chosen, skipped = sorted_out(graph_module, reason)
     return chosen, [(site, f"{what}: {reason}") for site, reason in skipped]
 
 
-def _reason(module: QATOperator, reads: Counter[int]) -> str | None:
-    if isinstance(module, Computed) and module.program("weight") is not None:
-        return "its weight is computed from other parameters"
-    if module.bn is not None:
-        return "it has a BatchNorm of its own (schedule.batch_norm=fold folds it)"
-    if reads[id(module.weight)] > 1:
-        return "its weight serves several calls"
-    return None
+def tied_tables(graph_module: fx.GraphModule) -> dict[int, list[QATEmbedding]]:
+    """Returns the Embeddings with a quantized table, by the id of the parameter that it is."""
+    found: dict[int, list[QATEmbedding]] = {}
+    for _, module, _ in quantized_weights(graph_module):
+        if isinstance(module, QATEmbedding):
+            found.setdefault(id(module.weight), []).append(module)
+    return found
 
 
 def rounded(algorithm: object, operators: dict[str, QATOperator]) -> int:

@@ -10,10 +10,11 @@ blocks, and only the tensors that are alive between two blocks are kept (`qatkit
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import compress
 from typing import Any, cast
 
 import torch
@@ -62,20 +63,43 @@ class BlockWalk:
 
     @classmethod
     def of(
-        cls, algorithm: BlockAlgorithm, graph_module: fx.GraphModule, inputs: Iterable[Example]
+        cls,
+        algorithm: BlockAlgorithm,
+        graph_module: fx.GraphModule,
+        inputs: Iterable[Example],
+        *,
+        tables: bool = False,
     ) -> BlockWalk:
-        """Reads the images that the algorithm wants, and what it has done with them before a kill."""
-        operators, skipped = changeable(graph_module, algorithm.stays)
+        """Reads the images that the algorithm wants, and what it has done with them before a kill.
+
+        Args:
+            algorithm: whose settings count.
+            graph_module: calibrated.
+            inputs: batches, read no further than needed.
+            tables: as `changeable`.
+        """
+        operators, skipped = changeable(graph_module, algorithm.stays, tables=tables)
         batches = _chunks(graph_module, inputs, algorithm.images, algorithm.batch_size)
         journal = Journal(current().file, _key(graph_module, batches, algorithm))
         return cls(graph_module, operators, skipped, batches, journal, algorithm.memory)
 
-    def walk(self, blocks: Sequence[Block], learner: Learner, title: str, *, fisher: bool = False) -> None:
+    def walk(
+        self,
+        blocks: Sequence[Block],
+        learner: Learner,
+        title: str,
+        *,
+        fisher: bool = False,
+        targets: bool = True,
+    ) -> None:
         """Takes `learner` through the blocks, all of the graph in order.
 
         Args:
+            blocks: of the graph.
+            learner: what changes them.
             title: of the bar.
             fisher: with `Lesson.importance`, by a float pass of what is behind each block.
+            targets: with `Lesson.targets`; without, outputs that no later block reads are not computed.
         """
         if not self.operators:
             return
@@ -84,11 +108,12 @@ class BlockWalk:
                 shown([(block, block.operators) for block in blocks], title, current().progress, "operators")
             ):
                 lesson = state.lesson(block, number)
-                state.run(lesson, _FLOAT)
+                later = {node for rest in blocks[number + 1 :] for node in rest.inputs}
+                state.run(lesson, _FLOAT, set(block.outputs) if targets else later)
                 if lesson.operators:
                     learner.apply(lesson, self.journal.next(partial(state.taught, learner, lesson, fisher)))
-                state.run(lesson, _QUANTIZED)
-                state.forget(blocks[number + 1 :])
+                state.run(lesson, _QUANTIZED, later)
+                state.forget(later)
         set_phase(self.graph_module, observe=False, quantize=True)
 
 
@@ -177,24 +202,28 @@ class _State:
         keys = [(_FLOAT if node.op == "placeholder" else side, node) for node in nodes]
         return tuple(_on(self.device, self.cache.get(key, chunk)) for key in keys)
 
-    def run(self, lesson: Lesson, side: str) -> None:
+    def run(self, lesson: Lesson, side: str, kept: Collection[fx.Node]) -> None:
+        """Computes the outputs of a block, of which those that are read are kept."""
+        outputs = [node in kept for node in lesson.block.outputs]
+        if not any(outputs):
+            return
         set_phase(lesson.module, observe=False, quantize=side == _QUANTIZED)
         for i in range(self.chunks):
             values = lesson.module(*self.get(side, lesson.block.inputs, i))
-            for node, value in zip(lesson.block.outputs, values, strict=True):
+            for node, value in compress(zip(lesson.block.outputs, values, strict=True), outputs):
                 source = quantizer_of(node)  # values that were only moved are on its grid, too
                 quantizer = None if source is None else cast(FakeQuantize, module_of(source))
                 self.cache.put((side, node), i, value, quantizer)
-        self.alive.update(lesson.block.outputs)
+        self.alive.update(compress(lesson.block.outputs, outputs))
 
-    def forget(self, rest: Sequence[Block]) -> None:
-        wanted = {node for block in rest for node in block.inputs}
-        for node in self.alive - wanted:
+    def forget(self, wanted: Collection[fx.Node]) -> None:
+        """Drops what no later block reads."""
+        for node in self.alive.difference(wanted):
             for side in (_FLOAT, _QUANTIZED):
                 self.cache.drop((side, node))
         for node in list(self.alive):
             self.cache.drop((_FISHER, node))
-        self.alive &= wanted
+        self.alive.intersection_update(wanted)
 
     def close(self) -> None:
         self.cache.close()
