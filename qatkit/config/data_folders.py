@@ -16,6 +16,10 @@ FOLDERS = {
     "qatkit.data.arrays.arrays": (
         "a folder of .npz or .npy files, whose arrays are named after the model's inputs"
     ),
+    "qatkit.data.sentence_pairs.sentence_pairs": (
+        "a folder of .tsv files with pairs of sentences and scores: those with 'test' in their names verify, at least "
+        "one other calibrates"
+    ),
     "qatkit.data.text.text": (
         "a folder of .txt files: those with 'test' in their names verify, the others calibrate and train"
     ),

@@ -57,6 +57,7 @@ class Port:
         axis: the batch axis; None where it has none.
         names: of its axes, in the file; "" of one without a name.
         below: of ids, the rows of the smallest table that they index; None where no table is known.
+        rows: that a sample has along the batch axis.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Port:
     axis: int | None
     names: tuple[str, ...] = ()
     below: int | None = None
+    rows: int = 1
 
 
 class ArrayFiles:
@@ -325,10 +327,11 @@ class ArrayBatches:
             size is None or size == has or i == port.axis
             for i, (size, has) in enumerate(zip(port.shape, given.shape, strict=True))
         )
-        one = port.axis is None or (fits and given.shape[port.axis] == 1)
+        one = port.axis is None or (fits and given.shape[port.axis] == port.rows)
         if not fits or not one:
             shape = [
-                1 if i == port.axis else "any" if size is None else size for i, size in enumerate(port.shape)
+                port.rows if i == port.axis else "any" if size is None else size
+                for i, size in enumerate(port.shape)
             ]
             told = f"{name}['{port.name}'] is {list(given.shape)}; the model takes {shape} of one sample"
             raise ConfigError("data.source", self.source, reason=told.replace("'any'", "any"))

@@ -7,20 +7,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from qatkit.config.schema.model import AUDIO, DRAWN, TEXT
+from qatkit.config.schema.model import AUDIO, DRAWN, PAIRS, TEXT
 from qatkit_verify.errors import ConfigError
 
 if TYPE_CHECKING:
     from qatkit.config.schema import DataConfig
     from qatkit.data.arrays import Port
 
-# Settings that one source of ours reads; a source of the user's may read any of them.
-_OWN = {"rate": AUDIO, "frame": AUDIO, "hop": AUDIO, "axes": AUDIO, "scale": AUDIO} | {
-    "count": DRAWN,
-    "sizes": DRAWN,
-    "ranges": DRAWN,
-    "context": TEXT,
-    "tokenizer": TEXT,
+# Settings that few of our sources read; a source of the user's may read any of them.
+_OWN: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("rate", "frame", "hop", "axes", "scale"), (AUDIO,)),
+    **dict.fromkeys(("count", "sizes", "ranges"), (DRAWN,)),
+    **dict.fromkeys(("context", "tokenizer"), (TEXT, PAIRS)),
 }
 
 
@@ -53,9 +51,9 @@ def is_asked(source: Callable[..., Any]) -> bool:
 def check_own_settings(config: DataConfig, source: Callable[..., Any]) -> None:
     """Raises ConfigError for a setting that this source does not read."""
     users = is_asked(source) and not config.source.startswith("qatkit.")
-    for key, owner in _OWN.items():
+    for key, owners in _OWN.items():
         value = getattr(config, key)
-        if value is not None and config.source != owner and not users:
-            name = owner.rpartition(".")[2]
-            allowed = f"null with data.source={config.source}; data={name} reads it"
+        if value is not None and config.source not in owners and not users:
+            names = " and ".join(f"data={one.rpartition('.')[2]}" for one in owners)
+            allowed = f"null with data.source={config.source}; {names} reads it"
             raise ConfigError(f"data.{key}", value, allowed)

@@ -16,6 +16,7 @@ from qatkit.choose.placement.measured import about_placement
 from qatkit.config.schema import ModelConfig
 from qatkit.data import DataModule
 from qatkit.graph.phase import inference
+from qatkit.graph.signature import inputs_of
 from qatkit.jobs.calibrate import forget_partial
 from qatkit.jobs.prepare import module_of
 from qatkit.jobs.stages import Always, Conditional, State
@@ -153,7 +154,7 @@ def _own_width(module: QATModule, model: ModelConfig) -> int | None:
     if model.num_classes is not None or model.weights is None:
         return model.num_classes
     with inference(module.graph):
-        outputs = module.graph(module.example)
+        outputs = module.graph(*inputs_of(module.graph, module.example))
     output = outputs[0] if isinstance(outputs, tuple) else outputs
     return module.task.width_of(output.shape) if isinstance(output, Tensor) else None
 

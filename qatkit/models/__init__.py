@@ -16,7 +16,15 @@ A dotted path names a builder of the user's.
 
 from __future__ import annotations
 
-from qatkit.models.build import build, declared, has_weights, states, weights_classes, weights_preprocessing
+from qatkit.models.build import (
+    build,
+    declared,
+    has_weights,
+    parameters,
+    states,
+    weights_classes,
+    weights_preprocessing,
+)
 from qatkit.models.checkpoint import read_checkpoint
 from qatkit.models.declared import Declared
 from qatkit.models.torchvision_models import replace_heads
@@ -26,6 +34,7 @@ __all__ = [
     "build",
     "declared",
     "has_weights",
+    "parameters",
     "read_checkpoint",
     "replace_heads",
     "states",

@@ -83,6 +83,11 @@ def declared(config: ModelConfig, layout: str | None, task: str = IMAGES) -> Dec
     return Declared()
 
 
+def parameters(config: ModelConfig) -> int | None:
+    """Returns how many parameters a model has that would be loaded, where that is known before; else None."""
+    return hf_models.parameters(config)
+
+
 def states(config: ModelConfig) -> States | None:
     """Returns the outputs that are inputs of the next step, of an ONNX file with `model.kwargs.states`; else None."""
     return onnx_files.states(config) if config.name.startswith(onnx_files.PREFIX) else None

@@ -6,15 +6,18 @@
     hf//data/my_model, hf/./my_model    the same from a folder that `save_pretrained` wrote
 
 The model is theirs with module paths and state_dict as they are, but gives its logits alone: [N, classes] of an image
-classifier, [N, T, V] of a language model (task=causal_lm). Images are prepared as their image processor does, except
-that the picture keeps its proportions where that one squeezes it; text by the tokenizer beside the weights.
+classifier, [N, T, V] of a language model (task=causal_lm); an encoder gives embeddings (task=text_embedding).
+Images are prepared as their image processor does, except that the picture keeps its proportions where that one squeezes
+it; text by the tokenizer beside the weights.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -30,12 +33,15 @@ from qatkit.data.tokenizer import PLACE, POSITIONS, VOCABULARY
 from qatkit.models.declared import Declared
 from qatkit.models.hub import how_to_fetch
 from qatkit.models.image_processor import preprocessing_of
+from qatkit.models.pooling import pooling_of
 from qatkit_verify.errors import ConfigError, did_you_mean, first_line
 
 PREFIX = "hf/"
 DEFAULT = "DEFAULT"
 # Settings of every configuration that its own dictionary leaves out.
 _GENERAL = {"attn_implementation"}
+_UNREAD = "pooler."  # of an encoder, whose embedding is pooled otherwise
+_LONGEST_HEADER = 100_000_000  # bytes, the format's own limit
 
 
 @dataclass(frozen=True)
@@ -46,35 +52,36 @@ class Head:
         title: for messages.
         loader: transformers' class that loads such models.
         mapping: of the architectures that have one, in its modeling_auto.
-        takes: the argument of their forward.
-        input_type: of that argument, where it is text; "" of images.
+        takes: the arguments of their forward that are inputs.
+        text: whether these are tokens.
         replaceable: whether its weights may be missing, and are made afresh then.
+        rows: how many a sample has.
     """
 
     title: str
     loader: str
     mapping: str
-    takes: str
-    input_type: str = ""
+    takes: tuple[str, ...]
+    text: bool = True
     replaceable: bool = False
+    rows: int = 1
 
 
 IMAGE_CLASSIFIER = Head(
     "an image classifier",
     "AutoModelForImageClassification",
     "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
-    "pixel_values",
+    ("pixel_values",),
+    text=False,
     replaceable=True,
 )
-HEADS = {
-    "causal_lm": Head(
-        "a causal language model",
-        "AutoModelForCausalLM",
-        "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
-        "input_ids",
-        "int64",
-    )
-}
+ENCODER = Head(
+    "an encoder of text", "AutoModel", "MODEL_MAPPING_NAMES", ("input_ids", "attention_mask"), rows=2
+)
+CAUSAL_LM = Head(
+    "a causal language model", "AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", ("input_ids",)
+)
+HEADS = {"causal_lm": CAUSAL_LM, "text_embedding": ENCODER}
 
 
 def of_task(task: str) -> HuggingFace:
@@ -139,7 +146,7 @@ class HuggingFace:
             allowed = f"weights of {config.name} ({first_line(error)})"
             raise ConfigError("model.weights", config.weights, allowed) from error
         self._check_loaded(model, report, config)
-        return _with_logits(model, self.head)
+        return _adapted(model, self.head, config.name)
 
     def preprocessing(self, config: ModelConfig) -> Preprocessing | None:
         """Returns how their image processor prepares images for `model.weights`; None of text.
@@ -149,7 +156,7 @@ class HuggingFace:
         """
         self.builder(config.name)
         revision = self._revision(config)
-        if self.head.input_type:
+        if self.head.text:
             return None
         try:
             processor = _transformers(config.name).AutoImageProcessor.from_pretrained(
@@ -166,19 +173,20 @@ class HuggingFace:
         Raises:
             ConfigError: as `builder`, or a configuration that cannot be fetched.
         """
-        if not self.head.input_type:
+        if not self.head.text:
             return Declared()
         self.builder(config.name)
         plain = config.name.removeprefix(PREFIX)
         settings = self._settings(config.name, config.kwargs)
         words, positions = settings.vocab_size, getattr(settings, "max_position_embeddings", None)
-        port = Port(
-            self.head.takes, self.head.input_type, (None, None), 0, names=("batch", "sequence"), below=words
+        ports = tuple(
+            Port(name, "int64", (None, None), 0, ("batch", "sequence"), limit, self.head.rows)
+            for name, limit in zip(self.head.takes, (words, None), strict=False)
         )
         about = {VOCABULARY: str(words)}
         about |= {} if positions is None else {POSITIONS: str(positions)}
         about |= {} if plain in self._architectures() else {PLACE: plain}
-        return Declared((port,), about=about)
+        return Declared(ports, about=about)
 
     def _random(self, name: str, num_classes: int | None = None, **changes: Any) -> nn.Module:
         config = self._settings(name, changes)
@@ -193,7 +201,7 @@ class HuggingFace:
             # What a configuration that fits together nowhere raises, from somewhere in the model.
             allowed = f"arguments that {name} takes ({first_line(error)})"
             raise ConfigError("model.kwargs", changes, allowed) from error
-        return _with_logits(model, self.head)
+        return _adapted(model, self.head, name)
 
     def _settings(self, name: str, changes: Mapping[str, Any], revision: str | None = None) -> Any:
         """The configuration of an architecture, an id or a folder, with `changes`.
@@ -228,7 +236,7 @@ class HuggingFace:
         """
         body = f"{model.base_model_prefix}." if self.head.replaceable else ""
         keys = [*report["missing_keys"], *(mismatch[0] for mismatch in report["mismatched_keys"])]
-        wrong = sorted(key for key in keys if key.startswith(body))
+        wrong = sorted(key for key in keys if key.startswith(body) and not key.startswith(_UNREAD))
         if wrong:
             more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
             allowed = (
@@ -263,6 +271,26 @@ class HuggingFace:
         return list(getattr(modeling_auto, self.head.mapping))
 
 
+def parameters(config: ModelConfig) -> int | None:
+    """Returns how many numbers the weights of a folder hold, by the headers of its safetensors; None of others."""
+    folder = Path(config.name.removeprefix(PREFIX))
+    files = sorted(folder.glob("*.safetensors")) if config.name.startswith(PREFIX) else []
+    if config.weights is None or not files:
+        return None
+    try:
+        return sum(int(math.prod(one["shape"])) for file in files for one in _entries(file))
+    except (OSError, ValueError, KeyError, TypeError):  # said by whoever reads it whole
+        return None
+
+
+def _entries(file: Path) -> Iterator[dict[str, Any]]:
+    """The tensors of a safetensors file, of which only the header is read."""
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(min(length, _LONGEST_HEADER)))
+    yield from (one for name, one in header.items() if name != "__metadata__")
+
+
 def _check_names(known: Iterable[str], changes: Mapping[str, Any], what: str) -> None:
     """A configuration takes any name without a word; a typo would change nothing."""
     names = {*known, *_GENERAL}
@@ -272,8 +300,8 @@ def _check_names(known: Iterable[str], changes: Mapping[str, Any], what: str) ->
             raise ConfigError(f"model.kwargs.{key}", value, allowed)
 
 
-def _with_logits(model: nn.Module, head: Head) -> nn.Module:
-    """`model`, whose forward takes its one input and gives its logits instead of a ModelOutput.
+def _adapted(model: nn.Module, head: Head, name: str) -> nn.Module:
+    """`model`, whose forward takes its inputs and gives one tensor instead of a ModelOutput.
 
     A subclass of its own type, so that module paths and state_dict stay as they are.
 
@@ -281,9 +309,10 @@ def _with_logits(model: nn.Module, head: Head) -> nn.Module:
         ConfigError: its forward takes no such input (ImageGPT's takes the numbers of colours).
     """
     theirs: Any = type(model)
-    if head.takes not in inspect.signature(theirs.forward).parameters:
-        what = "text" if head.input_type else "pictures"
-        allowed = f"a model of {what} ({head.takes}); this one has none"
+    missing = [one for one in head.takes if one not in inspect.signature(theirs.forward).parameters]
+    if missing:
+        what = "text" if head.text else "pictures"
+        allowed = f"a model of {what} ({missing[0]}); this one has none"
         raise ConfigError("model.name", theirs.__name__, allowed)
 
     def of_pixels(self: nn.Module, pixel_values: Tensor) -> Tensor:
@@ -294,7 +323,13 @@ def _with_logits(model: nn.Module, head: Head) -> nn.Module:
         logits: Tensor = theirs.forward(self, input_ids=input_ids, use_cache=False).logits
         return logits
 
-    forward = of_tokens if head.input_type else of_pixels
+    def of_sentences(self: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        found = theirs.forward(self, input_ids=input_ids, attention_mask=attention_mask)
+        return pooled(found.last_hidden_state, attention_mask)
+
+    if head is ENCODER:
+        pooled = pooling_of(name.removeprefix(PREFIX))
+    forward = {ENCODER: of_sentences, CAUSAL_LM: of_tokens}.get(head, of_pixels)
     members = {"forward": forward, "__module__": theirs.__module__, "__doc__": theirs.__doc__}
     model.__class__ = type(theirs.__name__, (theirs,), members)
     return model

@@ -29,7 +29,7 @@ from qatkit.run.backend import backend_of
 from qatkit.run.declared_images import check_channels, other_images
 from qatkit.run.folder import main_process, say
 from qatkit.run.loop.fit import batches_a_step
-from qatkit.run.memory import Cost, check_inputs, check_model, measured
+from qatkit.run.memory import Cost, check_inputs, check_model, check_weights_fit, measured
 from qatkit.tasks import task_of
 from qatkit.train.module import QATModule
 from qatkit_verify.dotted import resolve
@@ -135,6 +135,7 @@ def built(config: Config, data: DataModule) -> nn.Module:
     Raises:
         ConfigError: nothing of it trains where it is to; whatever the forward raises, or other outputs.
     """
+    check_weights_fit(config, models.parameters(config.model))
     model = models.build(config.model, data.num_classes, config.task)
     _check_trains(model, config)
     try:

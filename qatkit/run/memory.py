@@ -28,6 +28,7 @@ from qatkit_verify.fitting import as_typed
 
 GROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _LONGEST = 365 * 24 * 3600.0  # seconds of one stage
+_COPIES = 2  # of the weights: the float model's, and those of the module that is made of it
 _BACKWARD = 3  # a training step, in forward passes
 _DAY = 24 * 3600.0
 
@@ -93,6 +94,21 @@ def _room(limit: Path, usage: Path, stat: Path, prefix: str) -> int | None:
         return room + sum(int(every[f"{prefix}{name}"]) for name in ("inactive_file", "active_file"))
     except (OSError, ValueError, KeyError):  # a system that does not tell
         return room
+
+
+def check_weights_fit(config: Config, parameters: int | None) -> None:
+    """Raises ConfigError, before they are read, for weights that fill more than the memory.
+
+    Args:
+        config: of the run.
+        parameters: how many there are; None: that is not known.
+    """
+    room = available_memory()
+    needed = 0 if parameters is None else _COPIES * 4 * parameters
+    if room is not None and needed > room:
+        told = f"{parameters:,} parameters, {_bytes(needed)} in float32 with their quantized copy"
+        allowed = f"a model that fits into memory ({told}, {_bytes(room)} available)"
+        raise ConfigError("model.name", config.model.name, allowed)
 
 
 def check_inputs(config: Config, data: DataModule) -> None:

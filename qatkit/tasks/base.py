@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from qatkit.config.schema import ScheduleConfig
+    from qatkit_verify.compare import Alike
 
     Array = NDArray[Any]
 
@@ -102,7 +103,7 @@ class Task(ABC):
         return self.decision(exact) == self.decision(found)  # type: ignore[no-any-return]
 
     @property
-    def rule(self) -> Callable[[Array], Array] | None:
+    def rule(self) -> Callable[[Array], Array] | Alike | None:
         """How `qatkit_verify.compare` tells whether two ways to compute an output agree; None: by its class axis."""
         return self.decision
 

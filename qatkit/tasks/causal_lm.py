@@ -127,7 +127,7 @@ class CausalLM(Task):
         return torch.from_numpy(np.stack([np.frombuffer(one, np.int32) for one in targets]).astype(np.int64))
 
     def width_of(self, shape: Sequence[int]) -> int | None:
-        return int(shape[-1]) if len(shape) == 3 else None
+        return None  # the model knows how many tokens there are
 
     def fits(self, shape: Sequence[int], images: int, width: int | None) -> bool:
         return len(shape) == 3 and shape[0] == images and (width is None or shape[2] == width)

@@ -22,7 +22,7 @@ from qatkit.records.results import Parity
 from qatkit.tasks import CLASSIFICATION, Task
 from qatkit.verify.accuracy import Predictor, all_outputs, file_predictor, parts
 from qatkit.verify.graph_view import shape_ops
-from qatkit_verify.compare import Decide, Output, deciding
+from qatkit_verify.compare import Alike, Decide, Output, deciding
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.feeds import Array, input_names, inputs_alone, rows
 from qatkit_verify.integer_ends import IntegerIO
@@ -179,7 +179,7 @@ def _add(
     outputs: list[Output],
     reference: Sequence[Array],
     others: Sequence[Sequence[Array]],
-    decide: Decide | None,
+    decide: Decide | Alike | None,
 ) -> None:
     """One batch of every output; a reference that gives the first output alone is compared in that."""
     if not outputs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,8 @@ import torch
 from tiny_run import Net, calibrate_only, tiny
 from torch import nn
 
-from qatkit.config.schema import Config
+from qatkit import models
+from qatkit.config.schema import Config, ModelConfig
 from qatkit.data import DataModule, sources
 from qatkit.jobs import pipeline
 from qatkit.run import memory
@@ -182,3 +184,28 @@ def test_an_oblong_image_that_is_too_large_names_its_pixels(tmp_path: Path) -> N
         match=r"^data.image_size=\[1000000, 4000000\]: expected at most \d+ pixels in all here: 48 TB for one image",
     ):
         memory.check_inputs(config, data_of(config))
+
+
+def test_weights_that_memory_does_not_hold_are_refused_unread(tmp_path: Path) -> None:
+    """By the header of a file that is sparse on the disk: 4 bytes each, for the model and its quantized copy."""
+    room = memory.available_memory()
+    assert room is not None
+    counts = {"a": room // 12, "b": room // 10}
+    for name, count in counts.items():
+        header = json.dumps(
+            {
+                "__metadata__": {"format": "pt"},
+                "w": {"dtype": "F32", "shape": [count], "data_offsets": [0, 4 * count]},
+            }
+        ).encode()
+        with (tmp_path / f"{name}.safetensors").open("wb") as stream:
+            stream.write(len(header).to_bytes(8, "little") + header)
+            stream.truncate(8 + len(header) + 4 * count)
+    config = replace(calibrate_only(tmp_path), model=ModelConfig(f"hf/{tmp_path}", weights="DEFAULT"))
+    found = models.parameters(config.model)
+    assert found == sum(counts.values())
+
+    with pytest.raises(ConfigError, match=f"a model that fits into memory \\({found:,} parameters, "):
+        memory.check_weights_fit(config, found)
+    memory.check_weights_fit(config, found // 4)
+    memory.check_weights_fit(config, models.parameters(ModelConfig("hf/vit")))

@@ -9,7 +9,7 @@ Agreement is that of the first float output with a class axis, and of every inte
     integers                           share of equal values
     nothing of that ([N])              share of values less than a step apart
 
-A task that decides otherwise says how, of the first output (`Output.decide`).
+A task that decides otherwise says how, of the first output: by what an output decides, or by when two are alike.
 
 Where two decide otherwise, and to the reference both answers are within half a step of each other, it is a tie: what is
 rounded to whole steps would not hold it either. `Comparison.ties` is their share.
@@ -30,6 +30,17 @@ _TIE = 0.5  # steps
 Decide = Callable[[Array], Array]
 
 
+@dataclass(frozen=True)
+class Alike:
+    """A rule for outputs that decide nothing by themselves, such as embeddings.
+
+    Attributes:
+        rule: whether two outputs are alike, row by row: of two [N, ...] booleans [N].
+    """
+
+    rule: Callable[[Array, Array], Array]
+
+
 @dataclass
 class _Distance:
     """Of one way to the reference, in one output."""
@@ -42,11 +53,15 @@ class _Distance:
         default_factory=list
     )  # by how much the reference preferred what the other did not
 
-    def add(self, reference: Array, other: Array, decided: Array | None, decide: Decide | None) -> None:
+    def add(
+        self, reference: Array, other: Array, decided: Array | None, decide: Decide | Alike | None
+    ) -> None:
         difference = np.abs(reference.astype(np.float64) - other)
         self.largest = float(np.maximum(self.largest, difference.max(initial=0)))  # keeps NaN
         self.total += float(difference.sum())
-        if decided is None:
+        if isinstance(decide, Alike):
+            self.equal += int(decide.rule(reference, other).sum())
+        elif decided is None:
             self.small.append(difference.ravel())
         else:
             answers = _decisions(other) if decide is None else decide(other)
@@ -66,14 +81,15 @@ class Output:
 
     Args:
         others: how many.
-        decide: what a batch of it decides, for a task with a rule of its own; None: by its class axis.
+        decide: what a batch of it decides, or when two are alike, for a task with a rule of its own; None: by its class
+            axis.
 
     Attributes:
         floats: whether it holds floats.
         low, high: its ends in the reference.
     """
 
-    def __init__(self, others: int, decide: Decide | None = None) -> None:
+    def __init__(self, others: int, decide: Decide | Alike | None = None) -> None:
         self._decide = decide
         self.floats, self.low, self.high = False, np.inf, -np.inf
         self._count = self._decided = 0
@@ -84,9 +100,13 @@ class Output:
         self.floats = reference.dtype.kind == "f"
         if reference.size:
             self.low, self.high = min(self.low, reference.min()), max(self.high, reference.max())
-        decided = _decisions(reference) if self._decide is None else self._decide(reference)
         self._count += reference.size
-        self._decided += 0 if decided is None else decided.size
+        decided = None
+        if isinstance(self._decide, Alike):
+            self._decided += len(reference)
+        else:
+            decided = _decisions(reference) if self._decide is None else self._decide(reference)
+            self._decided += 0 if decided is None else decided.size
         for distance, other in zip(self._distances, others, strict=True):
             distance.add(reference, other.reshape(reference.shape), decided, self._decide)
 

@@ -13,6 +13,7 @@ from qatkit_verify.fitting import ALIGNMENTS, FITS, LAYOUTS, ORDERS, PIXELS
 WAVE_AXES, WAVE_SCALES = ("nt", "n1t", "nt1", "t"), ("unit", "int16")  # of sound
 # Sources with settings of their own.
 AUDIO, DRAWN, TEXT = "qatkit.data.audio.audio", "qatkit.data.drawn.drawn", "qatkit.data.text.text"
+PAIRS = "qatkit.data.sentence_pairs.sentence_pairs"
 
 
 @dataclass
@@ -169,10 +170,13 @@ class DataConfig:
         "that they index, numbers of 8 bits are any, other integers 0 or 1",
     )
     context: int | None = setting(
-        None, "data=text: tokens of a window; a sample is one (default 512)", Range(2, whole=True)
+        None,
+        "data=text: tokens of a window; a sample is one (default 512); data=sentence_pairs: tokens of a sentence at "
+        "most (default 128)",
+        Range(2, whole=True),
     )
     tokenizer: str | None = setting(
-        None, "data=text: a folder with a tokenizer.json, or that file; null: the one beside the model", PLACE
+        None, "of text: a folder with a tokenizer.json, or that file; null: the one beside the model", PLACE
     )
 
 

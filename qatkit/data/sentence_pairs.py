@@ -1,0 +1,126 @@
+"""Pairs of sentences with a score, for encoders of text: the .tsv files of a folder.
+
+    DIR/**/*.tsv   names with "test" ──> verify
+                   the others ─────────> calibrate and train
+
+A file begins with the names of its columns: two whose names begin with "sentence", and one that ends with "score"
+(SICK's sentence_A, sentence_B, relatedness_score; STS's sentence1, sentence2, score). Scores are scaled to 0..1 by the
+least and the largest of all files. A pair is a sample of two rows, filled up to the longest sentence of the data.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qatkit.config.data_folders import FOLDERS, data_folder
+from qatkit.config.schema import DataConfig
+from qatkit.data.request import Request
+from qatkit.data.sources import Splits
+from qatkit.data.tokenizer import tokenizer_of
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.pictures import files_below
+
+_SOURCE = "qatkit.data.sentence_pairs.sentence_pairs"
+_LONGEST = 128  # tokens of a sentence, where data.context does not say
+_WANTED = "two columns whose names begin with 'sentence' and one that ends with 'score'"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two sentences and their score."""
+
+    first: str
+    second: str
+    score: float
+
+
+class PairRows:
+    """Pairs as rows of tokens; an item is ({"input_ids", "attention_mask": int64 [2, T]}, score).
+
+    Args:
+        tokens, mask: int32 and bool [pairs, 2, T].
+        scores: of the pairs, 0..1.
+    """
+
+    def __init__(self, tokens: NDArray[np.int32], mask: NDArray[np.bool_], scores: Sequence[float]) -> None:
+        self._tokens, self._mask, self.targets = tokens, mask, list(scores)
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> tuple[dict[str, NDArray[Any]], float]:
+        rows = {"input_ids": self._tokens[index], "attention_mask": self._mask[index]}
+        return {name: one.astype(np.int64) for name, one in rows.items()}, self.targets[index]
+
+
+def sentence_pairs(root: str | None, download: bool, seed: int, request: Request | None = None) -> Splits:
+    """Returns the pairs of a folder's files.
+
+    Raises:
+        ConfigError: no such folder, no files of one kind, a file without these columns, a score that is no number, or
+            as `qatkit.data.tokenizer.tokenizer_of`.
+    """
+    asked = request if request is not None else Request(DataConfig())
+    top = data_folder(_SOURCE, root)
+    files, _ = files_below(top, lambda name: name.lower().endswith(".tsv"), "data.root")
+    tests = [one for one in files if "test" in os.path.basename(one).lower()]
+    others = [one for one in sorted(files) if one not in tests]
+    if not tests or not others:
+        raise ConfigError("data.root", root, f"{FOLDERS[_SOURCE]}; it has {len(others)} and {len(tests)}")
+    parts = [[pair for path in paths for pair in _read(path)] for paths in (others, sorted(tests))]
+    scores = [pair.score for part in parts for pair in part]
+    low, high = min(scores), max(scores)
+    tokenizer = tokenizer_of(asked.settings, asked.about)
+    tokenizer.enable_truncation(asked.settings.context or _LONGEST)
+    coded = [
+        tokenizer.encode_batch([text for pair in part for text in (pair.first, pair.second)])
+        for part in parts
+    ]
+    longest = max(len(one.ids) for part in coded for one in part)
+    made = []
+    for part, pairs in zip(coded, parts, strict=True):
+        tokens = np.zeros((len(part), longest), np.int32)
+        mask = np.zeros((len(part), longest), bool)
+        for row, one in enumerate(part):
+            tokens[row, : len(one.ids)], mask[row, : len(one.ids)] = one.ids, True
+        shape = (len(pairs), 2, longest)
+        scaled = [(pair.score - low) / ((high - low) or 1.0) for pair in pairs]
+        made.append(PairRows(tokens.reshape(shape), mask.reshape(shape), scaled))
+    return Splits(made[0], made[1], (), arrays=True)
+
+
+def _read(path: str) -> list[Pair]:
+    def wrong(told: str) -> ConfigError:
+        return ConfigError("data.root", os.path.dirname(path), reason=f"{os.path.basename(path)} {told}")
+
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise wrong(f"is no UTF-8 (byte {error.start})") from error
+    rows = list(csv.reader(text.splitlines(), delimiter="\t", quoting=csv.QUOTE_NONE))
+    names = [name.strip().lower() for name in rows[0]] if rows else []
+    sentences = [place for place, name in enumerate(names) if name.startswith("sentence")]
+    scores = [place for place, name in enumerate(names) if name.endswith("score")]
+    if len(sentences) != 2 or len(scores) != 1:
+        raise wrong(f"has the columns {', '.join(names) or 'of no name'}; expected {_WANTED}")
+    found = []
+    for number, row in enumerate(rows[1:], 2):
+        if len(row) != len(names):
+            raise wrong(
+                f"has {len(row)} columns in line {number}; expected {len(names)}, as in its first line"
+            )
+        try:
+            found.append(Pair(row[sentences[0]], row[sentences[1]], float(row[scores[0]])))
+        except ValueError as error:
+            raise wrong(f"has '{row[scores[0]]}' in line {number}; expected a number as the score") from error
+    if not found:
+        raise wrong("has no pairs below its first line")
+    return found

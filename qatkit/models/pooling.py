@@ -1,0 +1,61 @@
+"""The embedding of a sentence from those of its tokens, as sentence-transformers does it.
+
+tokens [N, T, D], mask [N, T] ── mean, first token or largest ── over its length ──> [N, D]
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from qatkit_verify.errors import ConfigError, first_line
+
+Pooling = Callable[[Tensor, Tensor], Tensor]
+_MODE = "pooling_mode_"
+
+
+def _mean(tokens: Tensor, mask: Tensor) -> Tensor:
+    shares = mask[..., None].to(tokens.dtype)
+    return (tokens * shares).sum(1) / shares.sum(1).clamp(min=1)
+
+
+def _first(tokens: Tensor, mask: Tensor) -> Tensor:
+    return tokens[:, 0]
+
+
+def _largest(tokens: Tensor, mask: Tensor) -> Tensor:
+    return torch.where(mask[..., None] != 0, tokens, torch.finfo(tokens.dtype).min).amax(1)
+
+
+_KNOWN: dict[str, Pooling] = {"mean_tokens": _mean, "cls_token": _first, "max_tokens": _largest}
+
+
+def pooling_of(place: str) -> Pooling:
+    """Returns the pooling that a folder of sentence-transformers asks for (1_Pooling/config.json), else the mean; of
+    length 1.
+
+    Raises:
+        ConfigError: one that is not known, or several, or a file that can't be read.
+    """
+    file = Path(place, "1_Pooling", "config.json")
+    asked = ["mean_tokens"]
+    if file.is_file():
+        try:
+            found = json.loads(file.read_text(encoding="utf-8"))
+            asked = [
+                key.removeprefix(_MODE) for key, on in found.items() if key.startswith(_MODE) and on is True
+            ]
+            if mode := found.get("pooling_mode"):  # of newer releases
+                asked = [{"mean": "mean_tokens", "cls": "cls_token", "max": "max_tokens"}.get(mode, mode)]
+        except (OSError, ValueError, AttributeError) as error:
+            raise ConfigError("model.name", place, f"a readable {file} ({first_line(error)})") from error
+    if len(asked) != 1 or asked[0] not in _KNOWN:
+        named = ", ".join(asked) or "none"
+        raise ConfigError("model.name", place, f"one pooling of {', '.join(_KNOWN)} in {file}, got {named}")
+    pool = _KNOWN[asked[0]]
+    return lambda tokens, mask: F.normalize(pool(tokens, mask), dim=1)
