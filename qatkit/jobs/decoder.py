@@ -67,7 +67,11 @@ class CheckDecoder(Conditional):
             raise ConfigError(
                 KEY, True, "false with schedule.float_epochs above 0, whose model it is not made of"
             )
-        Decoder(state.model).prove(_tokens(state)[:, :_PROVEN])
+        decoder, tokens = Decoder(state.model), _tokens(state)
+        if tokens.shape[1] > decoder.longest:
+            allowed = f"at most {decoder.longest} with {KEY}=true, the window that its layers attend to"
+            raise ConfigError("data.context", tokens.shape[1], allowed)
+        decoder.prove(tokens[:, :_PROVEN])
         return state
 
 
@@ -106,7 +110,12 @@ def _write(state: State, folder: Path) -> list[str]:
     for_runtimes(path, MASK, PAST_MASK, past_names(decoder.layers))
     about = models.declared(config.model, None, config.task).about
     save_tokenizer(config.data, about, folder)
-    sizes = {"layers": decoder.layers, "heads": decoder.heads, "width": decoder.width}
+    sizes = {
+        "layers": decoder.layers,
+        "heads": decoder.heads,
+        "width": decoder.width,
+        "context": decoder.longest,
+    }
     told = genai_config(_settings(state.model), _ends(state.model), sizes)
     write_text(folder / GENAI_FILE, json.dumps(told, indent=1) + "\n")
     shutil.copyfile(str(generate.__file__), folder / GENERATE_FILE)
@@ -155,7 +164,9 @@ def _ends(model: Any) -> list[int]:
 
 
 def check_settings(config: Config) -> None:
-    """Refuses a decoder of what is no language model, by ConfigError."""
+    """Refuses a decoder of what is no language model, or of a mode that has no module, by ConfigError."""
+    if config.export.decoder and config.export.mode != "static":
+        raise ConfigError(KEY, True, f"false with export.mode={config.export.mode}")
     if config.export.decoder and config.task != "causal_lm":
         raise ConfigError(
             KEY, True, f"false with task={config.task}: a decoder continues text (task=causal_lm)"

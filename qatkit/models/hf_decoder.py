@@ -21,7 +21,8 @@ from qatkit_verify.errors import ConfigError, first_line
 KEY = "export.decoder"
 TOKENS, MASK, POSITIONS, PAST_MASK = "input_ids", "mask", "position_ids", "past_mask"
 _CLOSE = 1e-3  # of the largest logit
-_ATTENTION = "full_attention"
+_UNLIMITED = 1 << 20
+_FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 def past_names(layers: int) -> list[str]:
@@ -39,6 +40,8 @@ class Decoder:
         layers: how many have keys and values.
         heads: of keys and values.
         width: of a head.
+        longest: text that it takes; of layers that attend to a window of tokens its length, within which they attend to
+            all.
 
     Raises:
         ConfigError: its layers do not all keep keys and values of all tokens.
@@ -50,12 +53,17 @@ class Decoder:
         if config is None or not hasattr(type(model).__mro__[1], "prepare_inputs_for_generation"):
             allowed = "false, but for a causal language model of Hugging Face (model.name=hf/...)"
             raise ConfigError(KEY, True, allowed)
-        kinds = {*(getattr(config, "layer_types", None) or [_ATTENTION])}
-        if kinds != {_ATTENTION} or getattr(config, "is_encoder_decoder", False):
-            named = ", ".join(sorted(kinds - {_ATTENTION})) or "an encoder"
+        kinds = {*(getattr(config, "layer_types", None) or [_FULL])}
+        others = sorted(kinds - {_FULL, _SLIDING})
+        if others or getattr(config, "is_encoder_decoder", False):
+            named = ", ".join(others) or "an encoder"
             raise ConfigError(
                 KEY, True, f"false: the model has {named}, whose state is no past of keys and values"
             )
+        attends_to_all = _SLIDING not in kinds and getattr(config, "layer_types", None)
+        window = None if attends_to_all else getattr(config, "sliding_window", None)
+        positions = getattr(config, "max_position_embeddings", None)
+        self.longest = min(one for one in (window, positions, _UNLIMITED) if one)
         self.layers, self.heads, self.width = self._cache_shape()
 
     @contextmanager

@@ -26,12 +26,12 @@ def genai_config(model: Mapping[str, Any], ends: list[int], sizes: Mapping[str, 
     Args:
         model: the settings of transformers.
         ends: the tokens at which a text ends.
-        sizes: "layers", "heads" of keys and values, "width" of a head.
+        sizes: "layers", "heads" of keys and values, "width" of a head, "context" in tokens.
 
     Source: onnxruntime-genai, docs/genai-config reference.
     """
     kind = str(model.get("model_type", ""))
-    context = int(model.get("max_position_embeddings") or model.get("n_positions") or 2048)
+    context = sizes["context"]
     start = model.get("bos_token_id")
     padding = model.get("pad_token_id")
     return {

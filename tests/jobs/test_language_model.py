@@ -175,8 +175,18 @@ def test_what_can_be_no_decoder_is_refused_early(made: tuple[Path, Path, Path], 
     assert told == "data.context=17: expected at least 18 with export.decoder=true"
     told = refused(asked(tmp_path / "c", model, root, "data.context=129"))
     assert told == "data.context=129: expected at most 128, the positions of the model"
+    told = refused(
+        asked(tmp_path / "e", model, root, "export.mode=dynamic", "backend=fbgemm", "algorithm=none")
+    )
+    assert told == "export.decoder=True: expected false with export.mode=dynamic"
     told = refused(asked(tmp_path / "d", model, root, "task=outputs"))
     assert "export.decoder=True: expected false with task=outputs" in told
+
+
+def test_a_text_is_at_most_as_long_as_a_window_of_attention(tmp_path: Path) -> None:
+    model, root = saved(tmp_path / "model", "Mistral", sliding_window=40), texts(tmp_path / "texts", 60)
+    told = refused(asked(tmp_path / "run", model, root))
+    assert told.startswith("data.context=48: expected at most 40 with export.decoder=true, the window")
 
 
 def test_weights_of_another_head_are_refused(tmp_path: Path) -> None:
