@@ -43,6 +43,7 @@ class GPTQ(BlockAlgorithm):
     """Rounds weights column by column, each making up for the errors of those before."""
 
     stays: ClassVar[str] = "rounded to the nearest"
+    tables: ClassVar[bool] = True
     order: bool = setting(True, "columns in the order of falling second moments; false: as they stand")
     damping: float = setting(
         0.01, "share of the mean second moment that is added to each input's; grows where that is too little",
@@ -63,6 +64,6 @@ class GPTQ(BlockAlgorithm):
         from qatkit.algorithms.blocks.walk import BlockWalk
 
         biases.restore(graph_module)
-        walker = BlockWalk.of(self, graph_module, inputs, tables=True)
+        walker = BlockWalk.of(self, graph_module, inputs)
         walker.walk(layers(graph_module), ColumnRounding.of(self, graph_module), _TITLE, targets=False)
         return PassResult(graph_module, len(walker.operators), walker.skipped)

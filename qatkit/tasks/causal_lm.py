@@ -91,7 +91,8 @@ class CausalLM(Task):
 
     def noise(self, first: Array, second: Array) -> float:
         """Returns the standard error of the difference of two perplexities, from paired windows."""
-        return self.mean(second) * super().noise(first, second)
+        difference = first.astype("float64") - second
+        return self.mean(second) * float(difference.std()) / math.sqrt(len(difference))
 
     def spread(self, score: float, images: int, values: Array | None) -> float:
         return score * super().spread(score, images, values)

@@ -153,7 +153,8 @@ def test_the_bundle_can_be_checked(made: tuple[Path, Path, Path], capsys: pytest
     assert shape == [2, 2, 2, 16]
 
 
-@pytest.mark.parametrize("kind", ["GPT2", pytest.param("Qwen3", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["GPT2", "Qwen3"])
 def test_other_architectures_decode(kind: str, tmp_path: Path) -> None:
     model, root = saved(tmp_path / "model", kind), texts(tmp_path / "texts", 60)
     assert pipeline.train(asked(tmp_path / "run", model, root, "algorithm=none")) == 0

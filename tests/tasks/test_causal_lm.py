@@ -56,7 +56,7 @@ def test_values_are_compared_window_by_window(text: tuple[torch.Tensor, torch.Te
 
     assert first == pytest.approx(nats(logits, tokens).reshape(WINDOWS, -1).mean(1).numpy(), rel=1e-5)
     difference = second - first
-    error = math.exp(second.mean()) * math.sqrt((difference**2).sum()) / WINDOWS
+    error = math.exp(second.mean()) * difference.std() / math.sqrt(WINDOWS)
     assert task.noise(first, second) == pytest.approx(error)
     assert task.worse(first, first + 0.5, 2.0) == "loses 0.5 nats a token"
     assert task.worse(first, first - 0.5, 2.0) == ""

@@ -18,10 +18,12 @@ class BlockAlgorithm(Algorithm):
 
     Attributes:
         stays: what of an operator is left as it is where the algorithm can do nothing, in words.
+        tables: whether it changes weights that are tables of Embeddings, too.
     """
 
     stage: ClassVar[str] = CALIBRATED
     stays: ClassVar[str]
+    tables: ClassVar[bool] = False
     images: int = setting(
         256, "of the calibration images, whose activations between two blocks are kept", COUNT
     )
@@ -34,7 +36,7 @@ class BlockAlgorithm(Algorithm):
         """The quantized operators that it can do nothing about."""
         from qatkit.algorithms.blocks.lesson import changeable
 
-        return changeable(graph_module, self.stays)[1]
+        return changeable(graph_module, self.stays, tables=self.tables)[1]
 
 
 @dataclass(frozen=True)

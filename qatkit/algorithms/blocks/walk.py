@@ -63,22 +63,10 @@ class BlockWalk:
 
     @classmethod
     def of(
-        cls,
-        algorithm: BlockAlgorithm,
-        graph_module: fx.GraphModule,
-        inputs: Iterable[Example],
-        *,
-        tables: bool = False,
+        cls, algorithm: BlockAlgorithm, graph_module: fx.GraphModule, inputs: Iterable[Example]
     ) -> BlockWalk:
-        """Reads the images that the algorithm wants, and what it has done with them before a kill.
-
-        Args:
-            algorithm: whose settings count.
-            graph_module: calibrated.
-            inputs: batches, read no further than needed.
-            tables: as `changeable`.
-        """
-        operators, skipped = changeable(graph_module, algorithm.stays, tables=tables)
+        """Reads the images that the algorithm wants, and what it has done with them before a kill."""
+        operators, skipped = changeable(graph_module, algorithm.stays, tables=algorithm.tables)
         batches = _chunks(graph_module, inputs, algorithm.images, algorithm.batch_size)
         journal = Journal(current().file, _key(graph_module, batches, algorithm))
         return cls(graph_module, operators, skipped, batches, journal, algorithm.memory)
