@@ -29,6 +29,7 @@ from qatkit_verify.fitting import as_typed
 GROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _LONGEST = 365 * 24 * 3600.0  # seconds of one stage
 _COPIES = 2  # of the weights: the float model's, and those of the module that is made of it
+_LARGEST_FILE = 2**31 - 2**24  # bytes of weights in a file of Protocol Buffers, beside its graph
 _BACKWARD = 3  # a training step, in forward passes
 _DAY = 24 * 3600.0
 
@@ -97,14 +98,21 @@ def _room(limit: Path, usage: Path, stat: Path, prefix: str) -> int | None:
 
 
 def check_weights_fit(config: Config, parameters: int | None) -> None:
-    """Raises ConfigError, before they are read, for weights that fill more than the memory.
+    """Raises ConfigError, before they are read, for weights that fill more than the memory, or more than one file.
 
     Args:
         config: of the run.
         parameters: how many there are; None: that is not known.
     """
-    room = available_memory()
-    needed = 0 if parameters is None else _COPIES * 4 * parameters
+    if parameters is None:
+        return
+    if 4 * parameters > _LARGEST_FILE:
+        allowed = (
+            f"at most {_LARGEST_FILE // 4:,} parameters, whose float32 file has the 2 GB that ONNX holds in one file;"
+            f" this model has {parameters:,}"
+        )
+        raise ConfigError("model.name", config.model.name, allowed)
+    room, needed = available_memory(), _COPIES * 4 * parameters
     if room is not None and needed > room:
         told = f"{parameters:,} parameters, {_bytes(needed)} in float32 with their quantized copy"
         allowed = f"a model that fits into memory ({told}, {_bytes(room)} available)"

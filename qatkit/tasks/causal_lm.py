@@ -34,7 +34,7 @@ class CausalLM(Task):
 
     names = TaskNames(
         "causal_lm",
-        "language modelling",
+        "text generation",
         (Metric("perplexity", unit="", higher_is_better=False), Metric("next token")),
         decision="next token",
         outputs="logits",

@@ -30,7 +30,7 @@ class TextEmbedding(Task):
 
     names = TaskNames(
         "text_embedding",
-        "sentence embedding",
+        "sentence similarity",
         (Metric("Spearman"),),
         decision=f"embeddings (cosine {_ALIKE})",
         outputs="embeddings",

@@ -141,6 +141,8 @@ def test_rows_with_padding_are_those_without(made: tuple[Path, Path, Path]) -> N
 
 def test_the_bundle_can_be_checked(made: tuple[Path, Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     assert verify_bundle([str(made[0] / "bundle")]) == 0
+    card = (made[0] / "bundle" / "card.md").read_text()
+    assert "pipeline_tag: text-generation" in card and "python decoder/generate.py" in card
     told = json.loads((made[0] / "bundle" / "decoder" / "genai_config.json").read_text())["model"]
     assert (told["type"], told["vocab_size"], told["context_length"]) == ("llama", 320, 128)
     names = {one.name for one in ort.InferenceSession(made[0] / "decoder" / "model.onnx").get_inputs()}
