@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -98,12 +98,15 @@ class ArrayInputs(Inputs):
     Attributes:
         samples: the first samples of the data, each of one batch.
         axes: the batch axis of each input; None where it has none, and all samples have the same values.
+        lengths: that an example has at most, by input and axis: where the file takes any length, a short example is as
+            good as a long one, and takes less time and memory.
         lone: whether the model is called with one tensor rather than with tensors by name.
     """
 
     said_by = "data.source gives them"
     samples: dict[str, Tensor]
     axes: dict[str, int | None]
+    lengths: dict[str, dict[int, int]] = field(default_factory=dict)
 
     @property
     def lone(self) -> bool:
@@ -115,7 +118,11 @@ class ArrayInputs(Inputs):
         return tuple(size for axis, size in enumerate(first.shape) if axis != self.axes[name])
 
     def example(self, count: int) -> Batch:
-        return self._batch({name: self._repeated(name, count) for name in self.samples})
+        found = {name: self._repeated(name, count) for name in self.samples}
+        for name, axes in self.lengths.items():
+            for axis, length in axes.items():
+                found[name] = found[name].narrow(axis, 0, min(length, found[name].shape[axis]))
+        return self._batch(found)
 
     def noise(self, count: int, generator: torch.Generator) -> Batch:
         found = {name: self._repeated(name, count) for name in self.samples}
@@ -141,7 +148,8 @@ class ArrayInputs(Inputs):
         return "arrays " + ", ".join(f"{name} [{axes(name)}]" for name in self.samples)
 
     def stored(self) -> dict[str, Any]:
-        return {"inputs": {"samples": dict(self.samples), "axes": dict(self.axes)}}
+        about = {"samples": dict(self.samples), "axes": dict(self.axes)}
+        return {"inputs": about | ({"lengths": self.lengths} if self.lengths else {})}
 
     def _batch(self, found: dict[str, Tensor]) -> Batch:
         return next(iter(found.values())) if self.lone else found
@@ -157,5 +165,6 @@ class ArrayInputs(Inputs):
 def inputs_of(about: Mapping[str, Any]) -> Inputs:
     """Returns the inputs of the run that a checkpoint speaks of."""
     if "inputs" in about:
-        return ArrayInputs(about["inputs"]["samples"], about["inputs"]["axes"])
+        stored = about["inputs"]
+        return ArrayInputs(stored["samples"], stored["axes"], stored.get("lengths", {}))
     return ImageInputs(tuple(about["input_shape"]))

@@ -6,6 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from numpy.typing import NDArray
@@ -15,8 +16,9 @@ from qatkit import models
 from qatkit.algorithms.base import algorithms_of
 from qatkit.config.float_overrides import float_overrides
 from qatkit.config.schema import CalibrationConfig, Config
+from qatkit.config.schema.model import TEXT
 from qatkit.data import DataModule
-from qatkit.data.inputs import Batch, Inputs
+from qatkit.data.inputs import ArrayInputs, Batch, Inputs
 from qatkit.graph.captured import Captured
 from qatkit.graph.phase import inference
 from qatkit.graph.signature import call, output_leaves
@@ -37,6 +39,7 @@ from qatkit_verify.errors import ConfigError
 from qatkit_verify.feeds import by_name
 from qatkit_verify.foreign import described
 
+_EXAMPLE = 48  # tokens
 LEAST_IMAGES = 32  # of a choice between methods or algorithms: with fewer, fewer than 8 would make it
 
 
@@ -86,10 +89,23 @@ def opened_data(config: Config) -> DataModule:
         image_size=size,
         about=told.about,
     )
+    if config.data.source == TEXT and isinstance(data.inputs, ArrayInputs):
+        data.inputs = replace(data.inputs, lengths=_short(config, data.inputs))
     if not data.of_arrays:
         check_channels(config, told.image, data.preprocessing)
         data.notes = (*other_images(config.model, told.preprocessing, data.preprocessing), *data.notes)
     return data
+
+
+def _short(config: Config, inputs: ArrayInputs) -> dict[str, dict[int, int]]:
+    """Lengths of an example of text along axes that are asked for by name: these are free, or the capture ends the
+    run.
+    """
+    named = config.export.dynamic_axes
+    if isinstance(named, str) or not inputs.lone:
+        return {}
+    (name,), (axes, *_) = inputs.samples, named.values()
+    return {name: {axis: _EXAMPLE for axis in axes if axis != inputs.axes[name]}}
 
 
 def held_out(config: Config) -> int | None:
