@@ -1,6 +1,7 @@
 """What a model is for: its loss, its metrics, what it decides. The rest of qatkit asks the task and knows no other.
 
 base.py             `Task`, which a task of your own derives from
+logits.py           what tasks share whose models give logits of classes
 classification.py   one of a number of classes
 causal_lm.py        the next token of a text
 text_embedding.py   sentences as vectors, by how related pairs of them are

@@ -12,8 +12,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from qatkit.tasks.base import Meter, Task
-from qatkit_verify import classification
+from qatkit.tasks.base import Meter
+from qatkit.tasks.logits import Logits
 from qatkit_verify.records import Metric, Scores, TaskNames
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _LEAST = 2  # tokens of a window: one to go by, one to predict
 
 
-class CausalLM(Task):
+class CausalLM(Logits):
     """Perplexity and the share of next tokens that are right; agreement by the likeliest next token.
 
     A target is a window's tokens as the bytes of an int32 array, which takes a seventh of a list's memory. What is
@@ -72,22 +72,8 @@ class CausalLM(Task):
 
         return np.moveaxis(np.asarray(outputs[0], np.float32), -1, 1)
 
-    def decision(self, outputs: Array) -> Array:
-        return classification.decision(outputs)
-
-    @property
-    def rule(self) -> None:
-        """By the last axis of the output as the model gives it."""
-        return None
-
     def meter(self) -> Meter:
         return _Meter(self)
-
-    def divergence(self, exact: Array, found: Array) -> float:
-        return classification.divergence(exact, found)
-
-    def power(self, outputs: Array) -> float:
-        return float(((outputs - outputs.mean(1, keepdims=True)) ** 2).mean())
 
     def noise(self, first: Array, second: Array) -> float:
         """Returns the standard error of the difference of two perplexities, from paired windows."""

@@ -7,7 +7,8 @@ import operator
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from qatkit.tasks.base import NO_TARGET, Meter, Task
+from qatkit.tasks.base import NO_TARGET, Meter
+from qatkit.tasks.logits import Logits
 from qatkit_verify import classification
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from qatkit.tasks.base import Array
 
 
-class Classification(Task):
+class Classification(Logits):
     """Cross entropy, top-1 and top-5, agreement by the largest logit."""
 
     names = classification.NAMES
@@ -54,22 +55,8 @@ class Classification(Task):
     def mean(self, values: Array) -> float:
         return 100 * float(values.mean())
 
-    def decision(self, outputs: Array) -> Array:
-        return classification.decision(outputs)
-
-    @property
-    def rule(self) -> None:
-        """By the class axis, which may lie behind positions."""
-        return None
-
     def meter(self) -> Meter:
         return classification.Counted()
-
-    def divergence(self, exact: Array, found: Array) -> float:
-        return classification.divergence(exact, found)
-
-    def power(self, outputs: Array) -> float:
-        return float(((outputs - outputs.mean(1, keepdims=True)) ** 2).mean())
 
     def noise(self, first: Array, second: Array) -> float:
         """Of the images that one of the two alone classes rightly; one more, since none of few says little."""

@@ -1,0 +1,29 @@
+"""Tasks whose models give logits: scores of classes along axis 1, of which the largest decides."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from qatkit.tasks.base import Task
+from qatkit_verify import classification
+
+if TYPE_CHECKING:
+    from qatkit.tasks.base import Array
+
+
+class Logits(Task):
+    """A task that decides by the largest of the logits [N, classes, ...], place by place."""
+
+    def decision(self, outputs: Array) -> Array:
+        return classification.decision(outputs)
+
+    @property
+    def rule(self) -> None:
+        """By the class axis of the output as the model gives it, which may lie behind positions."""
+        return None
+
+    def divergence(self, exact: Array, found: Array) -> float:
+        return classification.divergence(exact, found)
+
+    def power(self, outputs: Array) -> float:
+        return float(((outputs - outputs.mean(1, keepdims=True)) ** 2).mean())
