@@ -87,8 +87,8 @@ def _paired_line(results: Results) -> str:
     change, interval = metric.change(found["lost"]), found["interval"]
     unit = f" {metric.points}" if metric.points else ""
     return (
-        f"{results.label} {metric.name} against float: {change:+.2f}{unit}, +/- {interval:.2f} (two standard errors, the"
-        f" same {results.task.samples} for both)"
+        f"{results.label} {metric.name} against float: {change:+.2f}{unit}, +/- {interval:.2f} (two standard errors,"
+        f" the same {results.task.samples} for both)"
     )
 
 
