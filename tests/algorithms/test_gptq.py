@@ -236,7 +236,7 @@ class Tied(nn.Module):
         return cast(Tensor, self.head(torch.relu(self.inside(self.table(x)))))
 
 
-def test_a_table_has_the_integers_of_the_layer_that_it_is_the_weight_of(tmp_path: Path) -> None:
+def test_a_tied_table_has_the_integers_of_the_head(tmp_path: Path) -> None:
     torch.manual_seed(0)
     words = torch.randint(0, 50, (64, 12), generator=torch.Generator().manual_seed(0))
     model = Tied()
