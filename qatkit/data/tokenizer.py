@@ -31,7 +31,7 @@ def tokenizer_of(settings: DataConfig, about: Mapping[str, str]) -> Tokenizer:
         about: what the model says of itself: where its tokenizer is, and its number of tokens.
 
     Raises:
-        ConfigError: there is none, it can't be read, or it is one of another model.
+        ConfigError: neither names one, it can't be read, or it belongs to another model.
     """
     place = settings.tokenizer or about.get(PLACE)
     if place is None:

@@ -120,7 +120,7 @@ def _classes(config: ModelConfig, of_data: int | None) -> int | None:
 
 
 def _source(name: str, task: str = IMAGES) -> ModuleType | hf_models.HuggingFace | None:
-    """What knows `name`; None for a dotted path."""
+    """Returns the source that knows `name`; None for a dotted path."""
     if name.startswith(hf_models.PREFIX):
         return hf_models.of_task(task)
     for prefix, module in PREFIXES.items():

@@ -1,4 +1,4 @@
-"""What a model says of its inputs by itself: an ONNX file of all of them, a model of text of its tokens."""
+"""The inputs that a model declares by itself: an ONNX file all of them, a model of text its tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Declared(NamedTuple):
-    """What a model says of its inputs by itself.
+    """The inputs that a model declares by itself.
 
     Attributes:
         ports: its inputs; none where it does not say.

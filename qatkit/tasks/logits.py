@@ -19,7 +19,7 @@ class Logits(Task):
 
     @property
     def rule(self) -> None:
-        """By the class axis of the output as the model gives it, which may lie behind positions."""
+        """None: outputs agree by their class axis, which may lie behind positions."""
         return None
 
     def divergence(self, exact: Array, found: Array) -> float:

@@ -89,7 +89,7 @@ class TextEmbedding(Task):
 
     @property
     def rule(self) -> Alike:
-        """By the cosine: embeddings decide nothing by themselves."""
+        """The rule of the cosine, since embeddings decide nothing by themselves."""
         from qatkit_verify.compare import Alike
 
         return Alike(self.agree)
@@ -147,7 +147,7 @@ def _standardized(values: Array) -> Array:
 
 
 def _influence(values: Array) -> Array:
-    """What each pair moves the rank correlation by, times the number of pairs."""
+    """Returns the influence of each pair on the rank correlation, times the number of pairs."""
     a, b = _standardized(values[:, 0]), _standardized(values[:, 1])
     found: Array = a * b - (a * b).mean() / 2 * (a**2 + b**2)
     return found

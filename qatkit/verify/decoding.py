@@ -46,7 +46,7 @@ class OnnxDecoder:
         Args:
             tokens: new ones, [N, T].
             past: keys and values of the P earlier ones.
-            mask: 0 for padding, [N, P + T]; None: there is none.
+            mask: 0 for padding, [N, P + T]; None: no token is padding.
         """
         before = past[0].shape[2]
         every = np.ones((len(tokens), before + tokens.shape[1]), np.int64) if mask is None else mask
@@ -119,7 +119,7 @@ def decoding(
 def _by_steps(
     decoder: OnnxDecoder, whole: Callable[[Array], Array], tokens: Array, steps: int
 ) -> tuple[int, int]:
-    """How many tokens at the end of a window were computed one by one, and of how many the next one is the same."""
+    """Returns the number of tokens at the end of a window that were computed one by one, and that of equal next ones."""
     split = max(1, tokens.shape[1] - steps)
     exact = whole(tokens)[0].argmax(-1)
     _, past = decoder.run(tokens[:, :split], decoder.empty(1))
@@ -131,7 +131,7 @@ def _by_steps(
 
 
 def _equal(whole: Callable[[Array], Array], prompt: Array, made: list[int]) -> int:
-    """How many tokens of a greedy text are those that the whole text so far gives."""
+    """Returns the number of tokens, from the first on, that the whole text so far gives as well."""
     text = np.concatenate([prompt, np.array([made], np.int64)], 1)
     likeliest = whole(text[:, :-1])[0].argmax(-1)[prompt.shape[1] - 1 :]
     differs = np.nonzero(likeliest != np.array(made))[0]

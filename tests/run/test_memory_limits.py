@@ -189,7 +189,7 @@ def test_an_oblong_image_that_is_too_large_names_its_pixels(tmp_path: Path) -> N
 def test_weights_that_memory_does_not_hold_are_refused_unread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the headers of files that are sparse on the disk: 4 bytes each, for the model and its quantized copy."""
+    """The headers of files that are sparse on the disk say it: 4 bytes each, for the model and its quantized copy."""
     counts = {"a": 100_000_000, "b": 20_000_000}
     for name, count in counts.items():
         tensor = {"dtype": "F32", "shape": [count], "data_offsets": [0, 4 * count]}

@@ -71,7 +71,7 @@ class AccuracyCheck(Check):
 
 
 def _paired(values: Mapping[str, list[Any]], scores: Mapping[str, Scores], task: Task) -> dict[str, float]:
-    """How much worse than float the file is, and two standard errors of that, image by image."""
+    """Returns by how much the file is worse than float, and two standard errors of that, image by image."""
     import numpy as np
 
     exact, found = (np.concatenate(values[name]) for name in ("float", "int8"))

@@ -1,4 +1,4 @@
-"""Whether a language model's decoder computes what its file of whole windows does, token by token."""
+"""The check of a language model's decoder against its file of whole windows, token by token."""
 
 from __future__ import annotations
 
