@@ -119,7 +119,7 @@ def decoding(
 def _by_steps(
     decoder: OnnxDecoder, whole: Callable[[Array], Array], tokens: Array, steps: int
 ) -> tuple[int, int]:
-    """Returns the number of tokens at the end of a window that were computed one by one, and that of equal next ones."""
+    """Returns how many tokens at the end of a window were computed one by one, and how many have the same next one."""
     split = max(1, tokens.shape[1] - steps)
     exact = whole(tokens)[0].argmax(-1)
     _, past = decoder.run(tokens[:, :split], decoder.empty(1))
