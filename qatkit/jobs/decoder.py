@@ -19,10 +19,7 @@ import torch
 from torch import Tensor
 
 from qatkit import models
-from qatkit.choose.algorithms import chosen_algorithms
-from qatkit.choose.precision.chosen import chosen_floats
 from qatkit.config.schema import Config
-from qatkit.data.inputs import ArrayInputs
 from qatkit.data.tokenizer import save_tokenizer
 from qatkit.export.decoder_inputs import for_runtimes
 from qatkit.export.torch_to_onnx import export_onnx
@@ -39,7 +36,6 @@ from qatkit.records.decoder_files import (
     genai_config,
 )
 from qatkit.run.backend import backend_of
-from qatkit.run.build import qat_module
 from qatkit.train.module import QATModule
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.files import unfinished, write_text
@@ -124,16 +120,16 @@ def _write(state: State, folder: Path) -> list[str]:
 
 def _module(state: State, captured: Captured, example: dict[str, Tensor]) -> QATModule:
     """The finished module, with the graph of a decoder."""
-    config, finished = state.run.config, state.prepared
-    inputs = ArrayInputs(example, dict.fromkeys(example, 0))
-    stored = state.stored
-    module = qat_module(
-        config,
+    finished = state.prepared
+    module = state.module_type(
         captured,
-        inputs,
-        state.module_type,
-        algorithms=chosen_algorithms(config, stored),
-        floats=[*chosen_floats(config, stored), *finished.floats],
+        example,
+        finished.schedule,
+        finished.backend,
+        finished.overrides,
+        finished.quantizers,
+        algorithms=finished.algorithms,
+        task=finished.task,
     )
     module.load_state_dict(finished.state_dict())
     module.ready_to_convert()
