@@ -28,6 +28,7 @@ from onnxruntime.quantization.matmul_nbits_quantizer import DefaultWeightOnlyQua
 from qatkit import models
 from qatkit.config.compose import load_config
 from qatkit.data.tokenizer import tokenizer_of
+from qatkit.export.accuracy_level import FLOAT, INT8, at_level
 from qatkit.export.decoder_inputs import for_runtimes
 from qatkit.export.torch_to_onnx import export_onnx
 from qatkit.graph.captured import Captured
@@ -36,7 +37,6 @@ from qatkit.models.hf_decoder import MASK, PAST_MASK, Decoder, past_names
 from qatkit.verify.decoding import OnnxDecoder
 
 _CONTEXT, _BEFORE, _TOKENS = 512, 256, 8
-_ATTRIBUTE = "accuracy_level"
 
 
 def float_decoder(run: Path, path: Path) -> None:
@@ -50,17 +50,6 @@ def float_decoder(run: Path, path: Path) -> None:
     for_runtimes(path, MASK, PAST_MASK, past_names(decoder.layers))
 
 
-def at_level(source: Path, path: Path, level: int) -> None:
-    """Writes a file whose packed products have another accuracy level."""
-    model = onnx.load(source)
-    for node in model.graph.node:
-        if node.op_type == "MatMulNBits":
-            kept = [one for one in node.attribute if one.name != _ATTRIBUTE]
-            del node.attribute[:]
-            node.attribute.extend([*kept, onnx.helper.make_attribute(_ATTRIBUTE, level)])
-    onnx.save(model, path)
-
-
 def files(run: Path, work: Path) -> Iterator[tuple[str, Path]]:
     """Yields every file by what it is called, and makes those that the run does not have."""
     logging.disable(logging.WARNING)
@@ -68,9 +57,9 @@ def files(run: Path, work: Path) -> Iterator[tuple[str, Path]]:
     if not exact.is_file():
         float_decoder(run, exact)
     yield "float", exact
-    yield "this run, level 0", ours
-    at_level(ours, work / "ours_4.onnx", 4)
-    yield "this run, level 4", work / "ours_4.onnx"
+    for level in (FLOAT, INT8):
+        at_level(ours, work / f"ours_{level}.onnx", level)
+        yield f"this run, level {level}", work / f"ours_{level}.onnx"
     quantize_dynamic(exact, work / "dynamic.onnx", per_channel=True, weight_type=QuantType.QInt8)
     yield "ONNX Runtime, dynamic int8", work / "dynamic.onnx"
     for level in (0, 4):

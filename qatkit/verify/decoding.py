@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,9 @@ from qatkit_verify.session import open_session
 
 Array = NDArray[Any]
 _PAST = "past_key_values."
+RISE = 0.005  # of perplexity, that accuracy level 4 may cost as a share
+_FASTER = 1.02
+_ROUNDS, _TIMED = 5, 9  # rounds, and tokens of one, the first of which belongs to the prompt
 
 
 class OnnxDecoder:
@@ -88,6 +91,52 @@ class Decoding:
     steps: tuple[int, int]
     greedy: tuple[int, int]
     tokens_per_second: float
+
+
+@dataclass(frozen=True)
+class Levels:
+    """How a decoder at accuracy level 4 compares with itself at level 0.
+
+    Attributes:
+        perplexity: at level 0, and at level 4.
+        agreement: share of the same likeliest next token, 0..1.
+        ratio: of tokens per second, level 4 over level 0: the median of rounds.
+        ratio_low: the 10th percentile of the rounds.
+    """
+
+    perplexity: tuple[float, float]
+    agreement: float
+    ratio: float
+    ratio_low: float
+
+    @property
+    def pays(self) -> bool:
+        """Returns whether level 4 is faster, beyond the rounds' spread, and about as good."""
+        before, now = self.perplexity
+        return self.ratio_low > _FASTER and now <= (1 + RISE) * before
+
+
+def levels(first: OnnxDecoder, second: OnnxDecoder, windows: Sequence[Array]) -> Levels:
+    """Compares a decoder at accuracy level 0 with the same at level 4.
+
+    Args:
+        first, second: the decoder at level 0 and at level 4.
+        windows: of tokens [1, T].
+    """
+    nats, same, count = [list[float](), list[float]()], 0, 0
+    for tokens in windows:
+        found = [one.run(tokens, one.empty(1))[0][0] for one in (first, second)]
+        for kept, logits in zip(nats, found, strict=True):
+            kept.append(_nats(logits, tokens[0]))
+        same, count = same + int((found[0].argmax(-1) == found[1].argmax(-1)).sum()), count + tokens.size
+    prompt = windows[0][:, : max(2, windows[0].shape[1] // 4)]
+    ratios = []
+    for _ in range(_ROUNDS):
+        before, now = (one.greedy(prompt, _TIMED)[1] for one in (first, second))
+        ratios.append(before / now)
+    own, other = (math.exp(sum(one) / len(one)) for one in nats)
+    low, middle = np.quantile(ratios, [0.1, 0.5])
+    return Levels((own, other), same / count, float(middle), float(low))
 
 
 def decoding(

@@ -22,9 +22,10 @@ from tiny_run import report_of
 
 from qatkit.config.compose import compose_config
 from qatkit.config.schema import Config
+from qatkit.export.accuracy_level import FLOAT, INT8, at_level, level_of
 from qatkit.jobs import pipeline
 from qatkit.run.build import data_of
-from qatkit.verify.decoding import OnnxDecoder
+from qatkit.verify.decoding import Levels, OnnxDecoder, levels
 from qatkit_verify.command import main as verify_bundle
 from qatkit_verify.errors import ConfigError
 
@@ -38,6 +39,7 @@ def asked(folder: Path, model: Path, root: Path, *changes: str) -> Config:
         [
             "recipe=causal_lm_w4", f"model.name=hf/{model}", f"data.root={root}", f"output_dir={folder}",
             f"data.context={CONTEXT}", "data.test_images=8", "verify.latency_runs=2", "verify.max_drop=100",
+            "export.accuracy_level=0",
             "trainer.progress=false", *changes,
         ],
     )  # fmt: skip
@@ -137,6 +139,55 @@ def test_rows_with_padding_are_those_without(made: tuple[Path, Path, Path]) -> N
         np.testing.assert_allclose(logits[row, padding:], alone[0], atol=2e-5)
         alone, _ = decoder.run(new[row : row + 1], past_alone)
         np.testing.assert_allclose(after[row], alone[0], atol=2e-5)
+
+
+def test_a_decoder_at_level_4_rounds_activations(made: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    exact, rounded = made[0] / "decoder" / "model.onnx", tmp_path / "model.onnx"
+    at_level(exact, rounded, INT8)
+    assert (level_of(exact), level_of(rounded)) == (FLOAT, INT8)
+    tokens = np.random.default_rng(0).integers(1, 320, (1, 40))
+    first, second = OnnxDecoder(exact, 1), OnnxDecoder(rounded, 1)
+    logits = [one.run(tokens, one.empty(1))[0] for one in (first, second)]
+    decibel = 10 * np.log10(np.square(logits[0]).sum() / np.square(logits[0] - logits[1]).sum())
+    assert 20 < decibel < 70
+
+    found = levels(first, second, [tokens])
+    wanted = [
+        float(
+            torch.nn.functional.cross_entropy(torch.from_numpy(one[0, :-1]), torch.from_numpy(tokens[0, 1:]))
+        )
+        for one in logits
+    ]
+    assert np.log(found.perplexity) == pytest.approx(wanted, rel=1e-5)
+    assert found.agreement == (logits[0].argmax(-1) == logits[1].argmax(-1)).mean()
+
+
+@pytest.mark.parametrize(
+    ("perplexity", "low", "pays"),
+    [((20.0, 20.09), 1.5, True), ((20.0, 20.11), 1.5, False), ((20.0, 19.0), 1.0, False)],
+)
+def test_level_4_pays_where_it_is_fast_and_good(
+    perplexity: tuple[float, float], low: float, pays: bool
+) -> None:
+    assert Levels(perplexity, 1.0, 2.0, low).pays == pays
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["4", "auto"])
+def test_the_report_has_the_price_of_a_level(
+    level: str, made: tuple[Path, Path, Path], tmp_path: Path
+) -> None:
+    _, model, root = made
+    config = asked(tmp_path / "run", model, root, f"export.accuracy_level={level}", "algorithm=none")
+    assert pipeline.train(config) in (0, 1)  # of a random model a level may cost more than half a percent
+    report = report_of(tmp_path / "run")
+    shipped = level_of(tmp_path / "run" / "decoder" / "model.onnx")
+    assert report["measured"]["decoder"]["level"] == shipped and shipped == (4 if level == "4" else shipped)
+    assert report["measured"]["decoder"]["agreement"] == 1.0  # held against the other file at level 0
+    assert ("levels" in report["measured"]["decoder"]) == (shipped == 4)
+    told = [note for note in report["notes"] if note.startswith("export.accuracy_level=auto")]
+    assert len(told) == (level == "auto")
+    assert not (tmp_path / "run" / "decoder" / "level_4.onnx").exists()
 
 
 def test_the_bundle_can_be_checked(made: tuple[Path, Path, Path], capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import asdict
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qatkit.records.decoder_files import DECODER_FILE, DECODER_FOLDER
@@ -28,7 +30,8 @@ class DecoderCheck(Check):
             return results
         import numpy as np
 
-        from qatkit.verify.decoding import OnnxDecoder, decoding
+        from qatkit.export.accuracy_level import FLOAT, at_level, level_of
+        from qatkit.verify.decoding import OnnxDecoder, decoding, levels
         from qatkit_verify.session import open_session, run_outputs
 
         threads, options = subject.settings.threads, subject.options
@@ -38,14 +41,19 @@ class DecoderCheck(Check):
             for batch in subject.first_images(_WINDOWS)
             for row in (next(iter(batch.values())) if isinstance(batch, dict) else batch)
         )
-        found = decoding(
-            OnnxDecoder(path, threads, options),
-            lambda tokens: run_outputs(whole, tokens)[0],
-            list(islice(rows, _WINDOWS)),
-            _STEPS,
-            _GENERATED,
-        )
-        figures = asdict(found) | {"bytes": path.stat().st_size, "threads": threads}
+        windows, level = list(islice(rows, _WINDOWS)), level_of(path)
+        with tempfile.TemporaryDirectory() as folder:
+            exact = path
+            if level != FLOAT:
+                at_level(path, exact := Path(folder, DECODER_FILE), FLOAT)
+            decoder = OnnxDecoder(exact, threads, options)
+            found = decoding(
+                decoder, lambda tokens: run_outputs(whole, tokens)[0], windows, _STEPS, _GENERATED
+            )
+            figures = asdict(found) | {"bytes": path.stat().st_size, "threads": threads, "level": level}
+            if level != FLOAT:
+                at = levels(decoder, OnnxDecoder(path, threads, options), windows)
+                figures |= {"levels": asdict(at), "tokens_per_second": at.ratio * found.tokens_per_second}
         return results.with_measured(self.name, figures)
 
     def shortfalls(self, bounds: VerifyConfig, results: Results) -> list[Shortfall]:
@@ -57,10 +65,17 @@ class DecoderCheck(Check):
             wrong.append(
                 f"perplexity {found['perplexity']:.3f}, without keys and values {found['whole']:.3f}"
             )
+        from qatkit.verify.decoding import RISE
+
         least = bounds.min_agreement
         if least is not None and found["agreement"] < least:
             wrong.append(f"the same next token in {100 * found['agreement']:.2f} % of {found['tokens']:,}")
         told = "; ".join(wrong)
+        at = found.get("levels")
+        if at is not None and at["perplexity"][1] > (1 + RISE) * at["perplexity"][0]:
+            before, now = at["perplexity"]
+            line = f"export.accuracy_level={found['level']}: perplexity {now:.3f}, {before:.3f} at level 0"
+            return [Shortfall(line, "export.accuracy_level=0 (activations in float)")]
         return [Shortfall(f"verify.min_agreement={least}: the decoder has {told}")] if wrong else []
 
     def lines(self, results: Results) -> list[str]:
@@ -77,5 +92,17 @@ def _line(found: dict[str, Any]) -> str:
         f"decoder ({DECODER_FOLDER}/{DECODER_FILE}, {found['bytes'] / 1e6:.2f} MB): perplexity"
         f" {found['perplexity']:.3f} on {found['windows']} windows ({found['whole']:.3f} without keys and values), the"
         f" same next token {100 * found['agreement']:.2f} %; one by one {same} of {steps}, greedy text {equal} of"
-        f" {generated}; {found['tokens_per_second']:.1f} tokens/s, {found['threads']} threads"
+        f" {generated}; {found['tokens_per_second']:.1f} tokens/s, {found['threads']} threads{_level_text(found)}"
+    )
+
+
+def _level_text(found: dict[str, Any]) -> str:
+    """The price of an accuracy level above 0, at which the other figures were measured; "" at level 0."""
+    at = found.get("levels")
+    if at is None:
+        return ""
+    before, now = at["perplexity"]
+    return (
+        f"; these at accuracy level 0, but for the speed; the file has level {found['level']}: perplexity {now:.3f} in"
+        f" place of {before:.3f}, the same next token {100 * at['agreement']:.2f} %, {at['ratio']:.2f} times as fast"
     )

@@ -1,0 +1,37 @@
+"""The accuracy level of products with packed weights (MatMulNBits): how ONNX Runtime computes them.
+
+    0   activations in float: what the simulation computes
+    4   activations rounded to 8 bits in blocks, by integer kernels: faster
+
+Source: ONNX Runtime, docs/ContribOperators.md, com.microsoft.MatMulNBits.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+from onnx import helper
+
+from qatkit_verify.files import whole
+
+FLOAT, INT8 = 0, 4
+_OPERATOR, _ATTRIBUTE = "MatMulNBits", "accuracy_level"
+
+
+def level_of(path: Path) -> int:
+    """Returns the highest accuracy level of a file's products."""
+    nodes = onnx.load(path).graph.node
+    return max((one.i for node in nodes for one in node.attribute if one.name == _ATTRIBUTE), default=FLOAT)
+
+
+def at_level(source: Path, path: Path, level: int) -> None:
+    """Writes a file whose products have another accuracy level; whole, or not at all."""
+    model = onnx.load(source)
+    for node in model.graph.node:
+        if node.op_type == _OPERATOR:
+            kept = [one for one in node.attribute if one.name != _ATTRIBUTE]
+            del node.attribute[:]
+            node.attribute.extend([*kept, helper.make_attribute(_ATTRIBUTE, level)])
+    with whole(path) as temporary:
+        temporary.write_bytes(model.SerializeToString(deterministic=True))
