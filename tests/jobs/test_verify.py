@@ -164,6 +164,7 @@ def test_bounds_that_are_off_need_no_check() -> None:
         "size",
         "parity",
         "sizes",
+        "decoder",
         "audit",
         "saturation",
     ]
