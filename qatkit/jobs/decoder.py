@@ -13,7 +13,7 @@ import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -116,7 +116,8 @@ def _write(state: State, folder: Path) -> list[str]:
         "width": decoder.width,
         "context": decoder.longest,
     }
-    told = genai_config(_settings(state.model), _ends(state.model), sizes)
+    settings: dict[str, Any] = cast(Any, state.model).config.to_dict()
+    told = genai_config(settings, _ends(state.model), sizes)
     write_text(folder / GENAI_FILE, json.dumps(told, indent=1) + "\n")
     shutil.copyfile(str(generate.__file__), folder / GENERATE_FILE)
     return notes
@@ -173,11 +174,6 @@ def _tokens(state: State) -> Tensor:
     if found.shape[1] < _PAST + _NEW:
         raise ConfigError("data.context", found.shape[1], f"at least {_PAST + _NEW} with {KEY}=true")
     return found.to(torch.int64)
-
-
-def _settings(model: Any) -> dict[str, Any]:
-    found: dict[str, Any] = model.config.to_dict()
-    return found
 
 
 def _ends(model: Any) -> list[int]:

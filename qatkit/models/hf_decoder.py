@@ -71,9 +71,7 @@ class Decoder:
         """Lends the model this forward."""
         own = type(self.model)
         theirs = own.__mro__[1]
-        names = past_names(self.layers)
-        forward = _forward(theirs, self.layers)
-        self.model.__class__ = type(theirs.__name__, (theirs,), {"forward": forward, "past_names": names})
+        self.model.__class__ = type(theirs.__name__, (theirs,), {"forward": _forward(theirs, self.layers)})
         try:
             yield self.model
         finally:
