@@ -52,6 +52,8 @@ from qatkit_verify.errors import ConfigError
 
 TORCH_OPSET = 18
 _ONE_BATCH = "; export.dynamic_batch=false writes a file of one batch size"
+# Constants that the file holds as they are, although their readers take float32.
+_NARROW = (ir.DataType.INT8, ir.DataType.UINT8, ir.DataType.FLOAT16)
 
 
 def export_onnx(
@@ -307,9 +309,9 @@ def _register_constants(graph: ir.Graph) -> None:
 
 
 def _folds(node: ir.Node) -> bool | None:
-    """Bytes stay bytes: weights that are made float from int8. Of other nodes the folder decides."""
+    """Keeps bytes and halves as they are: weights and scales that are made float. Of other nodes the folder decides."""
     source = node.inputs[0] if node.op_type == "Cast" else None
-    return False if source is not None and source.dtype in (ir.DataType.INT8, ir.DataType.UINT8) else None
+    return False if source is not None and source.dtype in _NARROW else None
 
 
 def _merge_bytes(graph: ir.Graph) -> None:

@@ -77,6 +77,12 @@ class Overrides:
                 )
                 raise ConfigError("backend.overrides", value, allowed)
             spec = replace(spec, granularity=granularity)
+        if override.weight_scale_dtype is not None:
+            if override.weight_scale_dtype != "float32" and not backend.weights_alone:
+                value = f"{self.by_node[node][0]} (weight_scale_dtype={override.weight_scale_dtype})"
+                allowed = "float32, which int8 kernels take (backend=weight_only has others)"
+                raise ConfigError("backend.overrides", value, allowed)
+            spec = replace(spec, scale_dtype=override.weight_scale_dtype)
         if override.weight_symmetric is not None:
             spec = replace(spec, symmetric=override.weight_symmetric)
         if override.reduce_range is not None:

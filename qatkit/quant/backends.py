@@ -69,6 +69,9 @@ class Backend:
             if found not in known and not blocks:
                 allowed = f"{' or '.join(map(str, known))}, which int8 kernels know (backend=weight_only has blocks)"
                 raise ConfigError(f"backend={self.name}: {part}.granularity", found, allowed)
+        if self.weight.scale_dtype != "float32" and not self.weights_alone:
+            allowed = "float32, which int8 kernels take (backend=weight_only has others)"
+            raise ConfigError(f"backend={self.name}: weight.scale_dtype", self.weight.scale_dtype, allowed)
 
     @property
     def for_onnxruntime(self) -> bool:

@@ -61,6 +61,9 @@ FEW_BITS = tuple(name for name in DTYPES if name not in WHOLE)
 ACTIVATIONS = (*WHOLE, "uint4")
 # Of weights that an override may name.
 SIGNED = tuple(name for name, row in DTYPES.items() if row.signed)
+# Types that scales of weights are held in; uint8 with a scale of its own for each output channel
+# (`qatkit.quant.held_scales`).
+SCALE_TYPES = ("float32", "float16", "uint8")
 # The largest sum of two weights of one sign whose products with uint8 activations fit into 16 bits: 255 · 128 < 2¹⁵.
 PAIR_LIMIT = 128
 
@@ -78,6 +81,7 @@ class QuantSpec:
             products in 16 bits and saturate; 7-bit weights cannot.
         pairs: of a weight: no two integers that such a kernel adds up can saturate, whatever their activations
             (`qatkit.quant.pairs`), as `backend.reduce_range=auto` asks; refused of asymmetric ones that `may_saturate`.
+        scale_dtype: of a weight: the type in `SCALE_TYPES` that holds its scales.
     """
 
     dtype: str = "uint8"
@@ -85,10 +89,15 @@ class QuantSpec:
     granularity: Granularity = field(default_factory=PerTensor)
     reduce_range: bool = False
     pairs: bool = False
+    scale_dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype={self.dtype}: expected one of {', '.join(DTYPES)}")
+        for name, value, known in (
+            ("dtype", self.dtype, DTYPES),
+            ("scale_dtype", self.scale_dtype, SCALE_TYPES),
+        ):
+            if value not in known:
+                raise ValueError(f"{name}={value}: expected one of {', '.join(known)}")
         if not isinstance(self.granularity, Granularity):
             allowed = "PerTensor(), PerChannel(axis) or PerBlock(size) of qatkit.quant.granularity"
             raise ValueError(f"granularity={self.granularity!r}: expected {allowed}")

@@ -14,6 +14,7 @@ from torch import Tensor
 from qatkit.quant import numerics
 from qatkit.quant.fake_quantize import Bounds, FakeQuantize, Quantizer
 from qatkit.quant.granularity import PerBlock, PerChannel, along
+from qatkit.quant.held_scales import held
 from qatkit.quant.learned.oscillation import Oscillation
 from qatkit.quant.observers import MovingAverageMinMaxObserver, Observer
 from qatkit.quant.pairs import fitted
@@ -129,7 +130,8 @@ class WeightFakeQuantize(Quantizer):
         The integers move with the weight where that is trained: what stays is their distance from `below`.
 
         Args:
-            scale: of the shape of `clip`, above 0; weights beyond it times the largest integer are clipped.
+            scale: of the shape of `clip`, above 0, rounded to what the spec's `scale_dtype` holds; weights beyond it
+                times the largest integer are clipped.
             weight: as inference uses it; given together with `integers`.
             integers: whole numbers of any type, of the weight's shape, counted from the zero point; None: the weight
                 is rounded to the nearest.
@@ -140,11 +142,11 @@ class WeightFakeQuantize(Quantizer):
         """
         if zero_point is not None and not self.spec.has_zero_point:
             raise ValueError("zero_point: expected None with a symmetric spec of a signed type")
-        self.fixed_scale = scale.detach().clone()
+        self.fixed_scale = held(scale.detach(), self.spec.scale_dtype).clone()
         self.fixed_zero_point = None if zero_point is None else zero_point.detach().to(torch.int32).clone()
         self.rounding = None
         if weight is not None and integers is not None:
-            self.rounding = (integers - self.below(weight, scale)).to(torch.int16)
+            self.rounding = (integers - self.below(weight, self.fixed_scale)).to(torch.int16)
         self._clips = True
 
     @torch.no_grad()
@@ -198,7 +200,7 @@ class WeightFakeQuantize(Quantizer):
         """
         if self.fixed_scale is not None:
             return self.fixed_scale
-        scale = self.wanted_scale(weight)
+        scale = held(self.wanted_scale(weight), self.spec.scale_dtype)
         source, target = self._edges
         if source is None or target is None:
             return scale

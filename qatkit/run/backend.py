@@ -67,4 +67,6 @@ def _weight(spec: QuantSpec, asked: BackendConfig) -> QuantSpec:
         spec = replace(spec, dtype=asked.weight_dtype)
     if asked.weight_granularity is not None:
         spec = replace(spec, granularity=granularity_of(asked.weight_granularity))
+    if asked.weight_scale_dtype is not None:
+        spec = replace(spec, scale_dtype=asked.weight_scale_dtype)
     return spec if asked.weight_symmetric is None else replace(spec, symmetric=asked.weight_symmetric)

@@ -37,12 +37,10 @@ KINDS: dict[str, tuple[Granularity, bool]] = {
 }
 
 
-def backend(dtype: str, kind: str = "blocks") -> Backend:
+def backend(dtype: str, kind: str = "blocks", scales: str = "float32") -> Backend:
     granularity, symmetric = KINDS[kind]
-    return replace(
-        WEIGHT_ONLY,
-        weight=replace(WEIGHT_ONLY.weight, dtype=dtype, granularity=granularity, symmetric=symmetric),
-    )
+    weight = replace(WEIGHT_ONLY.weight, dtype=dtype, granularity=granularity, symmetric=symmetric)
+    return replace(WEIGHT_ONLY, weight=replace(weight, scale_dtype=scales))
 
 
 class Mixed(nn.Module):
@@ -103,6 +101,36 @@ def test_the_file_computes_what_the_simulation_does(dtype: str, kind: str, tmp_p
     export_onnx(converted, x, path)
     np.testing.assert_allclose(ran(path, x), wanted.numpy(), rtol=0, atol=2e-6)
     np.testing.assert_allclose(ran(path, x[:3]), wanted[:3].numpy(), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("scales", ["float16", "uint8"])
+def test_scales_of_few_bits_are_those_of_the_file(scales: str, kind: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x = noise(4, 3, 10, 12)
+    graph = simulated(Mixed(), x, backend("int4", kind, scales))
+    converted = convert(graph).graph
+    with torch.no_grad():
+        wanted = graph(x)
+        torch.testing.assert_close(converted(x), wanted, rtol=0, atol=1e-6)
+    path = tmp_path / "file.onnx"
+    export_onnx(converted, x, path)
+    np.testing.assert_allclose(ran(path, x), wanted.numpy(), rtol=0, atol=2e-6)
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    plain = ort.InferenceSession(str(path), options)
+    (found,) = plain.run(None, {plain.get_inputs()[0].name: x.numpy()})
+    np.testing.assert_allclose(found, wanted.numpy(), rtol=0, atol=2e-6)
+
+
+def test_double_quantization_takes_four_and_a_quarter_bits(tmp_path: Path) -> None:
+    x = noise(2, 512)
+    weight = replace(WEIGHT_ONLY.weight, granularity=PerBlock(64), scale_dtype="uint8")
+    graph = simulated(nn.Sequential(nn.Linear(512, 512, bias=False)), x, replace(WEIGHT_ONLY, weight=weight))
+    path = tmp_path / "file.onnx"
+    export_onnx(convert(graph).graph, x, path)
+    held = sum(len(one.raw_data) for one in onnx.load(path).graph.initializer)
+    assert 8 * held / 512**2 == pytest.approx(4 + (4 + 8) / 64 + 32 / 512, rel=1e-3)
 
 
 @pytest.mark.parametrize("opset", [13, 18, 21, 23])
@@ -175,11 +203,15 @@ class Words(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["blocks", "symmetric", "channels"])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_tables_are_looked_up_packed_at_any_length(dtype: str, kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "scales"), [*((one, "float32") for one in DTYPES), ("int4", "float16"), ("int4", "uint8")]
+)
+def test_tables_are_looked_up_packed_at_any_length(
+    dtype: str, scales: str, kind: str, tmp_path: Path
+) -> None:
     torch.manual_seed(0)
     words = torch.randint(0, 50, (3, 7), generator=torch.Generator().manual_seed(0))
-    graph = simulated(Words(), words, backend(dtype, kind), "auto")
+    graph = simulated(Words(), words, backend(dtype, kind, scales), "auto")
     path = tmp_path / "file.onnx"
     export_onnx(convert(graph).graph, words, path)
     for given in (words, words[:1], torch.arange(22).reshape(2, 11)):
@@ -187,11 +219,12 @@ def test_tables_are_looked_up_packed_at_any_length(dtype: str, kind: str, tmp_pa
             np.testing.assert_allclose(ran(path, given), graph(given).numpy(), rtol=0, atol=2e-5)
 
 
+@pytest.mark.parametrize("scales", ["float32", "uint8"])
 @pytest.mark.parametrize("kind", ["blocks", "symmetric"])
-def test_a_tied_weight_is_in_the_file_once(kind: str, tmp_path: Path) -> None:
+def test_a_tied_weight_is_in_the_file_once(kind: str, scales: str, tmp_path: Path) -> None:
     words = torch.randint(0, 50, (3, 7))
     path = tmp_path / "file.onnx"
-    export_onnx(convert(simulated(Words(), words, backend("int4", kind))).graph, words, path)
+    export_onnx(convert(simulated(Words(), words, backend("int4", kind, scales))).graph, words, path)
     large = [tuple(one.dims) for one in onnx.load(path).graph.initializer if one.dims and one.dims[0] == 50]
     assert len([dims for dims in large if len(dims) == 3]) == 1
 
@@ -252,9 +285,15 @@ def test_weights_are_trained_through_their_rounding(tmp_path: Path) -> None:
         np.testing.assert_allclose(ran(path, x), graph(x).numpy(), rtol=0, atol=5e-6)
 
 
-def test_blocks_belong_to_a_backend_of_weights_alone() -> None:
+@pytest.mark.parametrize(
+    ("override", "shown"),
+    [
+        (OverrideConfig(weight_granularity={"block": 32}), r"\{block: 32\}"),
+        (OverrideConfig(weight_scale_dtype="uint8"), "weight_scale_dtype=uint8"),
+    ],
+)
+def test_blocks_belong_to_a_backend_of_weights_alone(override: OverrideConfig, shown: str) -> None:
     x = noise(2, 3, 10, 12)
     graph = Captured(Mixed().eval(), x).graph()
-    override = {"linear": OverrideConfig(weight_granularity={"block": 32})}
-    with pytest.raises(ConfigError, match=r"backend.overrides.*linear.*\{block: 32\}.*backend=weight_only"):
-        prepare_qat(graph, FBGEMM, x, override)
+    with pytest.raises(ConfigError, match=rf"backend.overrides.*linear.*{shown}.*backend=weight_only"):
+        prepare_qat(graph, FBGEMM, x, {"linear": override})

@@ -98,6 +98,13 @@ def test_blocks_are_refused_where_int8_kernels_multiply(tmp_path: Path) -> None:
         pipeline.train(config)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "uint8"])
+def test_int8_kernels_take_scales_in_float32_alone(dtype: str, tmp_path: Path) -> None:
+    config = tiny(tmp_path / "run", backend=BackendConfig(weight_scale_dtype=dtype))
+    with pytest.raises(ConfigError, match=rf"scale_dtype={dtype}: expected float32, .*backend=weight_only"):
+        pipeline.train(config)
+
+
 @pytest.mark.parametrize("key", ["io", "pack_int4"])
 def test_what_a_file_of_weights_has_no_use_for_is_refused(key: str, tmp_path: Path) -> None:
     config = asked(tmp_path / "run")

@@ -7,7 +7,7 @@ from typing import Any
 
 from qatkit.config.fields import COUNT, PLACE, POSITIVE, SCALES, SWITCH, Choices, Range, setting
 from qatkit.config.sizes import SIZE
-from qatkit.quant.spec import ACTIVATIONS, SIGNED
+from qatkit.quant.spec import ACTIVATIONS, SCALE_TYPES, SIGNED
 from qatkit_verify.fitting import ALIGNMENTS, FITS, LAYOUTS, ORDERS, PIXELS
 
 WAVE_AXES, WAVE_SCALES = ("nt", "n1t", "nt1", "t"), ("unit", "int16")  # of sound
@@ -194,6 +194,9 @@ class OverrideConfig:
     )
     weight_granularity: Any = setting(None, "as backend.weight_granularity, of these operators", SCALES)
     weight_symmetric: bool | None = setting(None, "as backend.weight_symmetric, of these operators")
+    weight_scale_dtype: str | None = setting(
+        None, "as backend.weight_scale_dtype, of these operators", Choices(SCALE_TYPES)
+    )
     # Any: OmegaConf does not merge mappings of a dataclass with a union in it.
     reduce_range: Any = setting(None, "as backend.reduce_range, of these operators", SWITCH)
     activation_dtype: str | None = setting(
@@ -227,6 +230,12 @@ class BackendConfig:
     )
     weight_symmetric: bool | None = setting(
         None, "weights without zero points, zero in the middle of their range; null: the backend's choice"
+    )
+    weight_scale_dtype: str | None = setting(
+        None,
+        "type that holds the scales (backend=weight_only); uint8: quantized themselves, with one float32 per output "
+        "channel (double quantization); null: the backend's choice",
+        Choices(SCALE_TYPES),
     )
     every_operator: bool = setting(
         False, "quantize the output of every operator, as naive tools do: to see what that costs"

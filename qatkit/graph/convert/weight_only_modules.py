@@ -8,7 +8,9 @@
 All hold a weight [out, inputs] as unsigned integers, block by block: u = q + 2^(bits - 1), where q counts as
 `WeightFakeQuantize` does; the lowest bits of a byte come first. A last block that is shorter is filled up with zeros.
 3 bits are held in 4, since MatMulNBits has no kernel for them. For it, scales per output channel are repeated in blocks
-of 128. It does not get 8 bits, for which it takes many times as long as float does.
+of 128. It does not get 8 bits, for which it takes many times as long as float does. Scales that are not held in float32
+(`qatkit.quant.held_scales`) are made so by a Cast and a Mul of constants, which ONNX Runtime computes when it loads the
+file.
 
 Source: the definition of MatMulNBits in onnxruntime's docs/ContribOperators.md.
 """
@@ -24,6 +26,7 @@ from torch.nn import functional as F
 
 from qatkit.graph.convert.integer_modules import Settings
 from qatkit.quant.granularity import PerBlock
+from qatkit.quant.held_scales import decoded, encoded
 from qatkit.quant.qat_layers import QATEmbedding, QATOperator
 from qatkit.quant.weight_fake_quantize import WeightFakeQuantize
 
@@ -51,8 +54,9 @@ def unpacked(held: Tensor, bits: int) -> Tensor:
 class _Packed(nn.Module):
     """A weight as packed integers.
 
-    Buffers: weight in bytes [out, blocks, bytes of a block], weight_scale [out, blocks], and weight_zero_point in bytes
-    [out, bytes] where the weight has zero points.
+    Buffers: weight in bytes [out, blocks, bytes of a block]; weight_scale [out, blocks] as it is held, with
+    weight_scale_unit [out, 1] or [1, 1] where that is uint8; and weight_zero_point in bytes [out, bytes] where the
+    weight has zero points.
 
     Args:
         weight: [out, ...], as inference uses it.
@@ -68,6 +72,7 @@ class _Packed(nn.Module):
 
     weight: Tensor
     weight_scale: Tensor
+    weight_scale_unit: Tensor | None
     weight_zero_point: Tensor | None
 
     def __init__(self, weight: Tensor, fake: WeightFakeQuantize, *, repeats: bool = False) -> None:
@@ -87,7 +92,9 @@ class _Packed(nn.Module):
         codes = found.weight.flatten(1).to(torch.int32) + middle
         codes = F.pad(codes, [0, count * size - self.inputs], value=middle)
         self.register_buffer("weight", packed(codes.unflatten(1, (count, size)), self.bits))
-        self.register_buffer("weight_scale", by_block(found.scale).float())
+        scale, unit = encoded(found.scale.float(), spec.scale_dtype)
+        self.register_buffer("weight_scale", by_block(scale))
+        self.register_buffer("weight_scale_unit", None if unit is None else unit.reshape(-1, 1))
         zero = by_block(found.zero_point).to(torch.int32) + middle
         self.register_buffer("weight_zero_point", packed(zero, self.bits) if spec.has_zero_point else None)
 
@@ -101,9 +108,13 @@ class _Packed(nn.Module):
         counted = (unpack(weight, self.bits) - zero) * scale[..., None]
         return counted.flatten(-2)[..., : self.inputs]
 
+    def scales(self) -> Tensor:
+        """Returns the scales in float32, [out, blocks]."""
+        return decoded(self.weight_scale, self.weight_scale_unit)
+
     def values(self) -> Tensor:
         """Returns the weight in float32, of its own shape."""
-        return self.rows(self.weight, self.weight_scale, self.weight_zero_point).reshape(self.shape)
+        return self.rows(self.weight, self.scales(), self.weight_zero_point).reshape(self.shape)
 
 
 class WeightOnly(_Packed):
@@ -130,7 +141,7 @@ class WeightOnly(_Packed):
             return self.operator.infer(x, self.values(), self.bias)
         if not self.multiplies_packed:
             return self.operator(x, self.values(), self.bias)
-        given = [x, self.weight, self.weight_scale]
+        given = [x, self.weight, self.scales()]
         if self.weight_zero_point is not None:
             given.append(self.weight_zero_point)
         settings: dict[str, Any] = {
@@ -153,8 +164,11 @@ class PackedEmbedding(_Packed):
         super().__init__(embedding.weight.detach().float(), embedding.weight_fake_quant)
 
     def forward(self, places: Tensor) -> Tensor:
-        zero = None if self.weight_zero_point is None else F.embedding(places, self.weight_zero_point)
-        return self.rows(self.weight[places], F.embedding(places, self.weight_scale), zero)
+        zero = None if self.weight_zero_point is None else self.weight_zero_point[places]
+        unit = self.weight_scale_unit
+        if unit is not None and len(unit) > 1:
+            unit = unit[places]
+        return self.rows(self.weight[places], decoded(self.weight_scale[places], unit), zero)
 
 
 @torch.library.custom_op("qatkit::unpack", mutates_args=())

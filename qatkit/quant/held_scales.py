@@ -1,0 +1,50 @@
+"""Scales of weights as a file holds them: in float32, in float16, or as integers with scales of their own.
+
+    float32    as they were found
+    float16    the nearest float16 above 0
+    uint8      double quantization: scale = code · unit, code 1 to 255, one unit for each output channel
+
+Blocks of 32 weights of 4 bits with zero points take 5.1 bits per weight with scales in float32, 4.6 in float16 and 4.4
+in uint8; blocks of 64 take 4.6, 4.3 and 4.2. A unit has 16 significant bits, so that its products with codes are exact
+in float32: the scales of a file are those of the simulation bit for bit, and held scales are not changed by `held`.
+
+Source: Dettmers et al., "QLoRA: Efficient finetuning of quantized LLMs", 2023, section 3.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_CODES = 255
+_LEAST_HALF, _LARGEST_HALF = 2.0**-24, 65504.0  # the ends of float16's positive values
+_LOW_BITS = 0xFF  # of a float32, which a unit has not
+
+
+def held(scale: Tensor, dtype: str) -> Tensor:
+    """Returns the scales that a file with scales of type `dtype` has in the place of `scale`, in float32.
+
+    Args:
+        scale: above 0, [out, blocks], [out] or []; in the last two cases one unit serves all.
+        dtype: a name in `qatkit.quant.spec.SCALE_TYPES`.
+    """
+    return scale if dtype == "float32" else decoded(*encoded(scale, dtype))
+
+
+def encoded(scale: Tensor, dtype: str) -> tuple[Tensor, Tensor | None]:
+    """Returns what the file holds: scales of type `dtype`, of the shape of `scale`, and their units.
+
+    Units are of shape [out, 1], [1] or [], and None unless `dtype` is uint8.
+    """
+    if dtype == "float32":
+        return scale, None
+    if dtype == "float16":
+        return scale.clamp(_LEAST_HALF, _LARGEST_HALF).to(torch.float16), None
+    unit = scale.float().amax(-1, keepdim=scale.ndim > 0) / _CODES
+    unit = ((unit.view(torch.int32) + _LOW_BITS) & ~_LOW_BITS).view(torch.float32)
+    return torch.round(scale / unit).clamp(1, _CODES).to(torch.uint8), unit
+
+
+def decoded(codes: Tensor, unit: Tensor | None) -> Tensor:
+    """Returns the scales in float32 that `encoded` gave."""
+    return codes.float() if unit is None else codes.float() * unit
