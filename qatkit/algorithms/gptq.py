@@ -6,9 +6,10 @@ moments of the operator's inputs. When column i is rounded, the change of the ot
     w ← w - (w_i - w'_i) / U_ii · U_i        U: upper Cholesky factor of H⁻¹
 
 Columns are taken in the order of falling H_ii (`order`), so that those that matter most find the most others to make up
-for them; scales and zero points are those of the weight as it was ("static groups"). Operator by operator in the order
-of the graph, H is that of the inputs behind the operators as they were rounded. What these inputs lost is made up for
-first: with x the float inputs and x' the quantized ones the row that gives the float output best is
+for them. Scales and zero points are found before any column is rounded ("static groups"), and the scales are fitted to
+the integers afterwards (`qatkit.algorithms.gptq_scales`). Operator by operator in the order of the graph, H is that of
+the inputs behind the operators as they were rounded. What these inputs lost is made up for first: with x the float
+inputs and x' the quantized ones the row that gives the float output best is
 
     w + share · w·E[(x - x')·x'ᵀ]·H⁻¹
 
@@ -50,6 +51,10 @@ class GPTQ(BlockAlgorithm):
         Range(0, 1),
     )  # fmt: skip
     past: float = setting(0.5, "share of the loss of the operators before that is made up for", FRACTION)
+    scales: bool = setting(
+        True,
+        "search the scales of few bits, and fit them to the integers; false: those of the weights' ranges",
+    )
 
     def __call__(self, graph_module: fx.GraphModule, inputs: Iterable[Example]) -> PassResult:
         """`changed` counts the operators; fake quantization is on afterwards, and their scales and rounding stand.

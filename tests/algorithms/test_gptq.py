@@ -161,14 +161,15 @@ def test_outputs_lose_less_than_by_rounding_to_the_nearest(case: str, backend: B
     assert found[0.5] < 1.02 * found[0.0]
 
 
-def test_scales_stand_and_integers_are_in_range() -> None:
+@pytest.mark.parametrize("scales", [False, True])
+def test_scales_and_integers_are_those_that_ship(scales: bool) -> None:
     torch.manual_seed(0)
     model, x = Chain(), CASES["linears"][1]
     graph = prepared(model, x)
     before = {name: fake.scale(op.weight).clone() for name, op, fake in _weights(graph)}
-    GPTQ(images=64, batch_size=16)(graph, [x])
+    GPTQ(images=64, batch_size=16, scales=scales)(graph, [x])
     for name, operator, fake in _weights(graph):
-        assert torch.equal(fake.scale(operator.weight), before[name])
+        assert scales or torch.equal(fake.scale(operator.weight), before[name])
         shipped = fake.integers(operator.weight, None, torch.ones(()))
         assert int(shipped.weight.min()) >= -8 and int(shipped.weight.max()) <= 7
         spread = fake.spec.granularity
@@ -237,14 +238,17 @@ class Tied(nn.Module):
 
 
 def test_a_tied_table_has_the_integers_of_the_head(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    words = torch.randint(0, 50, (64, 12), generator=torch.Generator().manual_seed(0))
-    model = Tied()
-    nearest = lost(prepared(model, words), model, words)
-    graph = prepared(model, words)
-    result = GPTQ(images=64, batch_size=16)(graph, [words])
-    assert result.changed == 2 and not result.skipped and not GPTQ().notes(graph)
-    assert lost(graph, model, words) < 0.9 * nearest
+    nearest, found = [], []
+    for seed in range(4):
+        torch.manual_seed(seed)
+        words = torch.randint(0, 50, (64, 12), generator=torch.Generator().manual_seed(seed))
+        model = Tied()
+        nearest.append(lost(prepared(model, words), model, words))
+        graph = prepared(model, words)
+        result = GPTQ(images=64, batch_size=16)(graph, [words])
+        assert result.changed == 2 and not result.skipped and not GPTQ().notes(graph)
+        found.append(lost(graph, model, words))
+    assert sum(found) < 0.92 * sum(nearest)
     head, table = (cast(QATOperator, graph.get_submodule(name)) for name in ("head", "table"))
     assert torch.equal(head.quantized(head.weight, None)[0], table(torch.arange(50)))
 

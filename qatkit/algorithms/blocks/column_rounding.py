@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, fx
 
-from qatkit.algorithms import biases
+from qatkit.algorithms import biases, gptq_scales
 from qatkit.algorithms.bias_errors import targets
 from qatkit.algorithms.blocks.journal import Found
 from qatkit.algorithms.blocks.lesson import Lesson, tied_tables
 from qatkit.algorithms.blocks.range_search import weight_quantizer
 from qatkit.algorithms.gptq_columns import damped_factor, rounded_columns
 from qatkit.algorithms.input_moments import patches
+from qatkit.quant.numerics import weight_ends
 from qatkit.quant.qat_layers import QATEmbedding, QATOperator
+from qatkit.quant.spec import FEW_BITS
 
 if TYPE_CHECKING:
     from qatkit.algorithms.gptq import GPTQ
@@ -83,31 +85,41 @@ class ColumnRounding:
         fake, takes = weight_quantizer(operator), operator in self.with_bias
         weight, bias = (None if t is None else t.detach() for t in operator.effective())
         assert weight is not None
-        scale, groups = fake.scale(weight), len(seen.second)
+        groups = len(seen.second)
         moments = seen.centred() if takes else seen
 
         def by_group(of_weight: Tensor) -> Tensor:
-            return of_weight.reshape(groups, len(weight) // groups, -1).float()
+            return of_weight.expand_as(weight).reshape(groups, len(weight) // groups, -1).float()
 
-        rows = by_group(weight)
+        def by_weight(scale: Tensor) -> Tensor:
+            return by_group(fake.spec.granularity.spread(scale, weight.shape))
+
+        rows, factor = by_group(weight), damped_factor(moments.second, self._damping(operator))
         wanted = rows
         if self.settings.past:
-            factor = damped_factor(moments.second, self._damping(operator))
             lost = rows.double() @ moments.cross.double()
             wanted = rows + self.settings.past * torch.cholesky_solve(lost.mT, factor).mT.float()
-        spread = by_group(fake.spec.granularity.spread(scale, weight.shape).expand_as(weight))
-        ends = tuple(
-            by_group(end.expand_as(weight)) if isinstance(end, Tensor) else end for end in fake.ends(weight)
+        scale, zero = fake.scale(weight), fake.zero_point(weight)
+        searches = self.settings.scales and fake.spec.dtype in FEW_BITS and not fake.frozen
+        if searches:
+            importance = torch.cholesky_inverse(factor).diagonal(dim1=1, dim2=2).reciprocal().float()
+            every = importance[:, None].expand_as(rows).reshape(weight.shape)
+            scale, zero = gptq_scales.searched(wanted.reshape(weight.shape), every, fake.spec)
+        low, high = (
+            by_group(end) if isinstance(end, Tensor) else end for end in weight_ends(weight, fake.spec, zero)
         )
         integers = rounded_columns(
-            wanted, moments.second, spread, (ends[0], ends[1]),
+            wanted, moments.second, by_weight(scale), (low, high),
             order=self.settings.order, damping=self._damping(operator),
         )  # fmt: skip
+        if searches:
+            scale = gptq_scales.fitted(wanted, (factor @ factor.mT).float(), integers, scale, fake.spec)
         found = {"integers": integers.reshape(weight.shape).to(torch.int16), "scale": scale}
         if fake.spec.has_zero_point:
-            found["zero_point"] = fake.zero_point(weight)
+            found["zero_point"] = zero
         if takes and bias is not None:
-            means = rows @ seen.original[:, :, None] - (integers * spread) @ seen.quantized[:, :, None]
+            quantized = integers * by_weight(scale)
+            means = rows @ seen.original[:, :, None] - quantized @ seen.quantized[:, :, None]
             found["bias"] = bias + means.flatten().to(bias.dtype)
         return found
 
