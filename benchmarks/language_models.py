@@ -1,10 +1,12 @@
 """What do weights of few bits cost a language model? Perplexity of its text, method by method, in one table.
 
     uv run --group benchmark benchmarks/language_models.py FOLDER --text test.txt --calibrate valid.txt
-        [--bits 4 3] [--methods nearest mse gptq ort_rtn ort_k_quant ort_hqq] [--context 512] [--windows N]
+        [--bits 4 3] [--methods nearest mse gptq gptq_ranges ort_rtn ort_k_quant ort_hqq] [--context 512] [--windows N]
+        [--block 32] [--scale-dtype float32]
 
 FOLDER is a causal language model with its tokenizer, as transformers saves it. Its Linears get weights in blocks
-(`backend=weight_only`), simulated; table and head stay float. `ort_*` are the algorithms of ONNX Runtime's
+(`backend=weight_only`), simulated; table and head stay float. `gptq_ranges` is GPTQ with the scales of the weights'
+ranges. `ort_*` are the algorithms of ONNX Runtime's
 matmul_nbits_quantizer on the same weights, 4 bits with zero points. Windows of the text do not overlap, and every
 method is compared with float window by window: the interval is two standard errors of the mean difference.
 """
@@ -35,6 +37,7 @@ from qatkit.graph.prepare import prepare_qat
 from qatkit.graph.quantizers import clip_weights, quantized_operators
 from qatkit.quant.backends import WEIGHT_ONLY
 from qatkit.quant.granularity import PerBlock
+from qatkit.quant.spec import SCALE_TYPES
 from qatkit_verify.files import write_text
 
 _FLOAT = {"*lm_head": OverrideConfig(float=True), "*embed_tokens": OverrideConfig(float=True)}
@@ -74,10 +77,15 @@ def losses(model: nn.Module, words: Tensor, batch: int, device: torch.device) ->
 
 
 def prepared(
-    captured: Captured, example: Tensor, bits: int, block: int, device: torch.device
+    captured: Captured, example: Tensor, bits: int, asked: argparse.Namespace, device: torch.device
 ) -> fx.GraphModule:
     """A graph with quantized weights, rounded to the nearest."""
-    spec = replace(WEIGHT_ONLY.weight, dtype=f"int{bits}", granularity=PerBlock(block))
+    spec = replace(
+        WEIGHT_ONLY.weight,
+        dtype=f"int{bits}",
+        granularity=PerBlock(asked.block),
+        scale_dtype=asked.scale_dtype,
+    )
     graph = captured.graph()
     prepare_qat(graph, replace(WEIGHT_ONLY, weight=spec), example, _FLOAT)
     set_phase(graph, observe=False, quantize=True)
@@ -127,11 +135,9 @@ def by_onnxruntime(asked: tuple[np.ndarray, str, int]) -> np.ndarray:
 def methods(seen: Tensor, jobs: int, block: int) -> dict[str, Callable[[fx.GraphModule], Any]]:
     """Returns the methods by name; each quantizes the weights of a prepared graph in place."""
 
-    def gptq(past: float = GPTQ.past, *, clip: bool = False) -> Callable[[fx.GraphModule], Any]:
+    def gptq(**settings: Any) -> Callable[[fx.GraphModule], Any]:
         def run(graph: fx.GraphModule) -> None:
-            if clip:
-                clip_weights(graph)
-            GPTQ(images=len(seen), batch_size=8, past=past)(graph, [seen])
+            GPTQ(images=len(seen), batch_size=8, **settings)(graph, [seen])
 
         return run
 
@@ -151,9 +157,9 @@ def methods(seen: Tensor, jobs: int, block: int) -> dict[str, Callable[[fx.Graph
         "nearest": lambda graph: None,
         "mse": clip_weights,
         "gptq": gptq(),
-        "gptq_mse": gptq(clip=True),
-        "gptq_past=0": gptq(0.0),
-        "gptq_past=1": gptq(1.0),
+        "gptq_ranges": gptq(scales=False),
+        "gptq_past=0": gptq(past=0.0),
+        "gptq_past=1": gptq(past=1.0),
     }
     return known | {key: tool(name) for key, name in _ORT.items()}
 
@@ -175,7 +181,7 @@ def rows(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
         for name in asked.methods:
             if name in _ORT and bits != 4:
                 continue
-            graph, start = prepared(captured, seen[:2], bits, asked.block, device), time.perf_counter()
+            graph, start = prepared(captured, seen[:2], bits, asked, device), time.perf_counter()
             known[name](graph)
             seconds = time.perf_counter() - start
             found = losses(graph, words, asked.batch, device)
@@ -197,6 +203,7 @@ def main() -> None:
     parser.add_argument("--calibrate", type=Path, required=True, help="another text")
     parser.add_argument("--bits", type=int, nargs="+", default=[4], choices=(2, 3, 4, 8))
     parser.add_argument("--block", type=int, default=32)
+    parser.add_argument("--scale-dtype", default="float32", choices=SCALE_TYPES)
     parser.add_argument("--methods", nargs="+", default=["nearest", "mse", "gptq", *_ORT])
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--windows", type=int, help="of the text, at most")

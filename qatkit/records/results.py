@@ -185,6 +185,9 @@ class Audit:
     int8_macs: int
     problems: tuple[str, ...]
     for_onnxruntime: bool = True  # else "int8" is what the file asks another runtime for
+    packed_bits: float | None = (
+        None  # per weight of products with packed weights, with their scales and zero points
+    )
 
     @property
     def ok(self) -> bool:

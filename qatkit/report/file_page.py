@@ -77,7 +77,7 @@ def _parity_table(parity: Parity, task: TaskNames) -> str:
         )
         for label, item in parity.compared
     ]
-    note = f"{parity.images:,} images. One step is {parity.step:.4g} ({parity.step_source})."
+    note = f"{parity.images:,} {task.samples}. One step is {parity.step:.4g} ({parity.step_source})."
     return f'<p class="soft">{escape(note)}</p>' + table(head, rows)
 
 

@@ -121,7 +121,10 @@ def _tiles(results: Results) -> str:
         other = "as the trained module" if trained else "with and without optimizations"
         note = f"same {task.alike} {other}"
         tiles.append((f"{100 * whole:.2f} %", note))
-    if results.audit is not None:
+    if results.audit is not None and results.audit.packed_bits is not None and not results.audit.int8_macs:
+        note = "per weight of products with packed weights, scales included"
+        tiles.append((f"{results.audit.packed_bits:.2f} bits", note))
+    elif results.audit is not None:
         verb = "run" if results.audit.for_onnxruntime else "are asked for"
         tiles.append((f"{100 * results.audit.int8_share:.1f} %", f"of multiply-accumulates {verb} in int8"))
     body = "".join(

@@ -34,6 +34,7 @@ from qatkit.verify.graph_view import (
     stored,
     weight_of,
 )
+from qatkit.verify.packed_bits import packed_bits
 from qatkit.verify.profile import Optimized, macs, run_optimized
 from qatkit.verify.why_float import layernorm_blocker, surrounded, why_float, why_float_other, wrong_bias
 from qatkit_verify.kernels import Kernel, precision
@@ -89,6 +90,7 @@ def audit(
         int8_macs=sum(entry.macs for entry in nodes if entry.precision == "int8"),
         problems=tuple(problems),
         for_onnxruntime=not other_runtime,
+        packed_bits=packed_bits(source),
     )
 
 

@@ -26,6 +26,8 @@ from qatkit.graph.prepare import prepare_qat
 from qatkit.graph.quantizers import quantized_operators
 from qatkit.quant.backends import FBGEMM, WEIGHT_ONLY, Backend
 from qatkit.quant.granularity import Granularity, PerBlock, PerChannel, PerTensor
+from qatkit.verify.graph_view import read_model
+from qatkit.verify.packed_bits import packed_bits
 from qatkit_verify.errors import ConfigError
 
 DTYPES = ("int8", "int4", "int3", "int2")
@@ -131,6 +133,9 @@ def test_double_quantization_takes_four_and_a_quarter_bits(tmp_path: Path) -> No
     export_onnx(convert(graph).graph, x, path)
     held = sum(len(one.raw_data) for one in onnx.load(path).graph.initializer)
     assert 8 * held / 512**2 == pytest.approx(4 + (4 + 8) / 64 + 32 / 512, rel=1e-3)
+    counted = packed_bits(read_model(path).graph)
+    assert counted == pytest.approx(8 * held / 512**2, rel=1e-3)
+    assert counted is not None and counted < 4.3
 
 
 @pytest.mark.parametrize("opset", [13, 18, 21, 23])

@@ -64,7 +64,8 @@ def audit_line(audit: Audit) -> str:
     megabytes = sum(item.bytes for item in weights) / 1e6
     alone = sum(node.precision == "weight-only" for node in matrix)
     if alone and not int8:
-        return f"audit: {alone} of {len(matrix)} Conv/Gemm/MatMul multiply by packed weights, the others in float"
+        bits = "" if audit.packed_bits is None else f" ({audit.packed_bits:.2f} bits per weight, with scales)"
+        return f"audit: {alone} of {len(matrix)} Conv/Gemm/MatMul multiply by packed weights{bits}, the others in float"
     at_run_time = f"{len(weights)} weights ({megabytes:.1f} MB)" if weights else "no weight"
     return (
         f"audit: {int8} of {len(matrix)} Conv/Gemm/MatMul run int8 {share};"
