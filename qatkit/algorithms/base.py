@@ -45,12 +45,14 @@ class Algorithm(ABC):
             "calibrated"   after calibration, with the same: it may count on ranges.
             Of a model with several inputs each batch is a tuple of tensors in the graph's order.
         images: how many calibration images it wants (observed, calibrated).
+        weights_alone: whether it needs a backend that quantizes weights alone (`backend=weight_only`).
         expensive: whether it trains weights, so that it takes more than a few passes over the images; where
             algorithms compete, such a one is tried only while the target is missed.
     """
 
     stage: ClassVar[str]
     expensive: ClassVar[bool] = False
+    weights_alone: ClassVar[bool] = False
     images: int = 0
 
     def __post_init__(self) -> None:

@@ -12,6 +12,18 @@ from qatkit.quant.numerics import Ends, clamped
 _BLOCK, _ROWS, _TRIES = 128, 4096, 6
 
 
+def damped(form: Tensor, share: float) -> Tensor:
+    """Returns a form with a share of its diagonal's mean added to its diagonal.
+
+    Args:
+        form: [groups, inputs, inputs].
+    """
+    found = form.clone()
+    diagonal = found.diagonal(dim1=1, dim2=2)
+    diagonal += share * diagonal.mean(1, keepdim=True)
+    return found
+
+
 def damped_factor(form: Tensor, damping: float) -> Tensor:
     """Returns the lower Cholesky factor of a form with something added to its diagonal; float64.
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from qatkit.config.rules import DOTTED
 from qatkit.config.schema import Config, TrainerConfig
+from qatkit.run.backend import backend_of
 from qatkit.tasks import dotted as dotted_task
 from qatkit_verify.dotted import check_path
 from qatkit_verify.errors import ConfigError, first_line
@@ -36,9 +37,16 @@ def check_job(config: Config, from_checkpoint: bool) -> None:
             check_path(path, key)
     load_runtimes(config.verify.runtimes)
     if config.algorithm:
-        from qatkit.algorithms.base import algorithms_of
+        _check_algorithms(config)
 
-        algorithms_of(config.algorithm)
+
+def _check_algorithms(config: Config) -> None:
+    from qatkit.algorithms.base import algorithms_of
+
+    for name, algorithm in algorithms_of(config.algorithm).items():
+        if algorithm.weights_alone and not backend_of(config).weights_alone:
+            reason = "the algorithm needs a backend that quantizes weights alone (backend=weight_only)"
+            raise ConfigError(f"algorithm.{name}.target", config.algorithm[name]["target"], reason=reason)
 
 
 def dotted_paths(config: Config) -> list[Called]:

@@ -5,7 +5,7 @@ that were found in another way (`WeightFakeQuantize.fix`). And what `prepare_qat
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -63,16 +63,24 @@ class WeightFakeQuantize(Quantizer):
             an algorithm makes up for the errors of other weights; None: to the nearest.
         bias_shift: [out], the part of the operator's bias that makes up for quantization, and is left out without it;
             None: nothing does.
+        bits: [], those of the number type that `narrow` chose; None: the type that the quantizer was made with.
         oscillation: follows the integers through fine-tuning, and holds those that are frozen; None: nothing does.
         source, target: FakeQuantize of the operator's input and of its output; None where there is none, or
             more than one. No submodules: they live on the graph's edges.
     """
 
-    _optional: ClassVar[tuple[str, ...]] = ("fixed_scale", "fixed_zero_point", "rounding", "bias_shift")
+    _optional: ClassVar[tuple[str, ...]] = (
+        "fixed_scale",
+        "fixed_zero_point",
+        "rounding",
+        "bias_shift",
+        "bits",
+    )
     clip: Tensor
     fixed_zero_point: Tensor | None
     rounding: Tensor | None
     bias_shift: Tensor | None
+    bits: Tensor | None
     oscillation: Oscillation | None
 
     takes_zero_points: ClassVar[bool] = True
@@ -88,6 +96,7 @@ class WeightFakeQuantize(Quantizer):
     def __init__(self, spec: QuantSpec, shape: Sequence[int]) -> None:
         self.check(spec)
         super().__init__(spec)
+        self._made_with = spec.dtype
         self.register_buffer("clip", torch.ones(spec.granularity.scale_shape(shape)))
         self.oscillation = None
         self._clips = False  # `clip` as a plain bool: asking a GPU at each step would wait for it
@@ -96,6 +105,15 @@ class WeightFakeQuantize(Quantizer):
     def between(self, source: FakeQuantize | None, target: FakeQuantize | None) -> None:
         """Says which tensors the operator stands between."""
         self._edges = (source, target)
+
+    def narrow(self, dtype: str) -> None:
+        """Quantizes to another signed number type from now on, which is part of a checkpoint.
+
+        Args:
+            dtype: a name in `qatkit.quant.spec.SIGNED`.
+        """
+        self.bits = torch.tensor(int(dtype.removeprefix("int")), device=self.clip.device)
+        self.spec = replace(self.spec, dtype=dtype)
 
     def share(self, other: WeightFakeQuantize) -> None:
         """Learns what `other` learns: it quantizes the same weight. Nothing is learned here."""
@@ -188,6 +206,8 @@ class WeightFakeQuantize(Quantizer):
         if former is not None:
             state_dict[f"{prefix}rounding"] = former.to(torch.int16)
         super()._load_from_state_dict(state_dict, prefix, *args)
+        dtype = self._made_with if self.bits is None else f"int{int(self.bits)}"
+        self.spec = replace(self.spec, dtype=dtype)
         self._clips = self.frozen or bool((self.clip < 1).any())
 
     def wanted_scale(self, weight: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from qatkit.algorithms.bias_errors import targets
 from qatkit.algorithms.blocks.journal import Found
 from qatkit.algorithms.blocks.lesson import Lesson, tied_tables
 from qatkit.algorithms.blocks.range_search import weight_quantizer
-from qatkit.algorithms.gptq_columns import damped_factor, rounded_columns
+from qatkit.algorithms.gptq_columns import damped, damped_factor, rounded_columns
 from qatkit.algorithms.input_moments import patches
 from qatkit.quant.numerics import weight_ends
 from qatkit.quant.qat_layers import QATEmbedding, QATOperator
@@ -113,7 +113,9 @@ class ColumnRounding:
             order=self.settings.order, damping=self._damping(operator),
         )  # fmt: skip
         if searches:
-            scale = gptq_scales.fitted(wanted, (factor @ factor.mT).float(), integers, scale, fake.spec)
+            scale = gptq_scales.fitted(
+                wanted, damped(moments.second, self._damping(operator)), integers, scale, fake.spec
+            )
         found = {"integers": integers.reshape(weight.shape).to(torch.int16), "scale": scale}
         if fake.spec.has_zero_point:
             found["zero_point"] = zero

@@ -7,4 +7,9 @@ front      sets on the front of predicted loss and predicted time; which point o
 search     files that decide between the predicted sets; mixtures makes their modules
 chosen     the operators that an earlier front or this run keeps in float
 mixed      the stage of a run
+
+Of weights alone, in the place of float and int8 (an algorithm, beside those that round):
+
+mixed_bits       settings
+bit_allocation   which weight gets how many bits
 """

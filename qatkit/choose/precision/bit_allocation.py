@@ -1,0 +1,135 @@
+"""Which weight gets how many bits: losses estimated for each number of bits, and a knapsack over them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from torch import fx
+
+from qatkit.algorithms.batches import first_images
+from qatkit.algorithms.blocks.journal import current
+from qatkit.algorithms.blocks.lesson import tied_tables
+from qatkit.analysis.estimate import estimate
+from qatkit.analysis.switches import Switch, switches
+from qatkit.graph.overrides import OVERRIDDEN
+from qatkit.graph.pass_result import PassResult
+from qatkit.graph.signature import Example
+from qatkit.quant.weight_fake_quantize import WeightFakeQuantize
+from qatkit.records.analysis import WEIGHT
+
+if TYPE_CHECKING:
+    from qatkit.choose.precision.mixed_bits import MixedBits
+
+BITS = {"int2": 2, "int4": 4, "int8": 8}  # that a weight takes in the file
+
+
+@dataclass(frozen=True)
+class SharedWeight:
+    """A weight with all that read it.
+
+    Attributes:
+        readers: its Convs and Linears.
+        fakes: their quantizers, and those of Embeddings whose table it is.
+        size: the number of its values.
+    """
+
+    readers: tuple[Switch, ...]
+    fakes: tuple[WeightFakeQuantize, ...]
+    size: int
+
+
+def shared_weights(graph_module: fx.GraphModule) -> tuple[list[SharedWeight], list[tuple[str, str]]]:
+    """Returns the weights whose bits may be chosen, in graph order, and (site, reason) of the other operators."""
+    overridden = graph_module.meta.get(OVERRIDDEN, ())
+    tables = tied_tables(graph_module)
+    by_weight, skipped = dict[int, list[Switch]](), list[tuple[str, str]]()
+    for one in switches(graph_module):
+        if one.kind != WEIGHT or one.operator is None:
+            continue
+        by_weight.setdefault(id(one.operator.weight), []).append(one)
+    found = []
+    for key, readers in by_weight.items():
+        if any(one.site in overridden for one in readers):
+            skipped += [(one.site, "bits not chosen: an override says them") for one in readers]
+            continue
+        operators = [one.operator for one in readers if one.operator is not None]
+        fakes = [operator.weight_fake_quant for operator in operators]
+        fakes += [table.weight_fake_quant for table in tables.get(key, ())]
+        size = operators[0].weight.numel()
+        found.append(SharedWeight(tuple(readers), tuple(one for one in fakes if one is not None), size))
+    return found, skipped
+
+
+def allocate(settings: MixedBits, graph_module: fx.GraphModule, inputs: Iterable[Example]) -> PassResult:
+    """Chooses the bits of every weight of a prepared graph (`qatkit.choose.precision.mixed_bits`)."""
+    weights, skipped = shared_weights(graph_module)
+    before = [one.fakes[0].spec.dtype for one in weights]
+    batches = list(first_images(graph_module, inputs, settings.images))
+    sites = [reader for one in weights for reader in one.readers]
+    losses = [dict[str, float]() for _ in weights]
+    for dtype in BITS:
+        _narrow(weights, [dtype] * len(weights))
+        given = [(one, one[0]) for one in batches]
+        rows = estimate(graph_module, given, at=sites, seed=current().seed, progress=current().progress)
+        by_site = {row.site: row.loss or 0.0 for row in rows}
+        for loss, weight in zip(losses, weights, strict=True):
+            loss[dtype] = sum(by_site[reader.site] for reader in weight.readers)
+    chosen = allotted(losses, [one.size for one in weights], settings.bits)
+    _narrow(weights, chosen)
+    changed = sum(
+        len(one.readers) for one, was, now in zip(weights, before, chosen, strict=True) if was != now
+    )
+    return PassResult(graph_module, changed, skipped)
+
+
+def _narrow(weights: Sequence[SharedWeight], dtypes: Sequence[str]) -> None:
+    for weight, dtype in zip(weights, dtypes, strict=True):
+        for fake in weight.fakes:
+            fake.narrow(dtype)
+
+
+def allotted(losses: Sequence[Mapping[str, float]], sizes: Sequence[int], average: float) -> list[str]:
+    """Returns the number type of each weight, such that the sum of losses is small for so many bits on average.
+
+    Of each weight, types count that no mixture of two others beats. All begin with the fewest bits; the step that
+    gains most per bit is taken next, as long as one fits. This is the least sum of losses for the bits that it takes,
+    but for a last step.
+
+    Args:
+        losses: of each weight, by the names in `BITS`.
+        sizes: of each weight.
+        average: bits per weight, at most.
+    """
+    hulls = [_hull(loss) for loss in losses]
+    chosen = [hull[0] for hull in hulls]
+    left = average * sum(sizes) - sum(BITS[dtype] * size for dtype, size in zip(chosen, sizes, strict=True))
+    steps = [
+        ((losses[i][fewer] - losses[i][more]) / ((BITS[more] - BITS[fewer]) * sizes[i]), i, fewer, more)
+        for i, hull in enumerate(hulls)
+        for fewer, more in pairwise(hull)
+    ]
+    for _, i, fewer, more in sorted(steps, key=lambda step: (-step[0], step[1])):
+        cost = (BITS[more] - BITS[fewer]) * sizes[i]
+        if chosen[i] == fewer and cost <= left:
+            left, chosen[i] = left - cost, more
+    return chosen
+
+
+def _hull(loss: Mapping[str, float]) -> list[str]:
+    """The types, by rising bits, of which none lies above the line between two others."""
+    hull: list[str] = []
+    for dtype in BITS:
+        if hull and loss[dtype] >= loss[hull[-1]]:
+            continue
+        while len(hull) > 1 and _slope(loss, hull[-2], dtype) <= _slope(loss, hull[-2], hull[-1]):
+            hull.pop()
+        hull.append(dtype)
+    return hull
+
+
+def _slope(loss: Mapping[str, float], fewer: str, more: str) -> float:
+    """The change of the loss per bit."""
+    return (loss[more] - loss[fewer]) / (BITS[more] - BITS[fewer])

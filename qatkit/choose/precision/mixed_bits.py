@@ -1,0 +1,51 @@
+"""Mixed bits: more of them for the weights that the outputs depend on most, fewer for the others.
+
+The loss of each weight with each number of bits is estimated (`qatkit.analysis.estimate`): how far the outputs are from
+float's with this weight alone rounded to the nearest. Losses add up, so the best choice for an average number of bits
+is a knapsack with one choice per weight (`qatkit.choose.precision.bit_allocation`). Algorithms that round come
+afterwards; they lower all losses by about the same factor.
+
+int3 is no choice: it takes 4 bits in a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from qatkit.algorithms.base import OBSERVED, Algorithm
+from qatkit.config.fields import COUNT, Range, setting
+
+if TYPE_CHECKING:
+    from torch import fx
+
+    from qatkit.graph.pass_result import PassResult
+    from qatkit.graph.signature import Example
+
+
+@dataclass(frozen=True)
+class MixedBits(Algorithm):
+    """Gives each weight 2, 4 or 8 bits, so that the outputs lose least with so many on average."""
+
+    stage: ClassVar[str] = OBSERVED
+    weights_alone: ClassVar[bool] = True
+    bits: float = setting(4.5, "average per weight of Conv and Linear, scales not counted", Range(2, 8))
+    images: int = setting(16, "of the calibration images, on which losses are estimated", COUNT)
+
+    def __call__(self, graph_module: fx.GraphModule, inputs: Iterable[Example]) -> PassResult:
+        """`changed` counts the operators that get another number of bits than the backend's.
+
+        Args:
+            graph_module: prepared.
+            inputs: batches, as `calibrate` takes them, read no further than needed.
+        """
+        from qatkit.choose.precision.bit_allocation import allocate
+
+        return allocate(self, graph_module, inputs)
+
+    def notes(self, graph_module: fx.GraphModule) -> list[tuple[str, str]]:
+        """The operators whose bits an override chose."""
+        from qatkit.choose.precision.bit_allocation import shared_weights
+
+        return shared_weights(graph_module)[1]
