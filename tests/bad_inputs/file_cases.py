@@ -305,7 +305,7 @@ def run(case: FileCase, files: Path, folder: Path) -> forked.Outcome:
     if case.script == "export.py" and any("external" in one[0] for one in case.files):
         (folder / "short.bin").write_bytes(b"abc")
         os.mkfifo(folder / "pipe.bin")
-    return forked.outcome(case.script, case.typed, folder, limit=25)
+    return forked.outcome(case.script, case.typed, folder)
 
 
 # A file that is no mistake by itself, with a value that does not go with it.

@@ -104,4 +104,4 @@ CASES = list(_cases())
 def run(case: Case, files: Path, folder: Path) -> forked.Outcome:
     """The case, with the names of the files in its place."""
     line = [one.replace("{files}", str(files)) for one in case.typed]
-    return forked.outcome(case.script, line, folder, limit=25)
+    return forked.outcome(case.script, line, folder)
