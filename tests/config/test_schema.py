@@ -33,6 +33,12 @@ ROOT = Path(__file__).parents[2]
 CONF = ROOT / "conf"
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
 BACKENDS = sorted(path.stem for path in (CONF / "backend").glob("*.yaml"))
+# Each recipe with one of the backends in turn; the others with the slow tests.
+PAIRS = [
+    pytest.param(recipe, backend, marks=[] if (i + k) % len(BACKENDS) == 0 else [pytest.mark.slow])
+    for i, recipe in enumerate(RECIPES)
+    for k, backend in enumerate(BACKENDS)
+]
 GROUPS = sorted(
     f"{path.parent.name}={path.stem}"
     for path in CONF.glob("*/*.yaml")
@@ -42,8 +48,7 @@ SPACE = "search.space={schedule.lr:{low:1e-4,high:1e-2}}"
 GIVEN = ("data.root=somewhere", "model.checkpoint=float.pt")  # what some recipes ask for
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("recipe", "backend"), PAIRS)
 def test_every_recipe_composes_with_every_backend(recipe: str, backend: str) -> None:
     config = compose_config(CONF, [f"recipe={recipe}", f"backend={backend}", *GIVEN])
 

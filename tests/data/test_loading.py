@@ -153,11 +153,22 @@ def uninterrupted() -> Tiny:
     return fit([], workers=0)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+PLACES = {"mid-epoch": (3, 11), "last batch": (7, 9), "between epochs": (1, 7), "after validation": (None, 8)}
+
+
 @pytest.mark.parametrize(
-    ("every", "kill"),
-    [(3, 11), (7, 9), (1, 7), (None, 8)],
-    ids=["mid-epoch", "last batch of an epoch", "between epochs", "after validation"],
+    ("every", "kill", "workers"),
+    [
+        # Where it was killed, the sampler knows, which is the same for batches that processes of their own load.
+        pytest.param(
+            *PLACES[place],
+            workers,
+            id=f"{place}-{workers}",
+            marks=[pytest.mark.slow] if workers and place != "mid-epoch" else [],
+        )
+        for place in PLACES
+        for workers in (0, 2)
+    ],
 )
 def test_a_killed_run_resumes_bit_for_bit(
     tmp_path: Path, uninterrupted: Tiny, workers: int, every: int | None, kill: int

@@ -193,7 +193,7 @@ def test_nothing_of_this_machine_is_in_the_file(name: str) -> None:
     assert (proto.producer_name, proto.producer_version) == ("qatkit", "")
 
 
-@pytest.mark.parametrize("name", ["residual", "block", "resnet18"])
+@pytest.mark.parametrize("name", ["residual", "block", pytest.param("resnet18", marks=pytest.mark.slow)])
 def test_two_exports_are_equal_bytes(name: str, tmp_path: Path) -> None:
     network, path = shipped(name), tmp_path / "again.onnx"
     export_onnx(network.converted, network.images[:2], path)
