@@ -58,10 +58,12 @@ def register() -> None:
     replace a default of the schema, so that a recipe's `???` would be null without a word.) `${own_folder:NAME}` is the
     folder of a sweep.
     """
-    node = schema()
-    OmegaConf.set_struct(node.algorithm, False)  # an algorithm's settings are checked by its class
-    OmegaConf.set_struct(node.search.space, False)  # and keys of a space by what they are keys of
-    ConfigStore.instance().store(name="schema", node=node)
+    store = ConfigStore.instance()
+    if "schema.yaml" not in store.repo:
+        node = schema()
+        OmegaConf.set_struct(node.algorithm, False)  # an algorithm's settings are checked by its class
+        OmegaConf.set_struct(node.search.space, False)  # and keys of a space by what they are keys of
+        store.store(name="schema", node=node)
     OmegaConf.register_new_resolver("required", _required, replace=True)
     OmegaConf.register_new_resolver("own_folder", own_folder, replace=True, use_cache=True)
 
