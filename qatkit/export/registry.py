@@ -3,14 +3,16 @@ takes (torch 2.13). A run exports three files and more, a search for mixed preci
 
     its table of translations to ONNX, from the source of some hundred functions      once a process
     its look at every composite operator of every library, sixty times for one file   once a file
+    the lines of Python that each operator comes from, which no file keeps            never
 
-There is no public way to either; where torch's have another form than here, exporting stays as it was.
+There is no public way to any of them; where torch's have another form than here, exporting stays as it was.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from traceback import StackSummary
 from typing import Any
 
 from qatkit.export.replaced import replaced
@@ -21,7 +23,7 @@ _known: dict[int, Any] = {}  # by opset
 @contextmanager
 def tables_made_once() -> Iterator[None]:
     """Context of one export."""
-    with _translations_made_once(), _composites_found_once():
+    with _translations_made_once(), _composites_found_once(), _lines_left_out():
         yield
 
 
@@ -37,6 +39,29 @@ def _composites_found_once() -> Iterator[None]:
     find()
     with replaced(utils, "_materialize_cpp_cia_ops", lambda: None):
         yield
+
+
+@contextmanager
+def _lines_left_out() -> Iterator[None]:
+    """Within, nodes of a traced graph have no stack traces."""
+    from torch.fx import proxy
+
+    if not hasattr(proxy, "CapturedTraceback"):
+        yield
+        return
+    with replaced(proxy, "CapturedTraceback", _NoTraceback):
+        yield
+
+
+class _NoTraceback:
+    """A traceback of no frames, in the place of `torch.utils._traceback.CapturedTraceback`."""
+
+    @classmethod
+    def extract(cls, **_: Any) -> _NoTraceback:
+        return cls()
+
+    def summary(self) -> StackSummary:
+        return StackSummary()
 
 
 @contextmanager

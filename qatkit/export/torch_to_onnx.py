@@ -27,6 +27,7 @@ from qatkit.export.lower_opset import lower
 from qatkit.export.node_names import name_functions, name_nodes
 from qatkit.export.ort_fusions import for_onnxruntime
 from qatkit.export.pack_int4 import pack
+from qatkit.export.promotions import promoted_where_needed
 from qatkit.export.quiet import quiet
 from qatkit.export.refusals import refusal, refuse_inputs, refuse_modules, refuse_program
 from qatkit.export.registry import tables_made_once
@@ -238,6 +239,7 @@ def _torch_export(
         torch.no_grad(),
         tables_made_once(),
         decomposed_where_needed(way_out="" if free else _ONE_BATCH),
+        promoted_where_needed(),
         unsolved_constraints_allowed(),
         quotients_divided_term_by_term(),
     ):
