@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,8 @@ from onnx import TensorProto, helper
 
 TRAINING = {"torch", "torchvision", "lightning"}
 FILES = {"onnx", "onnx_ir", "onnxruntime"}
-_IMPORTED = re.compile(r"^import time: +\d+ \| +\d+ \| +([\w.]+)$", re.MULTILINE)
+# started(script, *typed, cwd=folder), a fixture
+Started = Callable[..., tuple[int, str, set[str]]]
 
 
 def refused(path: Path) -> None:
@@ -41,14 +43,23 @@ def quantized(path: Path) -> None:
     by_hand(path, nodes=nodes)
 
 
-def started(script: str, *typed: str, cwd: Path) -> tuple[int, str, set[str]]:
+@pytest.fixture(scope="module")
+def started() -> Iterator[Started]:
     """Runs a script. Status, what it says on stderr, and the top-level packages that it imported."""
-    command = [sys.executable, "-X", "importtime", str(ROOT / script), *typed]
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False, timeout=200)
-    said = "\n".join(line for line in done.stderr.splitlines() if not line.startswith("import time:"))
-    imported = {name.partition(".")[0] for name in _IMPORTED.findall(done.stderr)}
-    assert {"qatkit", "hydra"} <= imported
-    return done.returncode, said, imported
+    command = [sys.executable, str(Path(__file__).with_name("light_start.py"))]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as forks:
+        asked, answers = forks.stdin, forks.stdout
+        assert asked is not None and answers is not None
+
+        def run(script: str, *typed: str, cwd: Path) -> tuple[int, str, set[str]]:
+            line = json.dumps({"script": str(ROOT / script), "typed": typed, "folder": str(cwd)})
+            print(line, file=asked, flush=True)
+            answer = json.loads(answers.readline())
+            imported = set(answer["imported"])
+            assert {"qatkit", "hydra"} <= imported
+            return answer["status"], answer["said"].rstrip("\n"), imported
+
+        yield run
 
 
 @pytest.mark.parametrize(
@@ -104,7 +115,7 @@ def started(script: str, *typed: str, cwd: Path) -> tuple[int, str, set[str]]:
     ],
 )
 def test_what_the_command_line_says_needs_no_torch(
-    script: str, typed: list[str], says: str, tmp_path: Path
+    script: str, typed: list[str], says: str, started: Started, tmp_path: Path
 ) -> None:
     status, said, imported = started(script, *typed, cwd=tmp_path)
     assert status == (2 if says else 0)
@@ -134,7 +145,7 @@ def test_what_the_command_line_says_needs_no_torch(
     ids=["missing", "damaged", "truncated", "quantized", "bytes", "branches", "refused"],
 )
 def test_what_is_wrong_with_a_file_is_said_without_torch(
-    write: Callable[[Path], object], says: str, unwanted: set[str], tmp_path: Path
+    write: Callable[[Path], object], says: str, unwanted: set[str], started: Started, tmp_path: Path
 ) -> None:
     """By mode=static, which imports the file, where that refuses it too."""
     write(tmp_path / "file.onnx")
@@ -149,7 +160,9 @@ def test_what_is_wrong_with_a_file_is_said_without_torch(
 
 @pytest.mark.parametrize("mode", ["dynamic", "static"])
 @pytest.mark.parametrize("data", ["arrays", "pictures", "imagenet"])
-def test_a_missing_folder_of_data_is_said_without_torch(data: str, mode: str, tmp_path: Path) -> None:
+def test_a_missing_folder_of_data_is_said_without_torch(
+    data: str, mode: str, started: Started, tmp_path: Path
+) -> None:
     by_hand(tmp_path / "file.onnx")
     typed = ["onnx=file.onnx", f"mode={mode}", f"data={data}", "data.root=nowhere"]
     status, said, imported = started("export.py", *typed, cwd=tmp_path)
