@@ -48,11 +48,14 @@ class Algorithm(ABC):
         weights_alone: whether it needs a backend that quantizes weights alone (`backend=weight_only`).
         expensive: whether it trains weights, so that it takes more than a few passes over the images; where
             algorithms compete, such a one is tried only while the target is missed.
+        changes_weights: whether it writes into weights; False of one that changes biases and quantizers alone, beside
+            which the weights can stay in the float model's memory.
     """
 
     stage: ClassVar[str]
     expensive: ClassVar[bool] = False
     weights_alone: ClassVar[bool] = False
+    changes_weights: ClassVar[bool] = True
     images: int = 0
 
     def __post_init__(self) -> None:

@@ -7,9 +7,8 @@ from torch import Tensor
 
 from qatkit.quant.numerics import Ends, clamped
 
-# Columns that are rounded before what they leave is worked into the others; rows at a time, which bound the memory; and
-# how often the damping grows tenfold.
-_BLOCK, _ROWS, _TRIES = 128, 4096, 6
+# Columns that are rounded before what they leave is worked into the others, and how often the damping grows tenfold.
+_BLOCK, _TRIES = 128, 6
 
 
 def damped(form: Tensor, share: float) -> Tensor:
@@ -40,45 +39,54 @@ def damped_factor(form: Tensor, damping: float) -> Tensor:
     form = form.to(torch.float64, copy=True)
     diagonal = form.diagonal(dim1=1, dim2=2)
     diagonal[diagonal == 0] = 1
-    mean, identity = diagonal.mean(1)[:, None, None], torch.eye(form.shape[1], device=form.device).double()
-    share = damping
+    before, share = diagonal.clone(), damping
     for _ in range(_TRIES):
+        diagonal.copy_(before + share * before.mean(1, keepdim=True))
         factor: Tensor
-        factor, failed = torch.linalg.cholesky_ex(form + share * mean * identity)
+        factor, failed = torch.linalg.cholesky_ex(form)
         if not bool(failed.any()):
             return factor
         share = max(10 * share, 1e-6)
     raise ValueError("second moments that are not positive: the inputs of this operator overflow")
 
 
-def rounded_columns(
-    weight: Tensor, form: Tensor, scale: Tensor, ends: Ends, *, order: bool, damping: float
-) -> Tensor:
-    """Returns the integers of a weight, in float32, by the rule in `qatkit.algorithms.gptq`.
+class Columns:
+    """The order in which the columns of a weight are rounded, and how each one's error goes into the others.
 
     Args:
-        weight: [groups, rows, inputs].
         form: [groups, inputs, inputs], second moments or covariance of the inputs.
-        scale: of each weight.
-        ends: the least and the largest integer, such that they broadcast against the weight.
         order: whether the columns come in the order of a falling diagonal.
         damping: as in `damped_factor`.
+
+    Attributes:
+        importance: [groups, inputs], what the square of an error of one column costs once the others make up for it.
     """
-    low, high = (torch.as_tensor(end, device=weight.device).expand_as(weight) for end in ends)
-    places = _places(form, order)
-    form = form.gather(1, places[:, :, None].expand_as(form)).gather(2, places[:, None].expand_as(form))
-    factor = torch.linalg.cholesky(torch.cholesky_inverse(damped_factor(form, damping)), upper=True).float()
-    del form
-    found = torch.empty_like(weight)
-    for start in range(0, weight.shape[1], _ROWS):
-        rows = slice(start, start + _ROWS)
-        columns = places[:, None].expand_as(weight[:, rows])
+
+    def __init__(self, form: Tensor, *, order: bool, damping: float) -> None:
+        self._places = places = _places(form, order)
+        form = form.gather(1, places[:, :, None].expand_as(form)).gather(2, places[:, None].expand_as(form))
+        inverse = torch.cholesky_inverse(damped_factor(form, damping))
+        cost = inverse.diagonal(dim1=1, dim2=2).reciprocal().float()
+        self.importance = torch.empty_like(cost).scatter_(1, places, cost)
+        self._factor = torch.linalg.cholesky(inverse, upper=True).float()
+
+    def rounded(self, weight: Tensor, scale: Tensor, ends: Ends) -> Tensor:
+        """Returns the integers of a weight, in float32, by the rule in `qatkit.algorithms.gptq`; rows do not see each
+        other.
+
+        Args:
+            weight: [groups, rows, inputs].
+            scale: of each weight.
+            ends: the least and the largest integer, such that they broadcast against the weight.
+        """
+        low, high = (torch.as_tensor(end, device=weight.device).expand_as(weight) for end in ends)
+        columns = self._places[:, None].expand_as(weight)
         # Columns become rows, which lie together in memory: the loop below reads and writes one at a time.
         part, own, least, most = (
-            one[:, rows].gather(2, columns).mT.contiguous() for one in (weight, scale, low, high)
+            one.gather(2, columns).mT.contiguous() for one in (weight, scale, low, high)
         )
-        found[:, rows].scatter_(2, columns, _rounded(part, own, least, most, factor).mT)
-    return found
+        steps = _rounded(part, own, least, most, self._factor).mT
+        return torch.empty_like(weight).scatter_(2, columns, steps)
 
 
 def _rounded(weight: Tensor, scale: Tensor, low: Tensor, high: Tensor, factor: Tensor) -> Tensor:

@@ -41,18 +41,6 @@ def searched(weight: Tensor, importance: Tensor, spec: QuantSpec) -> tuple[Tenso
         importance: of each squared error, not negative, such that it broadcasts against the weight.
         spec: of the weight.
     """
-    if not spec.granularity.separates(0):
-        return _searched(weight, importance, spec)
-    parts = [
-        _searched(weight[rows], importance.expand_as(weight)[rows], spec)
-        for rows in _slices(len(weight), weight[0].numel())
-    ]
-    scales, zeros = zip(*parts, strict=True)
-    # One channel's scales are held beside the others' where these share a unit.
-    return held(torch.cat(scales), spec.scale_dtype), torch.cat(zeros)
-
-
-def _searched(weight: Tensor, importance: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
     full, first = numerics.weight_scale(weight, spec), numerics.weight_zero_point(weight, spec)
     scale, zero, least = full.clone(), first.clone(), torch.full_like(full, torch.inf)
     for share in _SHARES:
@@ -66,7 +54,7 @@ def _searched(weight: Tensor, importance: Tensor, spec: QuantSpec) -> tuple[Tens
             better = cost < least
             scale, zero = torch.where(better, tried, scale), torch.where(better, moved, zero)
             least = torch.minimum(cost, least)
-    return scale, zero
+    return held(scale, spec.scale_dtype), zero
 
 
 def fitted(wanted: Tensor, form: Tensor, integers: Tensor, scale: Tensor, spec: QuantSpec) -> Tensor:

@@ -34,6 +34,7 @@ class MomentRounding(Algorithm):
     """Rounds each weight up or down such that operators' outputs change least, and takes the mean out of the bias."""
 
     stage: ClassVar[str] = CALIBRATED
+    changes_weights: ClassVar[bool] = False
     images: int = setting(64, "of the calibration images, for the moments of each operator's inputs", COUNT)
     damping: float = setting(
         0.01, "share of the mean variance that is added to each input's, against chance", Range(0)

@@ -13,6 +13,7 @@ from torch import Tensor, fx
 
 from qatkit.graph.nodes import called
 from qatkit.graph.placement import constants
+from qatkit.graph.sharing import large_tensors
 from qatkit.graph.signature import batch_multiple, batch_size, resized
 
 _OF_SIZES = ("getitem", "pad", "constant_pad_nd", "narrow", "reshape", "view", "expand", "repeat")
@@ -26,7 +27,7 @@ def at_fixed_sizes(
     Args:
         axes: those of the batch, one an input, whose size stays free.
     """
-    found = copy.deepcopy(graph_module)
+    found = copy.deepcopy(graph_module, large_tensors(graph_module))
     before, runs = constants(found.graph), [_values(found, tensors)]
     if any(axis is not None for axis in axes):
         more = batch_size(tensors, axes) + batch_multiple(graph_module)

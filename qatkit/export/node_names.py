@@ -22,6 +22,7 @@ from torch import fx, nn
 
 import qatkit.graph.convert.integer_modules  # noqa: F401  defines the barrier
 from qatkit.graph.nodes import module_of, site
+from qatkit.graph.sharing import large_tensors
 from qatkit.graph.trace import tidy
 
 _SCOPES = "pkg.torch.onnx.name_scopes"
@@ -44,7 +45,7 @@ def name_functions(graph_module: fx.GraphModule) -> fx.GraphModule:
     """A copy whose functions are modules at the path of their site, and so is each further call of a module
     that holds no tensor (one ReLU for a whole block).
     """
-    named = copy.deepcopy(graph_module)
+    named = copy.deepcopy(graph_module, large_tensors(graph_module))
     called: set[str] = set()
     for node in list(named.graph.nodes):
         if node.op == "call_module":

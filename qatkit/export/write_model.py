@@ -22,28 +22,30 @@ def write_model(model: ir.Model, path: Path) -> None:
     del proto.graph.value_info[:]  # inferred shapes of the opset-18 graph; readers infer their own
     with whole(path) as temporary:
         temporary.write_bytes(proto.SerializeToString(deterministic=True))
+        checked = _without_outputs_that_lack_shapes(proto)
+        del proto  # a copy of all weights, and what follows makes others
         try:
             options = ort.SessionOptions()
             options.log_severity_level = 3
+            options.add_session_config_entry("session.disable_prepacking", "1")  # another copy, for speed
             add_libraries(options)
             # Before the checker, which says less: of a node in a branch it names the If alone.
             ort.InferenceSession(str(temporary), options, providers=["CPUExecutionProvider"])
-            _check(proto, temporary)
+            onnx.checker.check_model(str(temporary) if checked is None else checked, full_check=True)
         except Exception as error:
             raise ValueError(f"{path.name}: {refusal(error)}") from error
 
 
-def _check(proto: onnx.ModelProto, path: Path) -> None:
-    """Asks onnx's checker, which wants shapes of tensors that are outputs, and ONNX Runtime does not."""
+def _without_outputs_that_lack_shapes(proto: onnx.ModelProto) -> onnx.ModelProto | None:
+    """Returns the model that onnx's checker takes, which wants shapes of tensors that are outputs, where ONNX Runtime
+    does not; None: the model as it is.
+    """
     kept = [one for one in proto.graph.output if not _lacks_shape(one.type)]
     if len(kept) == len(proto.graph.output):
-        onnx.checker.check_model(str(path), full_check=True)
-        return
-    known = onnx.ModelProto()
-    known.CopyFrom(proto)
-    del known.graph.output[:]
-    known.graph.output.extend(kept)
-    onnx.checker.check_model(known, full_check=True)
+        return None
+    del proto.graph.output[:]
+    proto.graph.output.extend(kept)
+    return proto
 
 
 def _lacks_shape(kind: onnx.TypeProto) -> bool:

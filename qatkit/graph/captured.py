@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 
 from qatkit.graph.capture.free_axes import Wanted
 from qatkit.graph.proof import prove
+from qatkit.graph.sharing import large_parameters
 from qatkit.graph.signature import Example
 from qatkit.graph.single_precision import in_single_precision
 from qatkit.graph.trace import trace, what_copies_share
@@ -36,8 +37,12 @@ class Captured:
         self._graph: fx.GraphModule | None = None
         self._proven = self._follows = False
 
-    def graph(self) -> fx.GraphModule:
+    def graph(self, *, share: bool = False) -> fx.GraphModule:
         """Returns a copy of the graph as it was traced, with the weights that the model has now.
+
+        Args:
+            share: large weights stay in the model's memory, which nothing may write into then
+                (`qatkit.graph.sharing`).
 
         Raises:
             ConfigError: the model can't be traced.
@@ -46,7 +51,7 @@ class Captured:
             self._graph = self._traced()
         elif self._follows:
             _share(self.model, self._graph)
-        return _copied(self._graph)
+        return _copied(self._graph, large_parameters(self._graph) if share else {})
 
     def prove(self, opened: fx.GraphModule) -> None:
         """Compares a fused and opened copy with the model, the first time (`qatkit.graph.proof`).
@@ -105,13 +110,13 @@ def _share(model: nn.Module, graph: fx.GraphModule) -> None:
                 tensors[name] = getattr(model, known)(f"{path}.{name}" if path else name)
 
 
-def _copied(graph: fx.GraphModule) -> fx.GraphModule:
-    """A deep copy with its parameters in the same order.
+def _copied(graph: fx.GraphModule, shared: dict[int, Any]) -> fx.GraphModule:
+    """A deep copy with its parameters in the same order, but for what is `shared`, by id.
 
     GraphModule's own copy registers them as its nodes come, and makes all buffers persistent: optimizers and
     checkpoints would see another module.
     """
-    memo: dict[int, Any] = what_copies_share(graph)
+    memo: dict[int, Any] = shared | what_copies_share(graph)
     copied: fx.GraphModule = graph.__new__(type(graph))
     type(copied).__name__ = type(graph).__name__  # each has a class of its own, called as the model
     memo[id(graph)] = copied

@@ -123,5 +123,7 @@ def _start(config: Config, folder: Path, notes: tuple[str, ...]) -> tuple[Run, D
     if run.stored() is None:
         check_cache(data, config)
     model = built(config, data)
-    return_freed_memory(data.inputs.bytes)
+    if not (config.schedule.epochs or config.schedule.float_epochs):
+        keep_freed_memory(data.inputs.bytes, sum(one.nbytes for one in model.parameters()))
+    return_freed_memory()
     return run, data, model

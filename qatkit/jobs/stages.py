@@ -122,7 +122,7 @@ def begin(run: Run, data: DataModule, model: nn.Module, module_type: type[QATMod
 def carry_out(stages: Iterable[Stage], state: State) -> int:
     """Runs or restores one stage after the other, until one of them ends the run; returns its status."""
     for stage in stages:
-        return_freed_memory(state.data.inputs.bytes)
+        return_freed_memory()
         state = stage.restore(state) if stage.done(state) else stage.run(state)
         if state.status is not None:
             return state.status

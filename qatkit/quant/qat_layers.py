@@ -117,7 +117,12 @@ class QATEmbedding(nn.Embedding):
     weight_fake_quant: WeightFakeQuantize
 
     def forward(self, rows: Tensor) -> Tensor:
-        table, _ = self.weight_fake_quant(self.weight)
+        fake = self.weight_fake_quant
+        apart = fake.enabled and fake.by_rows and not torch.is_grad_enabled()
+        if apart and rows.numel() < len(self.weight):  # a table is large, and most of it is not read
+            rows, places = torch.unique(rows, return_inverse=True)
+            return F.embedding(places, fake.of_rows(rows)(self.weight[rows])[0])
+        table, _ = fake(self.weight)
         return F.embedding(rows, table, self.padding_idx)
 
 

@@ -4,9 +4,10 @@ that were found in another way (`WeightFakeQuantize.fix`). And what `prepare_qat
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ from qatkit.quant.spec import QuantSpec
 from qatkit_verify.errors import ConfigError
 
 _INT32_MAX = 2**31 - 1
+# Values of a weight that are worked on at a time, where everything at once would take several times its memory.
+_PIECE = 2**21
 
 
 @dataclass(frozen=True)
@@ -164,8 +167,48 @@ class WeightFakeQuantize(Quantizer):
         self.fixed_zero_point = None if zero_point is None else zero_point.detach().to(torch.int32).clone()
         self.rounding = None
         if weight is not None and integers is not None:
-            self.rounding = (integers - self.below(weight, self.fixed_scale)).to(torch.int16)
+            self.rounding = self._distances(weight, integers)
         self._clips = True
+
+    def _distances(self, weight: Tensor, integers: Tensor) -> Tensor:
+        """Returns how far the integers are from `below`: a byte each where the range of the integers fits one."""
+        small = self.spec.quant_max - self.spec.quant_min < torch.iinfo(torch.int8).max
+        found = torch.empty_like(weight, dtype=torch.int8 if small else torch.int16)
+        for rows in self.pieces(weight):
+            part, one = weight[rows], self.of_rows(rows)
+            assert one.fixed_scale is not None
+            found[rows] = (integers[rows] - one.below(part, one.fixed_scale)).to(found.dtype)
+        return found
+
+    def pieces(self, weight: Tensor) -> list[slice]:
+        """Returns parts of a weight's output channels that can be quantized one after the other (`of_rows`): what is
+        computed on the way would be several times a large weight.
+        """
+        if not self.by_rows:
+            return [slice(None)]
+        step = max(1, _PIECE // max(1, weight[0].numel()))
+        return [slice(start, start + step) for start in range(0, len(weight), step)]
+
+    def of_rows(self, rows: slice | Tensor) -> Self:
+        """Returns the quantizer of some output channels, which reads this one's scales and rounding.
+
+        Args:
+            rows: a slice, or indices; all of them unless `by_rows`.
+        """
+        new = copy.copy(self)
+        for kind in ("_buffers", "_parameters") if self.by_rows else ():
+            tensors = dict(getattr(self, kind))
+            for name, one in tensors.items():
+                if one is not None and one.ndim and len(one) == len(self.clip):
+                    tensors[name] = one[rows]
+            new.__dict__[kind] = tensors
+        return new
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether output channels can be quantized apart from each other."""
+        one_unit = self.spec.scale_dtype == "uint8" and isinstance(self.spec.granularity, PerChannel)
+        return self.spec.granularity.separates(0) and self.oscillation is None and not one_unit
 
     @torch.no_grad()
     def below(self, weight: Tensor, scale: Tensor) -> Tensor:
@@ -315,11 +358,16 @@ class WeightFakeQuantize(Quantizer):
             scale, repaired = _avoid_overflow(self._by_outputs(scale), bias, input_scale)
         granularity = PerChannel(0) if repaired else self.spec.granularity
         zero = self.zero_point(weight).expand(scale.shape).clone()
-        whole = self._steps(weight, granularity.spread(scale, weight.shape))
-        whole = (whole + granularity.spread(zero, weight.shape)).to(self.spec.torch_dtype)
+        whole = torch.empty_like(weight, dtype=self.spec.torch_dtype)
+        for rows in self.pieces(weight):
+            part, one = weight[rows], self.of_rows(rows)
+            of_part = scale if scale.ndim == 0 else scale[rows]
+            steps = one._steps(part, granularity.spread(of_part, part.shape))
+            zeros = granularity.spread(zero if zero.ndim == 0 else zero[rows], part.shape)
+            whole[rows] = (steps + zeros).to(whole.dtype)
         bias_scale = scale * input_scale
-        steps = None if bias is None else numerics.to_bias(bias, bias_scale)
-        return Integers(whole, scale, zero.to(whole.dtype), steps, bias_scale, repaired)
+        whole_bias = None if bias is None else numerics.to_bias(bias, bias_scale)
+        return Integers(whole, scale, zero.to(whole.dtype), whole_bias, bias_scale, repaired)
 
 
 def _floor(steps: Tensor, ends: numerics.Ends) -> Tensor:

@@ -7,7 +7,7 @@
     last.ckpt
     control.ckpt
     placement.json     of a measured placement: what is another than in the backend's table, and the times
-    NAME.partial       what an algorithm has finished, until last.ckpt holds it
+    NAME.0.partial ... what an algorithm has finished, block by block, until last.ckpt holds it
     model.int8.onnx    what ships, and the float file it is measured against; model.MODE.onnx where a mode was asked for
     model.float.onnx
     model.json         preprocessing and classes, for whoever deploys

@@ -10,42 +10,44 @@ from typing import Any
 from qatkit_verify.session import keep_memory_of_runs
 
 _LARGE = 2**22  # bytes of a sample: an image of 592x592 pixels
+_LARGE_WEIGHTS = 2**29  # bytes: more than BERT-base or ViT-B have
+_PAGES = 2**17  # bytes, glibc's own value
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
+_RETURNS = [False]  # what `keep_freed_memory` has chosen
 
 
-def keep_freed_memory(sample: int = 0) -> None:
+def keep_freed_memory(sample: int = 0, weights: int = 0) -> None:
     """Tells glibc to keep large freed buffers for the next step instead of returning them to the kernel.
 
     Every activation of a step on the CPU, of training or of calibration, is such a buffer, and fresh pages for it have
-    to be cleared. Those of large samples are returned at once: kept, the heap grows to several times what a pass takes
-    (figures: docs/design.md, D15 and D46).
+    to be cleared. Those of large samples and of large models are returned at once: kept, the heap grows to several
+    times what a pass takes (figures: docs/design.md, D15, D46 and D60).
 
     Args:
         sample: bytes of one sample; 0: small.
+        weights: bytes of a model that is not trained; 0: small.
     """
-    keep_memory_of_runs(sample < _LARGE)
+    _RETURNS[0] = returns = sample >= _LARGE or weights >= _LARGE_WEIGHTS
+    keep_memory_of_runs(not returns)
     library = _glibc()
     if library is None:
         return
-    if sample >= _LARGE:
-        # Fixed: otherwise it follows what is freed, up to 32 MiB, and buffers of that size stay in a heap with gaps.
-        library.mallopt(_M_MMAP_THRESHOLD, _LARGE)
-        return
-    for parameter, value in ((_M_TOP_PAD, 2**28), (_M_MMAP_THRESHOLD, 2**30), (_M_TRIM_THRESHOLD, 2**31 - 1)):
+    # Fixed where it is returned: otherwise it follows what is freed, up to 32 MiB, and buffers of that size stay in a
+    # heap with gaps.
+    kept, returned = (2**28, 2**30, 2**31 - 1), (_PAGES, _LARGE, _PAGES)
+    names = (_M_TOP_PAD, _M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD)
+    for parameter, value in zip(names, returned if returns else kept, strict=True):
         library.mallopt(parameter, value)
 
 
-def return_freed_memory(sample: int) -> None:
-    """Returns to the kernel what a stage has freed, where samples are large.
+def return_freed_memory() -> None:
+    """Returns to the kernel what a stage has freed, unless it is kept (`keep_freed_memory`).
 
     glibc itself returns only what lies at the end of its heap, where one small object that is still in use holds back
     everything before it.
-
-    Args:
-        sample: bytes of one sample.
     """
     library = _glibc()
-    if sample >= _LARGE and library is not None:
+    if _RETURNS[0] and library is not None:
         gc.collect()
         library.malloc_trim(0)
 

@@ -35,6 +35,7 @@ from qatkit.graph.prepare import BY_OVERRIDE, prepare_qat, ready_to_place
 from qatkit.graph.proof import prove
 from qatkit.graph.quantizers import fake_quantizers, quantized_operators
 from qatkit.graph.scales.align import align
+from qatkit.graph.sharing import own_unlike
 from qatkit.graph.signature import (
     Example,
     batch_multiple,
@@ -138,7 +139,8 @@ class QATModule(FineTuning):
             example: what it is proven with; None: not again.
         """
         captured = model if isinstance(model, Captured) else None
-        fused = self.fuse(model if captured is None else captured.graph())  # type: ignore[arg-type]
+        given = model if captured is None else captured.graph(share=self._shares_weights())
+        fused = self.fuse(cast(nn.Module, given))
         if example is not None:
             self.example = _of_one(fused.graph, example)
         stubbed = self.stub(fused.graph)
@@ -163,7 +165,8 @@ class QATModule(FineTuning):
         """The graph that `prepare_qat` was given, made of the float model again: what placement can be asked of."""
         captured = self._captured(model)
         model = model.model if isinstance(model, Captured) else model
-        fused = self.fuse(in_single_precision(model)[0] if captured is None else captured.graph())
+        shares = self._shares_weights()
+        fused = self.fuse(in_single_precision(model)[0] if captured is None else captured.graph(share=shares))
         graph: fx.GraphModule = self.run_algorithms(
             self.of_stage(FUSED), self.stub(fused.graph).graph, self.example
         ).graph
@@ -176,6 +179,21 @@ class QATModule(FineTuning):
         # Without training, merged weights are plain ones, which the algorithms may change.
         branches = schedule.branches if schedule.epochs else "merged"
         return fuse(model, self.example, schedule.batch_norm, depthwise=True, branches=branches)
+
+    def _shares_weights(self) -> bool:
+        """Whether nothing will write into weights, so that they can be the float model's: a second copy is half of the
+        memory of a large model.
+        """
+        writes = bool(self.schedule.epochs) or any(one.changes_weights for one in self.algorithms)
+        return type(self) is QATModule and not writes
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Loads parameters and buffers; the float model keeps its weights where they are others."""
+        if self._shares_weights():
+            own_unlike(self, state_dict)
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
     def _captured(self, model: nn.Module | Captured) -> Captured | None:
         """Where `fuse` gets a graph from; a hook of one's own is given the model itself."""

@@ -17,8 +17,8 @@ from onnx import TensorProto
 from torch import Tensor, fx, nn
 
 from qatkit.algorithms import GPTQ
-from qatkit.algorithms.blocks.journal import working
-from qatkit.algorithms.gptq_columns import rounded_columns
+from qatkit.algorithms.blocks.journal import block_file, working
+from qatkit.algorithms.gptq_columns import Columns
 from qatkit.calibration import calibrate
 from qatkit.export.torch_to_onnx import export_onnx
 from qatkit.graph.captured import Captured
@@ -62,7 +62,7 @@ def test_columns_are_those_of_optimal_brain_quantization(inputs: int, order: boo
     form = x.T @ x / len(x) + 0.05 * torch.eye(inputs)
     weight = noise(5, inputs)
     scale = (weight.abs().amax(1, keepdim=True) / 7).expand_as(weight)
-    found = rounded_columns(weight[None], form[None], scale[None], (-7, 7), order=order, damping=0.0)
+    found = Columns(form[None], order=order, damping=0.0).rounded(weight[None], scale[None], (-7, 7))
     wanted = by_brain_surgeon(weight.double().numpy(), form.numpy(), scale.double().numpy(), (-7, 7), order)
     assert np.mean(found[0].numpy() != wanted) < 0.005  # a tie may fall otherwise in float32
 
@@ -72,18 +72,17 @@ def test_groups_and_inputs_that_are_always_zero() -> None:
     forms = torch.stack([torch.diag(torch.tensor([1.0, 2.0, 0.0])), correlated(50, 3).T.cov()])
     weight = noise(2, 4, 3)
     scale = torch.full_like(weight, 0.25)
-    found = rounded_columns(weight, forms, scale, (-8, 7), order=True, damping=0.01)
+    found = Columns(forms, order=True, damping=0.01).rounded(weight, scale, (-8, 7))
     for group in range(2):
-        alone = rounded_columns(
-            weight[[group]], forms[[group]], scale[[group]], (-8, 7), order=True, damping=0.01
-        )
+        own = Columns(forms[[group]], order=True, damping=0.01)
+        alone = own.rounded(weight[[group]], scale[[group]], (-8, 7))
         assert torch.equal(found[[group]], alone)
     assert torch.equal(found[0], (weight[0] / 0.25).round().clamp(-8, 7))  # independent inputs
 
 
 def test_a_singular_form_is_damped_until_it_can_be_inverted() -> None:
     one = torch.ones(1, 6, 6)  # six copies of one input
-    found = rounded_columns(noise(1, 3, 6), one, torch.full((1, 3, 6), 0.5), (-8, 7), order=True, damping=0.0)
+    found = Columns(one, order=True, damping=0.0).rounded(noise(1, 3, 6), torch.full((1, 3, 6), 0.5), (-8, 7))
     sums = (found * 0.5).sum(2) - noise(1, 3, 6).sum(2)
     assert float(sums.abs().max()) <= 0.26  # half a step of all six together
 
@@ -91,7 +90,7 @@ def test_a_singular_form_is_damped_until_it_can_be_inverted() -> None:
 def test_moments_that_are_not_finite_are_refused() -> None:
     form = torch.full((1, 2, 2), torch.inf)
     with pytest.raises(ValueError, match="second moments that are not finite"):
-        rounded_columns(noise(1, 1, 2), form, torch.ones(1, 1, 2), (-8, 7), order=True, damping=0.1)
+        Columns(form, order=True, damping=0.1)
 
 
 def prepared(model: nn.Module, x: Tensor, backend: Backend = WEIGHT_ONLY) -> fx.GraphModule:
@@ -313,7 +312,7 @@ def test_a_run_that_was_killed_goes_on(tmp_path: Path) -> None:
     operators[1].register_forward_hook(killed)
     with working(progress=False, seed=0, file=file), pytest.raises(KeyboardInterrupt):
         algorithm(broken, [x])
-    assert file.is_file()
+    assert block_file(file, 0).is_file() and not block_file(file, 1).exists()
     again = prepared(model, x)
     with working(progress=False, seed=0, file=file):
         algorithm(again, [x])

@@ -11,7 +11,7 @@ import torch
 from chain import noise
 from torch import Tensor
 
-from qatkit.algorithms.gptq_columns import rounded_columns
+from qatkit.algorithms.gptq_columns import Columns
 from qatkit.algorithms.gptq_scales import fitted, searched
 from qatkit.quant import numerics
 from qatkit.quant.granularity import Granularity, PerBlock, PerChannel, PerTensor
@@ -59,7 +59,7 @@ def rounded(weight: Tensor, form: Tensor, spec: QuantSpec) -> tuple[Tensor, Tens
         torch.as_tensor(one).expand_as(rows).reshape(weight.shape)
         for one in (spec.granularity.spread(scale, rows.shape), *numerics.weight_ends(rows, spec))
     )
-    return rounded_columns(weight, form, spread, (low, high), order=True, damping=0.01), scale
+    return Columns(form, order=True, damping=0.01).rounded(weight, spread, (low, high)), scale
 
 
 @pytest.mark.parametrize("granularity", [PerBlock(16), PerChannel(0)], ids=str)

@@ -34,11 +34,11 @@ def test_resume_auto_finds_a_run_that_has_a_partial_result_alone(tmp_path: Path)
     (tmp_path / "run").mkdir()
     save_config(config, tmp_path / "run" / CONFIG_FILE)
     assert find_resume(replace(config, resume="auto")) is None
-    for age, name in ((50, "adaround.partial"), (10, "sequential_mse.partial")):
+    for age, name in ((50, "adaround.0.partial"), (10, "adaround.1.partial")):
         (tmp_path / "run" / name).touch()
         os.utime(tmp_path / "run" / name, (1e9 - age, 1e9 - age))
     found = find_resume(replace(config, resume="auto"))
-    assert found == (tmp_path / "run", tmp_path / "run" / "sequential_mse.partial")
+    assert found == (tmp_path / "run", tmp_path / "run" / "adaround.1.partial")
     (tmp_path / "run" / "last.ckpt").touch()
     assert find_resume(replace(config, resume="auto")) == (tmp_path / "run", tmp_path / "run" / "last.ckpt")
 
@@ -50,7 +50,7 @@ def test_a_killed_run_goes_on_with_what_is_finished(tmp_path: Path) -> None:
     for name in ("whole", "killed"):
         config = calibrate_only(tmp_path / name)
         config.algorithm = {"adaround": settings}
-        partial = tmp_path / name / "adaround.partial"
+        partial = tmp_path / name / "adaround.0.partial"
         if name == "killed":
             with pytest.raises(KeyboardInterrupt):
                 pipeline.train(config, Killed)
@@ -59,6 +59,6 @@ def test_a_killed_run_goes_on_with_what_is_finished(tmp_path: Path) -> None:
         with warnings.catch_warnings():
             warnings.filterwarnings("error", "its blocks are done again")
             assert pipeline.train(replace(config, resume="auto" if name == "killed" else None)) == 0
-        assert not partial.exists()
+        assert not list((tmp_path / name).glob("*.partial"))
         made.append((tmp_path / name / "model.int8.onnx").read_bytes())
     assert made[0] == made[1]

@@ -22,6 +22,7 @@ class BlockAlgorithm(Algorithm):
     """
 
     stage: ClassVar[str] = CALIBRATED
+    changes_weights: ClassVar[bool] = False
     stays: ClassVar[str]
     tables: ClassVar[bool] = False
     images: int = setting(

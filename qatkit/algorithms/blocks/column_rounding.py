@@ -14,9 +14,9 @@ from qatkit.algorithms.bias_errors import targets
 from qatkit.algorithms.blocks.journal import Found
 from qatkit.algorithms.blocks.lesson import Lesson, tied_tables
 from qatkit.algorithms.blocks.range_search import weight_quantizer
-from qatkit.algorithms.gptq_columns import damped, damped_factor, rounded_columns
+from qatkit.algorithms.gptq_columns import Columns, damped, damped_factor
 from qatkit.algorithms.input_moments import patches
-from qatkit.quant.numerics import weight_ends
+from qatkit.quant import numerics
 from qatkit.quant.qat_layers import QATEmbedding, QATOperator
 from qatkit.quant.spec import FEW_BITS
 
@@ -54,6 +54,38 @@ class _Moments:
         )
 
 
+@dataclass
+class _Rounded:
+    """What a weight, or some of its output channels, is rounded to.
+
+    Attributes:
+        integers: int16, of the weight's shape.
+        scale, zero_point: of the granularity's shape.
+        means: [out], the mean error of the outputs; zeros where no bias takes it.
+    """
+
+    integers: Tensor
+    scale: Tensor
+    zero_point: Tensor
+    means: Tensor
+
+    @classmethod
+    def joined(cls, parts: Sequence[_Rounded]) -> _Rounded:
+        """Returns all parts of a weight as one."""
+        if len(parts) == 1:
+            return parts[0]
+        names = ("integers", "scale", "zero_point", "means")
+        return cls(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
+
+
+def _made_up(moments: _Moments, share: float, damping: float) -> Tensor | None:
+    """Returns M [groups, inputs, inputs]: a weight w becomes w + w·M for the loss of the operators before; None: w."""
+    if not share:
+        return None
+    factor = damped_factor(moments.second, damping)
+    return torch.cholesky_solve(moments.cross.mT.double(), factor).mT.mul_(share).float()
+
+
 @dataclass(frozen=True)
 class ColumnRounding:
     """A `qatkit.algorithms.blocks.lesson.Learner` of blocks with one operator, which is their first node.
@@ -85,45 +117,54 @@ class ColumnRounding:
         fake, takes = weight_quantizer(operator), operator in self.with_bias
         weight, bias = (None if t is None else t.detach() for t in operator.effective())
         assert weight is not None
-        groups = len(seen.second)
         moments = seen.centred() if takes else seen
-
-        def by_group(of_weight: Tensor) -> Tensor:
-            return of_weight.expand_as(weight).reshape(groups, len(weight) // groups, -1).float()
-
-        def by_weight(scale: Tensor) -> Tensor:
-            return by_group(fake.spec.granularity.spread(scale, weight.shape))
-
-        rows, factor = by_group(weight), damped_factor(moments.second, self._damping(operator))
-        wanted = rows
-        if self.settings.past:
-            lost = rows.double() @ moments.cross.double()
-            wanted = rows + self.settings.past * torch.cholesky_solve(lost.mT, factor).mT.float()
-        scale, zero = fake.scale(weight), fake.zero_point(weight)
-        searches = self.settings.scales and fake.spec.dtype in FEW_BITS and not fake.frozen
-        if searches:
-            importance = torch.cholesky_inverse(factor).diagonal(dim1=1, dim2=2).reciprocal().float()
-            every = importance[:, None].expand_as(rows).reshape(weight.shape)
-            scale, zero = gptq_scales.searched(wanted.reshape(weight.shape), every, fake.spec)
-        low, high = (
-            by_group(end) if isinstance(end, Tensor) else end for end in weight_ends(weight, fake.spec, zero)
-        )
-        integers = rounded_columns(
-            wanted, moments.second, by_weight(scale), (low, high),
-            order=self.settings.order, damping=self._damping(operator),
-        )  # fmt: skip
-        if searches:
-            scale = gptq_scales.fitted(
-                wanted, damped(moments.second, self._damping(operator)), integers, scale, fake.spec
-            )
-        found = {"integers": integers.reshape(weight.shape).to(torch.int16), "scale": scale}
+        rounded = self._rounded(operator, weight, moments, takes=takes)
+        found = {"integers": rounded.integers, "scale": rounded.scale}
         if fake.spec.has_zero_point:
-            found["zero_point"] = zero
-        if takes and bias is not None:
-            quantized = integers * by_weight(scale)
-            means = rows @ seen.original[:, :, None] - quantized @ seen.quantized[:, :, None]
-            found["bias"] = bias + means.flatten().to(bias.dtype)
+            found["zero_point"] = rounded.zero_point
+        if bias is not None and takes:
+            found["bias"] = bias + rounded.means.to(bias.dtype)
         return found
+
+    def _rounded(self, operator: QATOperator, weight: Tensor, moments: _Moments, *, takes: bool) -> _Rounded:
+        """Rounds a weight, some rows at a time: what is computed of them takes many times their own memory.
+
+        Args:
+            takes: whether the bias takes the mean error of the outputs.
+        """
+        fake, damping, groups = weight_quantizer(operator), self._damping(operator), len(moments.second)
+        spec, past = fake.spec, _made_up(moments, self.settings.past, damping)
+        columns = Columns(moments.second, order=self.settings.order, damping=damping)
+        searches = self.settings.scales and spec.dtype in FEW_BITS and not fake.frozen
+        form = damped(moments.second, damping) if searches else moments.second
+        found = []
+        # Rows of all groups are solved side by side, so they come together.
+        for rows in fake.pieces(weight) if groups == 1 else [slice(None)]:
+            part, one = weight[rows], fake.of_rows(rows)
+
+            def by_group(of_weight: Tensor, part: Tensor = part) -> Tensor:
+                return of_weight.expand_as(part).reshape(groups, len(part) // groups, -1).float()
+
+            original = by_group(part)
+            wanted = original if past is None else original + original @ past
+            scale, zero = one.scale(part), one.zero_point(part)
+            if searches:
+                importance = columns.importance[:, None].expand_as(wanted)
+                scale, zero = gptq_scales.searched(
+                    wanted.reshape(part.shape), importance.reshape(part.shape), spec
+                )
+            ends = numerics.weight_ends(part, spec, zero)
+            low, high = (by_group(end) if isinstance(end, Tensor) else end for end in ends)
+            steps = columns.rounded(wanted, by_group(spec.granularity.spread(scale, part.shape)), (low, high))
+            if searches:
+                scale = gptq_scales.fitted(wanted, form, steps, scale, spec)
+            means = torch.zeros(len(part), device=part.device)
+            if takes:
+                quantized = steps * by_group(spec.granularity.spread(scale, part.shape))
+                lost = original @ moments.original[:, :, None] - quantized @ moments.quantized[:, :, None]
+                means = lost.flatten()
+            found.append(_Rounded(steps.reshape(part.shape).to(torch.int16), scale, zero, means))
+        return _Rounded.joined(found)
 
     def _damping(self, operator: QATOperator) -> float:
         tied = id(operator.weight) in self.tables
@@ -151,4 +192,4 @@ def _moments(lesson: Lesson, operator: QATOperator) -> _Moments:
         new = [x.sum(2), original.sum(2), x @ x.mT, (original - x) @ x.mT]
         sums = [total.add_(one) for total, one in zip(sums, new, strict=True)] if sums else new
         count += x.shape[2]
-    return _Moments(*(total / count for total in sums))
+    return _Moments(*(total.div_(count) for total in sums))

@@ -1,11 +1,12 @@
-"""What is finished of a long algorithm, in a file: a run that is killed goes on with the next block.
+"""What is finished of a long algorithm, in files: a run that is killed goes on with the next block.
 
     with working(progress=True, seed=0, file=folder / "adaround.partial"):
         module.correct(batches, [algorithm])
 
-The file holds what each finished block came to, and a key: a fingerprint of the graph, the ranges, the settings and
-the images. It is replaced as a whole after each block. One that is damaged or of something else is put aside with a
-warning; whoever opened it removes it (`qatkit.choose.ranges`), once what it led to is in a checkpoint.
+Each finished block has a file (adaround.0.partial, ...) with what it came to and a key: a fingerprint of the graph, the
+ranges, the settings and the images. A file that is damaged or of something else is put aside with a warning, and its
+block and those behind it are done again. Whoever opened them removes them (`qatkit.jobs.calibrate`), once what they
+led to is in a checkpoint.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Work:
     Attributes:
         progress: with a bar.
         seed: of the order of its images.
-        file: what is finished, None: nowhere.
+        file: by whose name the files of finished blocks are called, None: there are none.
     """
 
     progress: bool = False
@@ -70,54 +71,59 @@ def fingerprint(*parts: Any) -> str:
             digest.update(name.encode())
             if isinstance(one, Tensor):
                 digest.update(f"{one.dtype}{tuple(one.shape)}".encode())
-                digest.update(one.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+                digest.update(one.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
             else:
                 digest.update(json.dumps(one, sort_keys=True, default=str).encode())
     return digest.hexdigest()
 
 
 class Journal:
-    """The finished blocks of one call, in their order.
+    """The finished blocks of one call, in their order: each in a file of its own, and none of them in memory.
 
     Args:
-        file: where they are kept; None: in memory alone.
+        file: NAME.partial, where blocks are NAME.0.partial, NAME.1.partial, ...; None: they are kept nowhere.
         key: of what they depend on.
     """
 
     def __init__(self, file: Path | None, key: str) -> None:
-        self.file, self.key, self.read = file, key, 0
-        self.found: list[Found] = [] if file is None or not file.is_file() else self._stored(file)
+        self._file, self._key, self._count = file, key, 0
+        self._reads = True  # until a block is missing: those behind it are done again, too
 
     def next(self, learn: Callable[[], Found]) -> Found:
-        """What the next block came to: as it stands here, else by `learn`, and then it stands here."""
-        self.read += 1
-        if self.read > len(self.found):
-            self.found.append({name: value.detach().cpu() for name, value in learn().items()})
-            self._write()
-        return self.found[self.read - 1]
+        """Returns what the next block came to: as it is stored, else by `learn`, and then it is stored."""
+        path = None if self._file is None else block_file(self._file, self._count)
+        self._count += 1
+        stored = None if path is None or not self._reads else self._stored(path)
+        if stored is not None:
+            return stored
+        self._reads = False
+        found = {name: value.detach().cpu() for name, value in learn().items()}
+        if path is not None:
+            content = {"key": self._key, "digest": fingerprint(found), "found": found}
+            with secret(path) as temporary, temporary.open("wb") as stream:
+                torch.save(content, stream)
+        return found
 
-    def _write(self) -> None:
-        if self.file is None:
-            return
-        stored = {"key": self.key, "digest": self._digest(self.found), "found": self.found}
-        with secret(self.file) as temporary, temporary.open("wb") as stream:
-            torch.save(stored, stream)
-
-    def _digest(self, found: list[Found]) -> str:
-        return fingerprint(*found)
-
-    def _stored(self, file: Path) -> list[Found]:
-        with readable(file) as plain:
+    def _stored(self, path: Path) -> Found | None:
+        """Returns the block in a file; None where there is no file, or with a warning one of something else."""
+        if not path.is_file():
+            return None
+        with readable(path) as plain:
             content = plain.read_bytes()
         try:
             stored = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-            reason = "" if stored["key"] == self.key else "is of another model, data or setting"
-            if stored["digest"] != self._digest(stored["found"]):
+            reason = "" if stored["key"] == self._key else "is of another model, data or setting"
+            found: Found = stored["found"]
+            if stored["digest"] != fingerprint(found):
                 reason = "is damaged"
         except Exception as error:  # whatever a file may hold
             reason = f"can't be read ({type(error).__name__})"
         if reason:
-            warnings.warn(f"{file}: {reason}; its blocks are done again", stacklevel=2)
-            return []
-        found: list[Found] = stored["found"]
+            warnings.warn(f"{path}: {reason}; its blocks are done again", stacklevel=3)
+            return None
         return found
+
+
+def block_file(file: Path, number: int) -> Path:
+    """Returns the file of a block, whose name ends as `file` does."""
+    return file.with_name(f"{file.stem}.{number}{file.suffix}")

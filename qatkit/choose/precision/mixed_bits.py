@@ -30,6 +30,7 @@ class MixedBits(Algorithm):
 
     stage: ClassVar[str] = OBSERVED
     weights_alone: ClassVar[bool] = True
+    changes_weights: ClassVar[bool] = False
     bits: float = setting(4.5, "average per weight of Conv and Linear, scales not counted", Range(2, 8))
     images: int = setting(16, "of the calibration images, on which losses are estimated", COUNT)
 

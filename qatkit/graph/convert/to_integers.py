@@ -42,6 +42,7 @@ from qatkit.graph.pads import belongs_to
 from qatkit.graph.pass_result import PassResult
 from qatkit.graph.quantizers import QUANTIZES, is_quantizer, quantizer_after, quantizer_of
 from qatkit.graph.rows import rows_of
+from qatkit.graph.sharing import large_tensors
 from qatkit.graph.trace import tidy
 from qatkit.quant.fake_quantize import FakeQuantize
 from qatkit.quant.qat_layers import QATEmbedding, QATOperator
@@ -54,7 +55,7 @@ def convert(graph_module: fx.GraphModule) -> PassResult:
 
     `skipped` of the result tells what had to be repaired on the way.
     """
-    converted = copy.deepcopy(graph_module).cpu().eval()
+    converted = copy.deepcopy(graph_module, _packed_here(graph_module)).cpu().eval()
     result = PassResult(converted)
     simplify(converted)
     for node in list(converted.graph.nodes):
@@ -82,6 +83,16 @@ def convert(graph_module: fx.GraphModule) -> PassResult:
     tidy(converted)
     pad_channels(converted, converted.meta["backend"].channel_multiples)
     return result
+
+
+def _packed_here(graph_module: fx.GraphModule) -> dict[int, Any]:
+    """Returns the memo for a copy without what is read once, to make integers of it: a copy of all weights."""
+    read = [one for one in graph_module.modules() if getattr(one, "weight_fake_quant", None) is not None]
+    within = {inner for one in read for inner in one.modules()}
+    others = [one for one in graph_module.modules() if one not in within]
+    kept = {id(tensor) for one in others for tensor in one.parameters(recurse=False)}
+    memo = {key: value for one in read for key, value in large_tensors(one).items()}
+    return {key: value for key, value in memo.items() if key not in kept}
 
 
 def _for_onnxruntime(node: fx.Node) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -64,10 +64,13 @@ class Branches(nn.Module):
 
 
 def prepared(
-    model: nn.Module, x: Tensor, backend: Backend = WEIGHT_ONLY, **override: OverrideConfig
+    model: nn.Module,
+    x: Tensor,
+    backend: Backend = WEIGHT_ONLY,
+    overrides: Mapping[str, OverrideConfig] | None = None,
 ) -> fx.GraphModule:
     graph = Captured(model.eval(), x).graph()
-    prepare_qat(graph, backend, x, override)
+    prepare_qat(graph, backend, x, overrides or {})
     set_phase(graph, observe=False, quantize=True)
     return graph.eval()
 
@@ -108,7 +111,7 @@ def test_bits_go_to_the_weights_that_outputs_depend_on(tmp_path: Path) -> None:
 def test_an_override_keeps_its_bits() -> None:
     torch.manual_seed(0)
     model, x = Branches(), noise(64, 64)
-    graph = prepared(model, x, **{"branches.0": OverrideConfig(weight_dtype="int2")})
+    graph = prepared(model, x, overrides={"branches.0": OverrideConfig(weight_dtype="int2")})
     settings = MixedBits(bits=8.0, images=32)
     assert settings.notes(graph) == [("branches.0", "bits not chosen: an override says them")]
     assert settings(graph, [x]).skipped == settings.notes(graph)
@@ -132,6 +135,6 @@ class Tied(nn.Module):
 def test_a_table_has_the_bits_of_the_head_that_it_is() -> None:
     torch.manual_seed(0)
     words = torch.randint(0, 50, (8, 12), generator=torch.Generator().manual_seed(0))
-    graph = prepared(Tied(), words, replace(WEIGHT_ONLY))
+    graph = prepared(Tied(), words)
     MixedBits(bits=8.0, images=8)(graph, [words])
     assert {fake.spec.dtype for _, _, fake in quantized_weights(graph)} == {"int8"}

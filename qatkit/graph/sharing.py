@@ -1,0 +1,45 @@
+"""Copies of modules that share large tensors with the original: a second copy of a model's weights costs as much memory
+as the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+_LARGE = (
+    2**16
+)  # values; smaller tensors (biases, norms, scales) are copied, since corrections write into them
+
+
+def large_parameters(module: nn.Module) -> dict[int, Any]:
+    """Returns the memo with which `copy.deepcopy` gives a copy large parameters in the same memory.
+
+    They are parameters of their own: the copy can be moved to another device, or given other ones. What writes into
+    them writes into the original.
+    """
+    return {
+        id(one): nn.Parameter(one.data, one.requires_grad)
+        for one in module.parameters()
+        if one.numel() >= _LARGE and type(one) is nn.Parameter
+    }
+
+
+def large_tensors(module: nn.Module) -> dict[int, Any]:
+    """Returns the memo for a copy that nothing writes into: large buffers are shared, too."""
+    return large_parameters(module) | {id(one): one for one in module.buffers() if one.numel() >= _LARGE}
+
+
+def own_unlike(module: nn.Module, others: Mapping[str, Any]) -> None:
+    """Gives a module memory of its own for the parameters that are about to become other values.
+
+    Args:
+        module: one whose parameters another one has, too.
+        others: values by the names of the parameters, as in a state_dict.
+    """
+    for name, one in module.named_parameters():
+        other = others.get(name)
+        if other is not None and not (other.shape == one.shape and one.data.equal(other.to(one))):
+            one.data = one.data.clone()
