@@ -40,6 +40,7 @@ from qatkit.export.for_ort_tools import (
 )
 from qatkit.export.guarded_weights import guard_matrices, range_overrides
 from qatkit.export.hidden_names import hide_ends, restore_ends
+from qatkit.export.int8_tables import quantize_tables
 from qatkit.export.int8_weights import quantize_recurrent, quantize_weights
 from qatkit.export.left_float import LeftFloat, left_float
 from qatkit.export.levelled_filters import is_depthwise, levelled, scaled_back
@@ -62,7 +63,8 @@ def dynamic(source: Path, target: Path, *, reduce_range: bool | str = "auto") ->
 
     Conv, MatMul and Gemm become ConvInteger and MatMulInteger behind a DynamicQuantizeLinear. A depthwise Conv
     stays float: its weights are few, and ConvInteger has no kernel for it but a slow general one. So does a
-    MatMul whose weight is no matrix. LSTM, GRU and RNN compute in float, with int8 weights in the file.
+    MatMul whose weight is no matrix. LSTM, GRU and RNN compute in float, with int8 weights in the file; rows of tables
+    are dequantized as they are read.
 
     Args:
         source: a float file of opset 13 or higher.
@@ -96,6 +98,7 @@ def dynamic(source: Path, target: Path, *, reduce_range: bool | str = "auto") ->
         restore_ends(quantized, hidden)
         scaled_back(quantized, changed)
         quantize_recurrent(quantized, wrong)
+        quantize_tables(quantized, wrong)
         if reduce_range == "auto":
             guard_matrices(quantized, model)
         return quantized
@@ -177,7 +180,8 @@ def _static_options(model: ir.Model, backend: Backend, kinds: Mapping[str, OpRul
 
 
 def weight_only(source: Path, target: Path) -> LeftFloat:
-    """int8 weights, symmetric per output channel (`qatkit.export.int8_weights`); activations stay float.
+    """int8 weights, symmetric per output channel (`qatkit.export.int8_weights`) or per row of a table
+    (`qatkit.export.int8_tables`); activations stay float.
 
     Returns:
         The operators whose weights stay float.
@@ -187,6 +191,7 @@ def weight_only(source: Path, target: Path) -> LeftFloat:
     def made(wrong: Collection[str]) -> ir.Model:
         quantized = model.clone()
         quantize_weights(quantized, wrong)
+        quantize_tables(quantized, wrong)
         return quantized
 
     quantized, wrong = without_wrong_weights(made, exact_weights(model))

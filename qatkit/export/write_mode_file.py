@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from onnx_ir.passes import common
 
 from qatkit.export.for_ort_tools import recurrent_weights, weights
+from qatkit.export.int8_tables import tables
 from qatkit.export.quiet import quiet
 from qatkit.export.write_model import write_model
 from qatkit.verify.graph_view import constant, operand
@@ -53,7 +54,7 @@ def exact_weights(model: ir.Model) -> dict[str, Exact]:
         ValueError: one of them is not finite.
     """
     found = {}
-    for value in (*weights(model), *recurrent_weights(model)):
+    for value in (*weights(model), *recurrent_weights(model), *tables(model)):
         values, readers = constant(value), value.consumers()
         if values is not None and readers:
             if not np.isfinite(values).all():
