@@ -22,10 +22,11 @@ from qatkit.graph.guarded import guards
 from qatkit.graph.learning import oscillating
 from qatkit.graph.precomputed import settled_graph
 from qatkit.importing import ImportedModel
+from qatkit.jobs.dynamic_file import with_dynamic
 from qatkit.jobs.hand_over import hand_over
 from qatkit.jobs.stages import State
 from qatkit.records.ladder import read_ladder
-from qatkit.records.results import Results
+from qatkit.records.results import DYNAMIC, Results
 from qatkit.records.run_files import (
     CHECKPOINT_FILE,
     CONFIG_FILE,
@@ -99,7 +100,8 @@ def conclude(run: Run, subject: Subject, told: Results, files: Sequence[str]) ->
     """
     checks, wanted = checks_of(run.config, labelled=subject.labelled), run.config.verify
     with run.stage("verify", "verifying the files in ONNX Runtime"):
-        results = _about(subject, told)
+        subject, notes = with_dynamic(subject, run.config)
+        results = _about(subject, replace(told, notes=(*told.notes, *notes)))
         for check in checks:
             start = time.monotonic()
             results = check.measure(subject, results)
@@ -107,6 +109,7 @@ def conclude(run: Run, subject: Subject, told: Results, files: Sequence[str]) ->
             if not isinstance(results, Results):
                 allowed = f"checks whose `measure` returns the results, not {type(results).__name__}"
                 raise ConfigError("verify.checks", check.name, allowed)
+    files = [*files, *(path.name for name, path in subject.files.items() if name == DYNAMIC)]
     run.keep(files)
     results = replace(results, timings=run.seconds, files=report.file_records(run.folder, files))
     found = shortfalls(checks, wanted, results)

@@ -31,7 +31,9 @@ ROWS: tuple[tuple[str, str], ...] = (
     ("simulated", "INT8, simulated in PyTorch"),
     ("int8", "INT8, ONNX Runtime"),
     ("free", "INT8, with its own states"),
+    ("dynamic", "ONNX Runtime's dynamic int8"),
 )
+DYNAMIC = "dynamic"  # of the same float file, to compare with (`verify.dynamic`)
 FREE = "free"  # of a model whose states are fed back: both files with their own (`qatkit.verify.drift`)
 
 

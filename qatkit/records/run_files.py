@@ -10,6 +10,7 @@
     NAME.0.partial ... what an algorithm has finished, block by block, until last.ckpt holds it
     model.int8.onnx    what ships, and the float file it is measured against; model.MODE.onnx where a mode was asked for
     model.float.onnx
+    model.dynamic.onnx of verify.dynamic: ONNX Runtime's dynamic int8 of the float file, to compare with
     model.json         preprocessing and classes, for whoever deploys
     ranges.json        every quantized tensor's range
     tensorrt.table     the same as TensorRT reads it, where asked for

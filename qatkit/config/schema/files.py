@@ -188,6 +188,11 @@ class VerifyConfig:
     saturation_images: int = setting(256, "that are emulated, of all classes alike", COUNT)
     max_size_ratio: float | None = setting(None, "INT8 bytes / float bytes", POSITIVE)
     min_speedup: float | None = setting(None, "float latency / INT8 latency", POSITIVE)
+    dynamic: bool = setting(
+        False,
+        "measure ONNX Runtime's dynamic int8 of the same float file beside it: whether quantization without any "
+        "calibration would have been enough",
+    )
     audit: bool = setting(
         True,
         "no weight dequantized at run time, every quantized operator runs int8; this and the size at the first "

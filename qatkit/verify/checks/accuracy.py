@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from qatkit.records.results import Results
+from qatkit.records.results import DYNAMIC, Results
 from qatkit.verify.checks.base import Check, Shortfall, Subject
+from qatkit.verify.checks.dynamic import dynamic_line
 from qatkit.verify.checks.requested import RequestedSettings
 
 if TYPE_CHECKING:
@@ -40,14 +41,18 @@ class AccuracyCheck(Check):
         values: dict[str, list[Any]] = {name: [] for name in subject.files}
         found = accuracies(runs, subject.batches(), subject.progress, task=subject.task, values=values)
         results = replace(results, accuracy=found)
-        return results.with_measured(PAIRED, _paired(values, found, subject.task))
+        for name, key in ((PAIRED, "int8"), (DYNAMIC, DYNAMIC)):
+            if key in values:
+                results = results.with_measured(name, _paired(values, found, subject.task, key))
+        return results
 
     def predictors(self, subject: Subject) -> Mapping[str, Predictor]:
         """What else than the files has an accuracy."""
         return subject.predictors
 
     def lines(self, results: Results) -> list[str]:
-        return [line for line in (_paired_line(results), class_line(results)) if line]
+        lines = (_paired_line(results), dynamic_line(results), class_line(results))
+        return [line for line in lines if line]
 
     def shortfalls(self, bounds: VerifyConfig, results: Results) -> list[Shortfall]:
         if bounds.max_drop is None or not results.labelled:
@@ -70,12 +75,14 @@ class AccuracyCheck(Check):
         return [Shortfall(line, asked.gentler(lost) if lost > 0 and 2 * lost >= drop else asked.closer())]
 
 
-def _paired(values: Mapping[str, list[Any]], scores: Mapping[str, Scores], task: Task) -> dict[str, float]:
-    """Returns by how much the file is worse than float, and two standard errors of that, image by image."""
+def _paired(
+    values: Mapping[str, list[Any]], scores: Mapping[str, Scores], task: Task, key: str
+) -> dict[str, float]:
+    """Returns by how much a file is worse than float, and two standard errors of that, image by image."""
     import numpy as np
 
-    exact, found = (np.concatenate(values[name]) for name in ("float", "int8"))
-    lost = task.names.main.lost(scores["float"].score, scores["int8"].score)
+    exact, found = (np.concatenate(values[name]) for name in ("float", key))
+    lost = task.names.main.lost(scores["float"].score, scores[key].score)
     return {"lost": lost, "interval": 2 * task.noise(exact, found)}
 
 

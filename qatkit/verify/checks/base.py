@@ -47,7 +47,8 @@ class Subject:
 
     Attributes:
         folder: of the run.
-        files: by name: "int8", the file to judge, and "float", what it is compared with.
+        files: by name: "int8", the file to judge, "float", what it is compared with, and perhaps "dynamic", another
+            int8 file of the same float file.
         batches: gives the test batches (images, labels) from the start.
         timed: gives what files are timed with, for a size of batch: the shape of a batch of noise, or arrays by
             the names of the inputs.

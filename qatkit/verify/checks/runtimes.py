@@ -141,9 +141,9 @@ def _times(subject: Subject, others: Mapping[str, Runtime]) -> dict[str, dict[st
     from qatkit_verify.runtimes.timing import times_in_turns
 
     wanted, batch = subject.settings, subject.settings.latency_batch
-    given = subject.timed(batch)
-    feeds = {name: noise_feeds(_ports(subject, name), given, 0) for name in subject.files}
-    found = times_in_turns(others, subject.files, feeds, threads=wanted.threads, runs=wanted.latency_runs)
+    given, files = subject.timed(batch), {name: subject.files[name] for name in ("float", "int8")}
+    feeds = {name: noise_feeds(_ports(subject, name), given, 0) for name in files}
+    found = times_in_turns(others, files, feeds, threads=wanted.threads, runs=wanted.latency_runs)
     return {
         path: times
         if isinstance(times, str)
