@@ -16,6 +16,10 @@ FOLDERS = {
     "qatkit.data.arrays.arrays": (
         "a folder of .npz or .npy files, whose arrays are named after the model's inputs"
     ),
+    "qatkit.data.labelled_text.labelled_text": (
+        "a folder of .tsv, .csv or .jsonl files with texts and labels, those with 'test' in their names to verify and "
+        "at least one other to calibrate; or of train/CLASS/*.txt and test/CLASS/*.txt"
+    ),
     "qatkit.data.sentence_pairs.sentence_pairs": (
         "a folder of .tsv files with pairs of sentences and scores: those with 'test' in their names verify, at least "
         "one other calibrates"

@@ -17,19 +17,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from qatkit.config.data_folders import FOLDERS, data_folder
 from qatkit.config.schema import DataConfig
 from qatkit.data.request import Request
 from qatkit.data.sources import Splits
-from qatkit.data.tokenizer import tokenizer_of
+from qatkit.data.token_rows import Rows, token_rows
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.pictures import files_below
 
 _SOURCE = "qatkit.data.sentence_pairs.sentence_pairs"
-_LONGEST = 128  # tokens of a sentence, where data.context does not say
 _WANTED = "two columns whose names begin with 'sentence' and one that ends with 'score'"
 
 
@@ -43,22 +41,21 @@ class Pair:
 
 
 class PairRows:
-    """Pairs as rows of tokens; an item is ({"input_ids", "attention_mask": int64 [2, T]}, score).
+    """Pairs as rows of tokens; an item is ({"input_ids", "attention_mask", ...: int64 [2, T]}, score).
 
     Args:
-        tokens, mask: int32 and bool [pairs, 2, T].
+        rows: two for each pair.
         scores: of the pairs, 0..1.
     """
 
-    def __init__(self, tokens: NDArray[np.int32], mask: NDArray[np.bool_], scores: Sequence[float]) -> None:
-        self._tokens, self._mask, self.targets = tokens, mask, list(scores)
+    def __init__(self, rows: Rows, scores: Sequence[float]) -> None:
+        self._rows, self.targets = rows, list(scores)
 
     def __len__(self) -> int:
         return len(self.targets)
 
     def __getitem__(self, index: int) -> tuple[dict[str, NDArray[Any]], float]:
-        rows = {"input_ids": self._tokens[index], "attention_mask": self._mask[index]}
-        return {name: one.astype(np.int64) for name, one in rows.items()}, self.targets[index]
+        return self._rows.at(slice(2 * index, 2 * index + 2)), self.targets[index]
 
 
 def sentence_pairs(root: str | None, download: bool, seed: int, request: Request | None = None) -> Splits:
@@ -66,7 +63,7 @@ def sentence_pairs(root: str | None, download: bool, seed: int, request: Request
 
     Raises:
         ConfigError: no such folder, no files of one kind, a file without these columns, a score that is no number, or
-            as `qatkit.data.tokenizer.tokenizer_of`.
+            as `qatkit.data.token_rows.token_rows`.
     """
     asked = request if request is not None else Request(DataConfig())
     top = data_folder(_SOURCE, root)
@@ -78,23 +75,12 @@ def sentence_pairs(root: str | None, download: bool, seed: int, request: Request
     parts = [[pair for path in paths for pair in _read(path)] for paths in (others, sorted(tests))]
     scores = [pair.score for part in parts for pair in part]
     low, high = min(scores), max(scores)
-    tokenizer = tokenizer_of(asked.settings, asked.about)
-    tokenizer.enable_truncation(asked.settings.context or _LONGEST)
-    coded = [
-        tokenizer.encode_batch([text for pair in part for text in (pair.first, pair.second)])
-        for part in parts
-    ]
-    longest = max(len(one.ids) for part in coded for one in part)
-    made = []
-    for part, pairs in zip(coded, parts, strict=True):
-        tokens = np.zeros((len(part), longest), np.int32)
-        mask = np.zeros((len(part), longest), bool)
-        for row, one in enumerate(part):
-            tokens[row, : len(one.ids)], mask[row, : len(one.ids)] = one.ids, True
-        shape = (len(pairs), 2, longest)
-        scaled = [(pair.score - low) / ((high - low) or 1.0) for pair in pairs]
-        made.append(PairRows(tokens.reshape(shape), mask.reshape(shape), scaled))
-    return Splits(made[0], made[1], (), arrays=True)
+    texts = [[text for pair in part for text in (pair.first, pair.second)] for part in parts]
+    train, test = (
+        PairRows(rows, [(pair.score - low) / ((high - low) or 1.0) for pair in part])
+        for rows, part in zip(token_rows(texts, asked), parts, strict=True)
+    )
+    return Splits(train, test, (), arrays=True)
 
 
 def _read(path: str) -> list[Pair]:

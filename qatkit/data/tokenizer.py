@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 KEY = "data.tokenizer"
 # Of what a text model says of itself.
-PLACE, VOCABULARY, POSITIONS = "tokenizer", "vocabulary", "positions"
+PLACE, VOCABULARY, POSITIONS, PADDING, LABELS = "tokenizer", "vocabulary", "positions", "padding", "labels"
 _CONFIG = "tokenizer_config.json"
 _LEAST = 0.9  # of the model's vocabulary, which is often padded by a few percent
 

@@ -5,8 +5,9 @@
                                         model.weights is DEFAULT or a revision (branch, tag, commit)
     hf//data/my_model, hf/./my_model    the same from a folder that `save_pretrained` wrote
 
-The model is theirs with module paths and state_dict as they are, but gives its logits alone: [N, classes] of an image
-classifier, [N, T, V] of a language model (task=causal_lm); an encoder gives embeddings (task=text_embedding).
+The model is theirs with module paths and state_dict as they are, but gives its logits alone: [N, classes] of a
+classifier of images or texts (task=text_classification), [N, T, V] of a language model (task=causal_lm); an encoder
+gives embeddings (task=text_embedding).
 Images are prepared as their image processor does, except that the picture keeps its proportions where that one squeezes
 it; text by the tokenizer beside the weights.
 """
@@ -18,7 +19,6 @@ import inspect
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -29,8 +29,20 @@ from torch import Tensor, nn
 from qatkit.config.schema import ModelConfig
 from qatkit.data.arrays import Port
 from qatkit.data.preprocessing import Preprocessing
-from qatkit.data.tokenizer import PLACE, POSITIONS, VOCABULARY
+from qatkit.data.token_rows import TOKENS, TYPES
+from qatkit.data.tokenizer import LABELS, PADDING, PLACE, POSITIONS, VOCABULARY
 from qatkit.models.declared import Declared
+from qatkit.models.hf_heads import (
+    CAUSAL_LM,
+    ENCODER,
+    HEADS,
+    IMAGE_CLASSIFIER,
+    TEXT_CLASSIFIER,
+    Head,
+    class_names,
+    class_of,
+    takes_of,
+)
 from qatkit.models.hub import how_to_fetch
 from qatkit.models.image_processor import preprocessing_of
 from qatkit.models.pooling import pooling_of
@@ -42,46 +54,6 @@ DEFAULT = "DEFAULT"
 _GENERAL = {"attn_implementation"}
 _UNREAD = "pooler."  # of an encoder, whose embedding is pooled otherwise
 _LONGEST_HEADER = 100_000_000  # bytes, the format's own limit
-
-
-@dataclass(frozen=True)
-class Head:
-    """What a model of transformers ends in, as a task wants it.
-
-    Attributes:
-        title: for messages.
-        loader: transformers' class that loads such models.
-        mapping: of the architectures that have one, in its modeling_auto.
-        takes: the arguments of their forward that are inputs.
-        text: whether these are tokens.
-        replaceable: whether its weights may be missing, and are made afresh then.
-        rows: how many a sample has.
-    """
-
-    title: str
-    loader: str
-    mapping: str
-    takes: tuple[str, ...]
-    text: bool = True
-    replaceable: bool = False
-    rows: int = 1
-
-
-IMAGE_CLASSIFIER = Head(
-    "an image classifier",
-    "AutoModelForImageClassification",
-    "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
-    ("pixel_values",),
-    text=False,
-    replaceable=True,
-)
-ENCODER = Head(
-    "an encoder of text", "AutoModel", "MODEL_MAPPING_NAMES", ("input_ids", "attention_mask"), rows=2
-)
-CAUSAL_LM = Head(
-    "a causal language model", "AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", ("input_ids",)
-)
-HEADS = {"causal_lm": CAUSAL_LM, "text_embedding": ENCODER}
 
 
 def of_task(task: str) -> HuggingFace:
@@ -146,6 +118,7 @@ class HuggingFace:
             allowed = f"weights of {config.name} ({first_line(error)})"
             raise ConfigError("model.weights", config.weights, allowed) from error
         self._check_loaded(model, report, config)
+        model.fresh_head = _unloaded(report)
         return _adapted(model, self.head, config.name)
 
     def preprocessing(self, config: ModelConfig) -> Preprocessing | None:
@@ -168,7 +141,8 @@ class HuggingFace:
         return preprocessing_of(processor, config)
 
     def declared(self, config: ModelConfig) -> Declared:
-        """Returns the inputs of a model of text, and where its tokenizer is; nothing of one of images.
+        """Returns the inputs of a model of text, where its tokenizer is and what its classes are called; nothing of one
+        of images.
 
         Raises:
             ConfigError: as `builder`, or a configuration that cannot be fetched.
@@ -178,14 +152,20 @@ class HuggingFace:
         self.builder(config.name)
         plain = config.name.removeprefix(PREFIX)
         settings = self._settings(config.name, config.kwargs)
+        model = class_of(self._loader(config.name), self.head, settings, config.name)
         words, positions = settings.vocab_size, getattr(settings, "max_position_embeddings", None)
+        below = {TOKENS: words, TYPES: getattr(settings, "type_vocab_size", None)}
         ports = tuple(
-            Port(name, "int64", (None, None), 0, ("batch", "sequence"), limit, self.head.rows)
-            for name, limit in zip(self.head.takes, (words, None), strict=False)
+            Port(name, "int64", (None, None), 0, ("batch", "sequence"), below.get(name), self.head.rows)
+            for name in takes_of(self.head, settings, model)
         )
+        padding = getattr(settings, "pad_token_id", None)
         about = {VOCABULARY: str(words)}
         about |= {} if positions is None else {POSITIONS: str(positions)}
+        about |= {} if padding is None else {PADDING: str(padding)}
         about |= {} if plain in self._architectures() else {PLACE: plain}
+        if self.head is TEXT_CLASSIFIER:
+            about[LABELS] = json.dumps(class_names(settings, config.kwargs, config.name))
         return Declared(ports, about=about)
 
     def _random(self, name: str, num_classes: int | None = None, **changes: Any) -> nn.Module:
@@ -235,8 +215,8 @@ class HuggingFace:
             ConfigError: others are missing or of another shape.
         """
         body = f"{model.base_model_prefix}." if self.head.replaceable else ""
-        keys = [*report["missing_keys"], *(mismatch[0] for mismatch in report["mismatched_keys"])]
-        wrong = sorted(key for key in keys if key.startswith(body) and not key.startswith(_UNREAD))
+        left = (_UNREAD, f"{body}{_UNREAD}")
+        wrong = [key for key in _unloaded(report) if key.startswith(body) and not key.startswith(left)]
         if wrong:
             more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
             allowed = (
@@ -269,6 +249,11 @@ class HuggingFace:
         from transformers.models.auto import modeling_auto
 
         return list(getattr(modeling_auto, self.head.mapping))
+
+
+def _unloaded(report: Mapping[str, Any]) -> list[str]:
+    """The parameters that no weights were loaded into."""
+    return sorted([*report["missing_keys"], *(mismatch[0] for mismatch in report["mismatched_keys"])])
 
 
 def parameters(config: ModelConfig) -> int | None:
@@ -323,13 +308,28 @@ def _adapted(model: nn.Module, head: Head, name: str) -> nn.Module:
         logits: Tensor = theirs.forward(self, input_ids=input_ids, use_cache=False).logits
         return logits
 
+    def of_texts(self: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        logits: Tensor = theirs.forward(self, input_ids=input_ids, attention_mask=attention_mask).logits
+        return logits
+
+    def of_pairs(
+        self: nn.Module, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor
+    ) -> Tensor:
+        found = theirs.forward(
+            self, input_ids=input_ids, attention_mask=attention_mask, token_type_ids=token_type_ids
+        )
+        logits: Tensor = found.logits
+        return logits
+
     def of_sentences(self: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         found = theirs.forward(self, input_ids=input_ids, attention_mask=attention_mask)
         return pooled(found.last_hidden_state, attention_mask)
 
     if head is ENCODER:
         pooled = pooling_of(name.removeprefix(PREFIX))
-    forward = {ENCODER: of_sentences, CAUSAL_LM: of_tokens}.get(head, of_pixels)
+    texts = of_pairs if TYPES in takes_of(head, model.config, theirs) else of_texts
+    known = {ENCODER: of_sentences, CAUSAL_LM: of_tokens, TEXT_CLASSIFIER: texts}
+    forward = known.get(head, of_pixels)
     members = {"forward": forward, "__module__": theirs.__module__, "__doc__": theirs.__doc__}
     model.__class__ = type(theirs.__name__, (theirs,), members)
     return model

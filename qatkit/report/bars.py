@@ -19,7 +19,7 @@ def _share_bars(results: Results) -> str:
     if results.labelled and task.main.unit != "%":
         return ""
     if results.labelled:
-        head = f"{task.main.name[:1].upper()}{task.main.name[1:]} accuracy, 0 to 100 %"
+        head = f"{task.main.name[:1].upper()}{task.main.name[1:]}, 0 to 100 %"
         shares = {key: one.score for key, one in results.accuracy.items()}
     else:
         head = f"Same {task.decision} as the float file, 0 to 100 %"

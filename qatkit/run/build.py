@@ -32,6 +32,7 @@ from qatkit.run.declared_images import check_channels, other_images
 from qatkit.run.folder import main_process, say
 from qatkit.run.loop.fit import batches_a_step
 from qatkit.run.memory import Cost, check_inputs, check_model, check_weights_fit, measured
+from qatkit.run.trainable import check_head, check_trains
 from qatkit.tasks import task_of
 from qatkit.train.module import QATModule
 from qatkit_verify.dotted import resolve
@@ -153,7 +154,8 @@ def built(config: Config, data: DataModule) -> nn.Module:
     """
     check_weights_fit(config, models.parameters(config.model))
     model = models.build(config.model, data.num_classes, config.task)
-    _check_trains(model, config)
+    check_trains(model, config)
+    check_head(model, config)
     try:
         outputs, cost = _outputs_of(model, config, data)
         several = _fits(outputs, config, data) and _alone_alike(model, outputs, data)
@@ -246,21 +248,6 @@ def _outputs_of(model: nn.Module, config: Config, data: DataModule) -> tuple[dic
 def feeds_of(model: ImportedModel, batch: Batch) -> dict[str, NDArray[Any]]:
     """Returns a batch as arrays by the names of a file's inputs."""
     return {name: one.numpy() for name, one in by_name(model.inputs, batch).items()}
-
-
-def _check_trains(model: nn.Module, config: Config) -> None:
-    """Of a model that is trained, something is not frozen."""
-    schedule, parameters = config.schedule, list(model.parameters())
-    if (
-        (schedule.epochs or schedule.float_epochs)
-        and parameters
-        and not any(p.requires_grad for p in parameters)
-    ):
-        allowed = (
-            "a model with parameters that train; requires_grad is false in all of this one's, so that it can be"
-            " quantized by schedule=calibrate_only alone"
-        )
-        raise ConfigError("model.name", config.model.name, allowed)
 
 
 def _wrong_output(output: Tensor | None, count: int, data: DataModule) -> str:

@@ -4,6 +4,7 @@ base.py             `Task`, which a task of your own derives from
 logits.py           what tasks share whose models give logits of classes
 classification.py   one of a number of classes
 causal_lm.py        the next token of a text
+text_classification.py  one of a number of classes for a text or a pair of texts
 text_embedding.py   sentences as vectors, by how related pairs of them are
 outputs.py          outputs of any meaning, compared with the float model's
 decisions/          what two such outputs have the same where they agree
@@ -27,6 +28,7 @@ from qatkit_verify.foreign import calling, check_call
 TASKS = {
     "classification": "qatkit.tasks.classification.Classification",
     "causal_lm": "qatkit.tasks.causal_lm.CausalLM",
+    "text_classification": "qatkit.tasks.text_classification.TextClassification",
     "text_embedding": "qatkit.tasks.text_embedding.TextEmbedding",
     "outputs": "qatkit.tasks.outputs.Outputs",
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from qatkit.tasks.base import NO_TARGET, Meter
 from qatkit.tasks.logits import Logits
@@ -22,7 +22,7 @@ class Classification(Logits):
     """Cross entropy, top-1 and top-5, agreement by the largest logit."""
 
     names = classification.NAMES
-    augmentations = None
+    augmentations: ClassVar[Sequence[str] | None] = None
 
     def loss(self, output: Tensor, targets: Tensor, schedule: ScheduleConfig) -> Tensor:
         from torch.nn import functional as F

@@ -62,9 +62,9 @@ class Config:
     mode: str | None = setting(None, "with onnx: how it is quantized", MODES)
     task: str = setting(
         "classification",
-        "what the model is for: classification, causal_lm (the next token of a text), text_embedding (sentences as "
-        "vectors), outputs (of any meaning, compared with those of float), or "
-        "the dotted path of a class derived from qatkit.tasks.base.Task",
+        "what the model is for: classification, text_classification (one class of each text or pair of texts), "
+        "causal_lm (the next token of a text), text_embedding (sentences as vectors), outputs (of any meaning, "
+        "compared with those of float), or the dotted path of a class derived from qatkit.tasks.base.Task",
     )
     placement: str = setting(
         "fixed",

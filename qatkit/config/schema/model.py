@@ -13,7 +13,7 @@ from qatkit_verify.fitting import ALIGNMENTS, FITS, LAYOUTS, ORDERS, PIXELS
 WAVE_AXES, WAVE_SCALES = ("nt", "n1t", "nt1", "t"), ("unit", "int16")  # of sound
 # Sources with settings of their own.
 AUDIO, DRAWN, TEXT = "qatkit.data.audio.audio", "qatkit.data.drawn.drawn", "qatkit.data.text.text"
-PAIRS = "qatkit.data.sentence_pairs.sentence_pairs"
+PAIRS, LABELLED = "qatkit.data.sentence_pairs.sentence_pairs", "qatkit.data.labelled_text.labelled_text"
 
 
 @dataclass
@@ -171,12 +171,17 @@ class DataConfig:
     )
     context: int | None = setting(
         None,
-        "data=text: tokens of a window; a sample is one (default 512); data=sentence_pairs: tokens of a sentence at "
-        "most (default 128)",
+        "data=text: tokens of a window; a sample is one (default 512); data=sentence_pairs, labelled_text: tokens of a "
+        "sentence or text at most (default 128)",
         Range(2, whole=True),
     )
     tokenizer: str | None = setting(
         None, "of text: a folder with a tokenizer.json, or that file; null: the one beside the model", PLACE
+    )
+    columns: list[str] | None = setting(
+        None,
+        "data=labelled_text: names of the columns (or keys) [TEXT, LABEL], or [TEXT, SECOND, LABEL] of pairs; null: "
+        "label, and one or two whose names begin with text or sentence",
     )
 
 

@@ -1,0 +1,137 @@
+"""Texts, or pairs of texts, with labels: the .tsv, .csv and .jsonl files of a folder, or a folder for each class.
+
+    DIR/**/*.tsv, *.csv, *.jsonl   names with "test" ──> verify
+                                   the others ─────────> calibrate and train
+    DIR/{train,test}/CLASS/*.txt   a text a file
+
+A table begins with the names of its columns, a line of JSON has the keys. A label is the name or the number of one of
+the model's classes; where the model names none, the classes are the labels of the training texts, in order. A sample is
+a row of tokens, filled up to the longest text of the data.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+
+from qatkit.config.data_folders import FOLDERS, data_folder
+from qatkit.config.schema import DataConfig
+from qatkit.data.request import Request
+from qatkit.data.sources import Splits
+from qatkit.data.text_tables import SUFFIXES, LabelledText, read_table, text_of
+from qatkit.data.token_rows import Rows, token_rows
+from qatkit.data.tokenizer import LABELS
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.pictures import class_folders, files_below
+
+_SOURCE = "qatkit.data.labelled_text.labelled_text"
+_PARTS = ("train", "test")
+_SHOWN = 8  # classes in a message
+
+
+class TextRows:
+    """Labelled texts as rows of tokens; an item is ({"input_ids", "attention_mask", ...: int64 [1, T]}, label).
+
+    Args:
+        rows: one for each text or pair of texts.
+        labels: of the texts.
+    """
+
+    def __init__(self, rows: Rows, labels: Sequence[int]) -> None:
+        self._rows, self.targets = rows, list(labels)
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> tuple[dict[str, NDArray[Any]], int]:
+        return self._rows.at(slice(index, index + 1)), self.targets[index]
+
+
+def labelled_text(root: str | None, download: bool, seed: int, request: Request | None = None) -> Splits:
+    """Returns the labelled texts of a folder.
+
+    Raises:
+        ConfigError: no such folder, no texts of one split, a file without the columns, an empty text, a label that is
+            none of the model's classes or in no training text, or as `qatkit.data.token_rows.token_rows`.
+    """
+    asked = request if request is not None else Request(DataConfig())
+    top = data_folder(_SOURCE, root)
+    parts = _of_folders(top) or _of_tables(top, str(root), asked.settings.columns)
+    kinds = {isinstance(one.text, tuple) for part in parts for one in part}
+    if len(kinds) > 1:
+        reason = "some files have one text a line and others two; choose the columns by data.columns"
+        raise ConfigError("data.root", root, reason=reason)
+    own = json.loads(asked.about.get(LABELS, "[]"))
+    classes = own or _classes(parts[0], str(root))
+    known = _numbers(classes, numbered=bool(own))
+    labels = [[_number(one, known, classes, str(root), own=bool(own)) for one in part] for part in parts]
+    rows = token_rows([[one.text for one in part] for part in parts], asked)
+    train, test = (TextRows(*both) for both in zip(rows, labels, strict=True))
+    return Splits(train, test, tuple(classes), arrays=True)
+
+
+def _of_tables(top: Path, root: str, columns: Sequence[str] | None) -> list[list[LabelledText]]:
+    files, _ = files_below(top, lambda name: name.lower().endswith(SUFFIXES), "data.root")
+    tests = [one for one in sorted(files) if "test" in os.path.basename(one).lower()]
+    others = [one for one in sorted(files) if one not in tests]
+    if not tests or not others:
+        raise ConfigError("data.root", root, f"{FOLDERS[_SOURCE]}; it has {len(others)} and {len(tests)}")
+    return [[one for path in paths for one in read_table(path, columns)] for paths in (others, tests)]
+
+
+def _of_folders(top: Path) -> list[list[LabelledText]]:
+    """The texts of train/CLASS/*.txt and test/CLASS/*.txt; none where these folders hold no such files."""
+    found = []
+    for part in (top / name for name in _PARTS):
+        texts = []
+        for name in class_folders(part) if part.is_dir() else ():
+            files, _ = files_below(part / name, lambda file: file.lower().endswith(".txt"), "data.root")
+            texts += [LabelledText(_whole(Path(file)), name, os.path.relpath(file, top)) for file in files]
+        found.append(texts)
+    return found if all(found) else []
+
+
+def _whole(path: Path) -> str:
+    """The text of a file that is one sample."""
+    text = text_of(path).strip()
+    if not text:
+        raise ConfigError("data.root", path.parent, reason=f"{path.name} has an empty text")
+    return text
+
+
+def _classes(train: Sequence[LabelledText], root: str) -> list[str]:
+    """The labels of the training texts in order: numbers by their value, else by name."""
+    found = {one.label for one in train}
+    if len(found) < 2:
+        reason = f"all training texts have the label '{train[0].label}'; a classifier needs two"
+        raise ConfigError("data.root", root, reason=reason)
+    whole = all(label.isdecimal() for label in found)
+    return sorted(found, key=int) if whole else sorted(found)
+
+
+def _numbers(classes: Sequence[str], *, numbered: bool) -> dict[str, int]:
+    """Which class a label stands for: its name in any case, or (of a model's classes) its number."""
+    folded = {name.casefold(): number for number, name in enumerate(classes)}
+    names = folded if len(folded) == len(classes) else {}
+    exact = {name: number for number, name in enumerate(classes)}
+    numbers = {str(number): number for number in range(len(classes))} if numbered else {}
+    return numbers | names | exact
+
+
+def _number(one: LabelledText, known: dict[str, int], classes: Sequence[str], root: str, *, own: bool) -> int:
+    found = known.get(one.label, known.get(one.label.casefold()))
+    if found is not None:
+        return found
+    more = f" and {len(classes) - _SHOWN} more" if len(classes) > _SHOWN else ""
+    named, told = ", ".join(classes[:_SHOWN]) + more, f"{one.place} has the label '{one.label}'"
+    if not own:
+        raise ConfigError("data.root", root, reason=f"{told}, which no training text has ({named})")
+    numbers = f"0 to {len(classes) - 1}"
+    expected = f"a class of the model ({named}) or its number, {numbers} (model.kwargs.id2label names them)"
+    reason = f"{told}; expected {expected}"
+    raise ConfigError("data.root", root, reason=reason)

@@ -1,0 +1,147 @@
+"""Files of labelled texts: .tsv, .csv with quotes, and .jsonl, whose columns are found by their names."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qatkit_verify.errors import ConfigError, first_line, near_matches
+
+SUFFIXES = (".tsv", ".csv", ".jsonl")
+_KEY = "data.columns"
+_LABEL, _TEXTS = "label", ("text", "sentence")
+_WANTED = "a column 'label' and one or two whose names begin with 'text' or 'sentence'"
+_HOW = "data.columns=[TEXT,LABEL] or [TEXT,SECOND,LABEL] names others"
+
+
+@dataclass(frozen=True)
+class LabelledText:
+    """A text, or two that are read together, and its label.
+
+    Attributes:
+        label: as the file has it; a number in digits.
+        place: file and line, for messages.
+    """
+
+    text: str | tuple[str, str]
+    label: str
+    place: str
+
+
+def read_table(path: str, columns: Sequence[str] | None) -> list[LabelledText]:
+    """Returns the texts of a file.
+
+    Args:
+        path: of the file.
+        columns: [TEXT, LABEL] or [TEXT, SECOND, LABEL]; None: by their names.
+
+    Raises:
+        ConfigError: it is no UTF-8 or no such table, lacks a column, or has an empty text or label.
+    """
+    name, text = os.path.basename(path), text_of(Path(path))
+    made = _lines_of_json(text, path) if path.lower().endswith(".jsonl") else _rows(text, path)
+    wanted, found = tuple(columns or ()), []
+    for number, row in made:
+        wanted = wanted or _columns(list(row), path)
+        cells = [_cell(row, column, path, number) for column in checked_columns(wanted)]
+        *texts, label = cells
+        found.append(
+            LabelledText(
+                texts[0] if len(texts) == 1 else (texts[0], texts[1]), label, f"{name}, line {number}"
+            )
+        )
+    if not found:
+        raise _wrong(path, "has no texts")
+    return found
+
+
+def text_of(path: Path) -> str:
+    """Returns the text of a file in UTF-8, with or without a byte order mark.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise _wrong(str(path), f"is no UTF-8 (byte {error.start})") from error
+
+
+def checked_columns(columns: Sequence[str]) -> Sequence[str]:
+    """Returns `columns`.
+
+    Raises:
+        ConfigError: they are not two or three different names.
+    """
+    if not 2 <= len(set(columns)) == len(columns) <= 3:
+        raise ConfigError(_KEY, list(columns), "[TEXT, LABEL] or [TEXT, SECOND, LABEL], different names")
+    return columns
+
+
+def _rows(text: str, path: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """The rows of a table by the names of its columns, with their lines."""
+    tabs = path.lower().endswith(".tsv")
+    reader = (
+        csv.reader(io.StringIO(text, newline=""), delimiter="\t", quoting=csv.QUOTE_NONE)
+        if tabs
+        else csv.reader(io.StringIO(text, newline=""), strict=True)
+    )
+    names: list[str] = []
+    try:
+        for row in reader:
+            if not names:
+                names = [one.strip() for one in row]
+            elif len(row) == len(names):
+                yield reader.line_num, dict(zip(names, row, strict=True))
+            elif row:
+                told = f"has {len(row)} columns in line {reader.line_num}; expected {len(names)}, as in its first line"
+                raise _wrong(path, told)
+    except csv.Error as error:
+        raise _wrong(path, f"is no table at line {reader.line_num} ({first_line(error)})") from error
+
+
+def _lines_of_json(text: str, path: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise _wrong(path, f"is no JSON in line {number} ({first_line(error)})") from error
+        if not isinstance(row, dict):
+            raise _wrong(path, f"has no object in line {number}; expected {{...}} in each line")
+        yield number, row
+
+
+def _columns(names: Sequence[str], path: str) -> tuple[str, ...]:
+    """The columns of a file that nobody has named."""
+    texts = [name for name in names if name.lower().startswith(_TEXTS)]
+    labels = [name for name in names if name.lower() == _LABEL]
+    if len(texts) not in (1, 2) or len(labels) != 1:
+        told = f"has the columns {', '.join(names) or 'of no name'}; expected {_WANTED} ({_HOW})"
+        raise _wrong(path, told)
+    return (*texts, *labels)
+
+
+def _cell(row: Mapping[str, Any], column: str, path: str, number: int) -> str:
+    if column not in row:
+        near = near_matches(column, row) or ", ".join(row)
+        raise ConfigError(_KEY, column, f"a column of {os.path.basename(path)} (line {number} has {near})")
+    value = row[column]
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    if not isinstance(value, str):
+        raise _wrong(path, f"has '{column}' {value!r} in line {number}; expected a text or a whole number")
+    if not value.strip():
+        raise _wrong(path, f"has an empty '{column}' in line {number}")
+    return value.strip()
+
+
+def _wrong(path: str, told: str) -> ConfigError:
+    return ConfigError("data.root", os.path.dirname(path), reason=f"{os.path.basename(path)} {told}")

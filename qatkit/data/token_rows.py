@@ -1,0 +1,68 @@
+"""Texts as rows of tokens of one length, filled up to the longest with the model's padding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qatkit.data.tokenizer import PADDING, POSITIONS, tokenizer_of
+from qatkit_verify.errors import ConfigError
+
+if TYPE_CHECKING:
+    from qatkit.data.request import Request
+
+# Inputs of text models.
+TOKENS, MASK, TYPES = "input_ids", "attention_mask", "token_type_ids"
+_LONGEST = 128  # tokens of a text, where data.context does not say
+_DTYPES = {TOKENS: np.int32, MASK: np.bool_, TYPES: np.int8}
+_PARTS = {TOKENS: "ids", MASK: "attention_mask", TYPES: "type_ids"}  # of an encoding of tokenizers
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of tokens, by the names of a model's inputs.
+
+    Attributes:
+        arrays: input_ids int32, attention_mask bool, and token_type_ids int8 of a model that takes them, each
+            [rows, T].
+    """
+
+    arrays: Mapping[str, NDArray[Any]]
+
+    def at(self, rows: slice) -> dict[str, NDArray[Any]]:
+        """Returns some rows as models take them, int64 [rows, T]."""
+        return {name: one[rows].astype(np.int64) for name, one in self.arrays.items()}
+
+
+def token_rows(parts: Sequence[Sequence[str | tuple[str, str]]], asked: Request) -> list[Rows]:
+    """Returns the tokens of the texts of each part, or of pairs of texts that are read together.
+
+    All have the length of the longest one, at most `data.context`.
+
+    Raises:
+        ConfigError: more tokens than the model has positions, or as `qatkit.data.tokenizer.tokenizer_of`.
+    """
+    settings, about = asked.settings, asked.about
+    positions = int(about.get(POSITIONS, settings.context or _LONGEST))
+    context = settings.context or min(_LONGEST, positions)
+    if context > positions:
+        raise ConfigError("data.context", context, f"at most {positions}, the positions of the model")
+    tokenizer = tokenizer_of(settings, about)
+    tokenizer.enable_truncation(context)
+    coded = [tokenizer.encode_batch(list(part)) for part in parts]
+    longest = max(len(one.ids) for part in coded for one in part)
+    names = [TOKENS, MASK, *(port.name for port in asked.inputs if port.name == TYPES)]
+    return [Rows({name: _filled(part, longest, name, about) for name in names}) for part in coded]
+
+
+def _filled(coded: Sequence[Any], longest: int, name: str, about: Mapping[str, str]) -> NDArray[Any]:
+    """One input of all rows, [rows, T]."""
+    value = int(about.get(PADDING, 0)) if name == TOKENS else 0
+    found: NDArray[Any] = np.full((len(coded), longest), value, _DTYPES[name])
+    for row, one in enumerate(coded):
+        found[row, : len(one.ids)] = getattr(one, _PARTS[name])
+    return found

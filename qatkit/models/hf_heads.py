@@ -1,0 +1,104 @@
+"""The heads that models of Hugging Face end in, one record each, by the task that asks for them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from qatkit.data.token_rows import MASK, TOKENS, TYPES
+from qatkit_verify.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Head:
+    """What a model of transformers ends in, as a task wants it.
+
+    Attributes:
+        title: for messages.
+        loader: transformers' class that loads such models.
+        mapping: of the architectures that have one, in its modeling_auto.
+        takes: the arguments of their forward that are inputs.
+        text: whether these are tokens.
+        replaceable: whether its weights may be missing, and are made afresh then.
+        rows: how many a sample has.
+        pairs: whether two texts may be read together, told apart by the types of their tokens where the model has
+            several.
+    """
+
+    title: str
+    loader: str
+    mapping: str
+    takes: tuple[str, ...]
+    text: bool = True
+    replaceable: bool = False
+    rows: int = 1
+    pairs: bool = False
+
+
+IMAGE_CLASSIFIER = Head(
+    "an image classifier",
+    "AutoModelForImageClassification",
+    "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
+    ("pixel_values",),
+    text=False,
+    replaceable=True,
+)
+TEXT_CLASSIFIER = Head(
+    "a text classifier",
+    "AutoModelForSequenceClassification",
+    "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+    (TOKENS, MASK),
+    replaceable=True,
+    pairs=True,
+)
+ENCODER = Head("an encoder of text", "AutoModel", "MODEL_MAPPING_NAMES", (TOKENS, MASK), rows=2)
+CAUSAL_LM = Head(
+    "a causal language model", "AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", (TOKENS,)
+)
+HEADS = {"causal_lm": CAUSAL_LM, "text_classification": TEXT_CLASSIFIER, "text_embedding": ENCODER}
+
+
+def class_names(settings: Any, changes: Mapping[str, Any], name: str) -> list[str]:
+    """Returns what a configuration calls its classes; none of one that is no text classifier's, whose two classes mean
+    nothing.
+
+    Raises:
+        ConfigError: it does not choose one of several classes, or does not name all of them.
+    """
+    made_for = getattr(settings, "architectures", None) or ()
+    if "id2label" not in changes and not any(one.endswith("ForSequenceClassification") for one in made_for):
+        return []
+    names = settings.id2label
+    if sorted(names) != list(range(len(names))):
+        raise ConfigError("model.kwargs.id2label", dict(names), f"a name for each of 0 to {len(names) - 1}")
+    kind = getattr(settings, "problem_type", None)
+    if len(names) < 2 or kind not in (None, "single_label_classification"):
+        gives = "a score" if len(names) < 2 else str(kind)
+        raise ConfigError(
+            "model.name", name, f"a model that chooses one of several classes; this one gives {gives}"
+        )
+    return [str(names[number]) for number in range(len(names))]
+
+
+def class_of(loader: Any, head: Head, settings: Any, name: str) -> type:
+    """Returns the class of transformers that a configuration is built as.
+
+    Raises:
+        ConfigError: the type of the model has no such head, or is none of text.
+    """
+    known = loader._model_mapping
+    if type(settings) not in known or getattr(settings, "vocab_size", None) is None:
+        kind = settings.model_type
+        raise ConfigError("model.name", name, f"{head.title}; transformers has none of the type {kind}")
+    found = known[type(settings)]
+    made: type = found[0] if isinstance(found, tuple) else found
+    return made
+
+
+def takes_of(head: Head, settings: Any, model: type) -> tuple[str, ...]:
+    """Returns the inputs of a model: the head's, and the types of tokens where there are several."""
+    several = head.pairs and (getattr(settings, "type_vocab_size", None) or 0) > 1
+    known = inspect.signature(model.forward).parameters  # type: ignore[attr-defined]
+    return (*head.takes, TYPES) if several and TYPES in known else head.takes

@@ -1,0 +1,42 @@
+"""What training has to find in a model, and what has to be trained before anything is quantized."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from qatkit.config.schema import Config
+from qatkit_verify.errors import ConfigError
+
+
+def check_trains(model: nn.Module, config: Config) -> None:
+    """Refuses a model that is to be trained and has every parameter frozen.
+
+    Raises:
+        ConfigError: as said.
+    """
+    schedule, parameters = config.schedule, list(model.parameters())
+    if (
+        (schedule.epochs or schedule.float_epochs)
+        and parameters
+        and not any(p.requires_grad for p in parameters)
+    ):
+        allowed = (
+            "a model with parameters that train; requires_grad is false in all of this one's, so that it can be"
+            " quantized by schedule=calibrate_only alone"
+        )
+        raise ConfigError("model.name", config.model.name, allowed)
+
+
+def check_head(model: nn.Module, config: Config) -> None:
+    """Refuses a head that no weights were loaded into, unless the float model is trained first.
+
+    Raises:
+        ConfigError: as said.
+    """
+    fresh = getattr(model, "fresh_head", ())
+    if fresh and not config.schedule.float_epochs:
+        reason = (
+            f"{config.model.name} has no weights for this head ({fresh[0]}), and random ones mean nothing; train it in"
+            " float first (schedule.float_epochs=3 schedule.float_lr=5e-5 schedule.optimizer=adamw)"
+        )
+        raise ConfigError("model.weights", config.model.weights, reason=reason)
