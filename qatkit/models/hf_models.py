@@ -215,8 +215,8 @@ class HuggingFace:
             ConfigError: others are missing or of another shape.
         """
         body = f"{model.base_model_prefix}." if self.head.replaceable else ""
-        left = (_UNREAD, f"{body}{_UNREAD}")
-        wrong = [key for key in _unloaded(report) if key.startswith(body) and not key.startswith(left)]
+        of_head = f"{body}{_UNREAD}"  # a pooler, where there is a body apart from the head
+        wrong = [key for key in _unloaded(report) if key.startswith(body) and not key.startswith(of_head)]
         if wrong:
             more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
             allowed = (
@@ -252,8 +252,9 @@ class HuggingFace:
 
 
 def _unloaded(report: Mapping[str, Any]) -> list[str]:
-    """The parameters that no weights were loaded into."""
-    return sorted([*report["missing_keys"], *(mismatch[0] for mismatch in report["mismatched_keys"])])
+    """The parameters that outputs depend on and no weights were loaded into."""
+    keys = {*report["missing_keys"], *(mismatch[0] for mismatch in report["mismatched_keys"])}
+    return sorted(key for key in keys if not key.startswith(_UNREAD))
 
 
 def parameters(config: ModelConfig) -> int | None:

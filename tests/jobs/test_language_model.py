@@ -54,16 +54,17 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     return top / "run", model, root
 
 
-def stored(folder: Path) -> dict[str, np.ndarray[Any, Any]]:
-    """The constants of the decoder's file by name."""
+def stored(folder: Path) -> dict[str, list[np.ndarray[Any, Any]]]:
+    """The weight, scales and zero points of each MatMulNBits of the decoder's file, by the weight's name."""
     model = onnx.load(folder / "decoder" / "model.onnx")
-    return {one.name: numpy_helper.to_array(one) for one in model.graph.initializer}
+    held = {one.name: numpy_helper.to_array(one) for one in model.graph.initializer}
+    products = [node for node in model.graph.node if node.op_type == "MatMulNBits"]
+    return {node.input[1]: [held[name] for name in node.input[1:4]] for node in products}
 
 
-def dequantized(constants: dict[str, np.ndarray[Any, Any]], name: str, alias: str) -> torch.Tensor:
+def dequantized(constants: dict[str, list[np.ndarray[Any, Any]]], name: str) -> torch.Tensor:
     """A weight [out, in] of MatMulNBits by its definition: (q - zero_point) * scale, nibbles in blocks of 32."""
-    packed = constants[f"{name}.weight"]
-    scale, zeros = constants[f"{alias}.weight_scale"], constants[f"{alias}.weight_zero_point"]
+    packed, scale, zeros = constants[f"{name}.weight"]
     codes = np.stack([packed & 15, packed >> 4], -1).reshape(*packed.shape[:2], -1).astype(np.float64)
     zero = np.stack([zeros & 15, zeros >> 4], -1).reshape(len(zeros), -1)[:, : packed.shape[1]]
     return torch.from_numpy(((codes - zero[..., None]) * scale[..., None]).reshape(len(packed), -1)).float()
@@ -78,9 +79,8 @@ def simulated(made: tuple[Path, Path, Path]) -> Any:
     constants, left = stored(run), dict(model.named_modules())
     for name, module in left.items():
         if isinstance(module, torch.nn.Linear):
-            alias = "model.embed_tokens" if name == "lm_head" else name
             with torch.no_grad():
-                module.weight.copy_(dequantized(constants, name, alias))
+                module.weight.copy_(dequantized(constants, name))
     return model
 
 
