@@ -3,6 +3,7 @@
     regions.py           which nodes of the converted graph are which node of the file, and the pairs between them
     written_file.py      the file in memory: names, new nodes and constants, pairs
     written_weights.py   bytes and scales in place of float weights
+    written_packed.py    packed weights of few bits, which activations in float are multiplied by
     written_forms.py     nodes in another form: gates, SiLU and transposed convolutions in 8 bits
 
 Each reader of the graph is a node of the file, and says how each of its inputs is read: as it is, or behind a pair. So
@@ -28,6 +29,7 @@ from qatkit.encryption.vault import readable
 from qatkit.export.write_model import write_model
 from qatkit.graph.convert.integer_modules import Quantized, QuantizeDequantize
 from qatkit.graph.convert.recurrent_modules import QuantizedRecurrent
+from qatkit.graph.convert.weight_only_modules import WeightOnly
 from qatkit.graph.nodes import module_of
 from qatkit.importing.island import Island
 from qatkit.importing.island_graph import dtype_of
@@ -46,6 +48,7 @@ from qatkit.importing.regions import (
 from qatkit.importing.rewired import Rewired
 from qatkit.importing.written_file import BARRIER, Chain, Layout, Pair, WrittenFile, refused
 from qatkit.importing.written_forms import Form, has_another_form
+from qatkit.importing.written_packed import PackedWeights, is_packed
 from qatkit.importing.written_weights import WrittenWeights
 from qatkit_verify.errors import ConfigError, one_line
 from qatkit_verify.files import whole
@@ -115,6 +118,7 @@ class _Writer:
         self.inside = {name: step for step in inner for name in step.outputs if name}
         self.file = WrittenFile(model, self._opset())
         self.weights = WrittenWeights(self.file)
+        self.packed = PackedWeights(self.weights)
         self.rewired = Rewired(self.file)
         self.folded: set[str] = set()
         self.readers: dict[str, set[str]] = defaultdict(set)
@@ -130,7 +134,7 @@ class _Writer:
         for step in self.outer:
             for module in self._modules(step.path):
                 if not has_another_form(self.regions, step.path, ()):
-                    self.weights.write(step, module)
+                    self._weight(step, module)
         for step in self.model.program.steps:
             if step.branches:
                 self._branch(step)
@@ -146,6 +150,12 @@ class _Writer:
             write_model(self.file.model, path)
         except ValueError as error:
             raise refused(self.model.file, f"it can't be written back ({one_line(error)})") from error
+
+    def _weight(self, step: Step, module: nn.Module) -> None:
+        if is_packed(module):
+            self.packed.write(step, module)
+        else:
+            self.weights.write(step, module)
 
     def _opset(self) -> int:
         """The lowest opset that the pairs have a form in."""
@@ -163,12 +173,12 @@ class _Writer:
         return [module_of(node) for node in nodes if node.op == "call_module"]
 
     def _branch(self, step: Step) -> None:
-        """Writes the weights in the branches of an If that the input chooses: those of recurrent nodes alone."""
+        """Writes packed weights and those of recurrent nodes in the branches of an If that the input chooses."""
         for node in self.regions.nodes.get(region_of(step), ()):
             module = module_of(node) if node.op == "call_module" else None
             inner = self.regions.steps[self.regions.part[node]]
-            if isinstance(module, QuantizedRecurrent):
-                self.weights.write(inner, module)
+            if isinstance(module, (QuantizedRecurrent, WeightOnly)):
+                self._weight(inner, module)
             elif module is not None and _differs(module, self.model.get_submodule(str(node.target))):
                 reason = f"node '{inner.name}' has other weights in a branch of '{step.name}', which the input chooses"
                 raise refused(self.model.file, f"{reason}; leave it float by an override")
@@ -249,7 +259,7 @@ class _Writer:
             found = [p for p, chain in chains.items() if chain == edge.chain and self._makes(step, p, edge)]
             name = step.inputs[found[0]] if found else ""
             values[edge.place] = self.file.link(self._source(name, edge.chain), edge.chain)
-        Form(self.file, self.weights, self.regions, step).write(values)
+        Form(self.file, self.packed, self.regions, step).write(values)
 
     def _makes(self, step: Step, place: int, edge: Edge) -> bool:
         return self._resolve(step.inputs[place]) == edge.maker
@@ -360,7 +370,7 @@ class _Writer:
 
 def _differs(module: nn.Module, own: nn.Module) -> bool:
     """Whether a module of the graph has other parameters than that of the file."""
-    if type(module).__name__.startswith("Quantized"):
+    if is_packed(module) or type(module).__name__.startswith("Quantized"):
         return any(True for _ in own.parameters())
     return any(
         a.shape != b.shape or not torch.equal(a, b)

@@ -2,7 +2,7 @@
 
     HardSwish, HardSigmoid in 8 bits    Add(x, 3), quantized at 6/255, read at 1/255 (and Mul)
     SiLU behind a pair                  com.microsoft.QuickGelu, with a function of standard operators
-    ConvTranspose with int8 weights     Conv, DepthToSpace (or Reshape and Transpose), Slice
+    ConvTranspose with such weights     Conv, DepthToSpace (or Reshape and Transpose), Slice
     ReduceMean of images in 8 bits      GlobalAveragePool (and Flatten)
 
 Of the first, ONNX Runtime has an int8 kernel for this form alone; of a SiLU in parts it would give each part a
@@ -25,11 +25,13 @@ from qatkit.graph.convert.integer_modules import (
     QuantizedHardSigmoid,
     QuantizedMul,
 )
+from qatkit.graph.convert.weight_only_modules import WeightOnly
 from qatkit.graph.nodes import called, module_of, op_class
 from qatkit.importing.program import Operator, Step
 from qatkit.importing.regions import Edge, Regions, carries, shape
 from qatkit.importing.written_file import WrittenFile, refused
-from qatkit.importing.written_weights import WrittenWeights, _array
+from qatkit.importing.written_packed import PackedWeights
+from qatkit.importing.written_weights import array_of
 
 _IR_VERSION = 8  # the first with functions
 _END = 2**63 - 1
@@ -41,7 +43,9 @@ def has_another_form(regions: Regions, path: str, edges: Sequence[Edge]) -> bool
     modules = [module_of(n) for n in nodes if n.op == "call_module"]
     if any(isinstance(module, QuantizedHardSigmoid) for module in modules):
         return True
-    if any(isinstance(module, Quantized) and _is_transposed(regions, path) for module in modules):
+    if any(isinstance(module, (Quantized, WeightOnly)) for module in modules) and _is_transposed(
+        regions, path
+    ):
         return True
     own = regions.model.get_submodule(path)
     if not isinstance(own, Operator) or not any(carries(edge.chain) for edge in edges):
@@ -59,8 +63,9 @@ def _is_transposed(regions: Regions, path: str) -> bool:
 class Form:
     """Writes the region of one node of the file in front of it, and takes its place."""
 
-    def __init__(self, file: WrittenFile, weights: WrittenWeights, regions: Regions, step: Step) -> None:
-        self.file, self.weights, self.regions, self.step = file, weights, regions, step
+    def __init__(self, file: WrittenFile, packed: PackedWeights, regions: Regions, step: Step) -> None:
+        self.file, self.packed, self.regions, self.step = file, packed, regions, step
+        self.weights = packed.weights
         self.output = file.value(next(name for name in step.outputs if name))
         node = self.output.producer()
         assert node is not None
@@ -108,7 +113,7 @@ class Form:
             return self._hard_sigmoid(given[0], module)
         if isinstance(module, QuantizedMul):
             return self._new("Mul", given)
-        if isinstance(module, Quantized):
+        if isinstance(module, (Quantized, WeightOnly)):
             return self._convolution(given[0], module)
         return self._function(node, given)
 
@@ -137,11 +142,13 @@ class Form:
 
     def _hard_sigmoid(self, x: ir.Value, module: QuantizedHardSigmoid) -> ir.Value:
         names = ("three", "three_scale", "three_zero_point")
-        three = [self.weights.stored(_array(getattr(module, name)), f"{self.base}_{name}") for name in names]
+        three = [
+            self.weights.stored(array_of(getattr(module, name)), f"{self.base}_{name}") for name in names
+        ]
         total = self._new("Add", [x, self._new("DequantizeLinear", three)])
-        zero = self._constant(_array(module.zero_point), "zero_point")
+        zero = self._constant(array_of(module.zero_point), "zero_point")
         first, second = (
-            (self._constant(_array(s), what), zero)
+            (self._constant(array_of(s), what), zero)
             for s, what in ((module.sum_scale, "sum_scale"), (module.scale, "scale"))
         )
         whole = self._new("QuantizeLinear", [total, *first])
@@ -157,12 +164,17 @@ class Form:
         model.ir_version = max(model.ir_version, _IR_VERSION)
         return result
 
-    def _convolution(self, x: ir.Value, module: Quantized) -> ir.Value:
+    def _convolution(self, x: ir.Value, module: Quantized | WeightOnly) -> ir.Value:
         settings: Any = module.operator.bare
         name = str(cast(ir.Value, self.node.inputs[1]).name)
-        given = self.weights.operands(
-            module, _array(module.weight), _array(module.weight_scale), 0, (name, f"{self.base}.bias")
-        )
+        if isinstance(module, WeightOnly):
+            given = [self.packed.operands(module, module.shape, name)]
+            if module.bias is not None:
+                given.append(self._constant(array_of(module.bias), "bias"))
+        else:
+            given = self.weights.operands(
+                module, array_of(module.weight), array_of(module.weight_scale), 0, (name, f"{self.base}.bias")
+            )
         pads = list(settings.padding)
         return self._new(
             "Conv",

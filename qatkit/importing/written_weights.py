@@ -71,7 +71,7 @@ class WrittenWeights:
             names: of weight and bias.
         """
         count = scale.size if scale.ndim else weight.shape[axis]
-        zero = _array(module.weight_zero_point)
+        zero = array_of(module.weight_zero_point)
         zero = zero[:count] if zero.ndim else zero
         given: list[ir.Value | None] = [
             self.stored(weight, f"{names[0]}_quantized"),
@@ -81,11 +81,11 @@ class WrittenWeights:
         along = [ir.AttrInt64("axis", axis)] if scale.ndim else []
         found = [self.file.node(None, "DequantizeLinear", given, names[0], along)]
         if module.float_bias is not None:
-            found.append(self.file.constant(_array(module.float_bias)[:count], names[1]))
+            found.append(self.file.constant(array_of(module.float_bias)[:count], names[1]))
         elif module.bias is not None:
             # Not shared: a bias scale fits one operator alone.
-            bias = self.file.constant(_array(module.bias)[:count], f"{names[1]}_quantized")
-            own = _array(module.bias_scale)
+            bias = self.file.constant(array_of(module.bias)[:count], f"{names[1]}_quantized")
+            own = array_of(module.bias_scale)
             factor = self.file.constant(own[:count] if own.ndim else own, f"{names[1]}_scale")
             along = [ir.AttrInt64("axis", 0)] if own.ndim else []
             found.append(self.file.node(None, "DequantizeLinear", [bias, factor], names[1], along))
@@ -96,10 +96,10 @@ class WrittenWeights:
             raise refused(
                 self.file.path, f"node '{step.name}': {node.op_type} with an int8 weight has no form"
             )
-        held = _held(cast(ir.Value, node.inputs[1]))
+        held = held_by(cast(ir.Value, node.inputs[1]))
         if held is not None and held.dtype != np.float32:
             raise refused(self.file.path, f"node '{step.name}' computes in {held.dtype}; expected float32")
-        weight, scale = _array(module.weight), _array(module.weight_scale)
+        weight, scale = array_of(module.weight), array_of(module.weight_scale)
         axis, alone = 0, node.op_type == "BatchNormalization"
         if module.is_linear and not (node.op_type == "Gemm" and node.attributes.get_int("transB", 0) == 1):
             weight, axis = np.ascontiguousarray(weight.T), 1
@@ -126,10 +126,10 @@ class WrittenWeights:
     def _table(self, node: ir.Node, module: QuantizedEmbedding) -> None:
         table, rows = cast(ir.Value, node.inputs[0]), node.inputs[1]
         name, base, output = str(table.name), str(node.outputs[0].name), node.outputs[0]
-        whole = self.stored(_array(module.weight), f"{name}_quantized")
+        whole = self.stored(array_of(module.weight), f"{name}_quantized")
         if module.weight_zero_point is not None:
             raise refused(self.file.path, f"node '{node.name}': a table with zero points has no form")
-        scale = self.stored(_array(module.weight_scale), f"{name}_scale")
+        scale = self.stored(array_of(module.weight_scale), f"{name}_scale")
         scales = self.file.node(node, "Gather", [scale, rows], f"{base}_scale")
         node.replace_input_with(0, whole)
         kind, shape = output.type, output.shape
@@ -154,13 +154,13 @@ class WrittenWeights:
             raise refused(self.file.path, f"node '{node.name}': weights with zero points have no form")
         for place, name in ((1, "weight_ih_l0"), (2, "weight_hh_l0")):
             base = str(cast(ir.Value, node.inputs[place]).name)
-            whole = self.stored(_array(getattr(module, name)), f"{base}_quantized")
-            scale = self.stored(_array(getattr(module, f"{name}_scale")), f"{base}_scale")
+            whole = self.stored(array_of(getattr(module, name)), f"{base}_quantized")
+            scale = self.stored(array_of(getattr(module, f"{name}_scale")), f"{base}_scale")
             cast_ = self.file.node(None, "Cast", [whole], base, [ir.AttrInt64("to", _FLOAT)])
             product = self.file.node(cast(ir.Node, cast_.producer()), "Mul", [cast_, scale], base)
             node.replace_input_with(place, product)
         if module.biased:
-            self._float(node, 3, _array(cast(Tensor, module.bias_l0)), None)
+            self._float(node, 3, array_of(cast(Tensor, module.bias_l0)), None)
 
     def _floats(self, step: Step, node: ir.Node, module: nn.Module) -> None:
         """New values where the module has others than the file."""
@@ -175,7 +175,7 @@ class WrittenWeights:
         kernel = step.shape(1)[2:]
         stride = list(node.attributes.get_ints("strides", [1] * len(kernel)))
         groups = node.attributes.get_int("group", 1)
-        turned = {1: _array(from_phases(torch.from_numpy(found[1]), kernel, stride, groups))}
+        turned = {1: array_of(from_phases(torch.from_numpy(found[1]), kernel, stride, groups))}
         if 2 in found:
             phases = found[2].reshape(-1, math.prod(stride))
             if (phases != phases[:, :1]).any():
@@ -187,7 +187,7 @@ class WrittenWeights:
 
     def _float(self, node: ir.Node, place: int, array: Array, known: Original | None) -> None:
         old = node.inputs[place] if place < len(node.inputs) else None
-        held = _held(old) if known is None and old is not None else None
+        held = held_by(old) if known is None and old is not None else None
         known = known if held is None else Original.of(held)
         if known is not None and known.equals(array):
             return
@@ -207,7 +207,8 @@ def _name(node: ir.Node) -> str:
     return node.name or str(node.outputs[0].name)
 
 
-def _held(value: ir.Value) -> Array | None:
+def held_by(value: ir.Value) -> Array | None:
+    """Returns what a constant holds; None for another value."""
     tensor = ir.convenience.get_const_tensor(value)
     return None if tensor is None else tensor.numpy()
 
@@ -215,7 +216,7 @@ def _held(value: ir.Value) -> Array | None:
 def _float_inputs(node: ir.Node, module: Any) -> Mapping[int, Array]:
     """The parameters of a float module by the inputs of its node."""
     if isinstance(module, nn.Linear):
-        weight, bias = _array(module.weight), module.bias
+        weight, bias = array_of(module.weight), module.bias
         turned = weight if node.op_type == "Gemm" and node.attributes.get_int("transB", 0) == 1 else weight.T
         alpha, beta = (
             node.attributes.get_float(name, 1.0) if node.op_type == "Gemm" else 1.0
@@ -223,7 +224,7 @@ def _float_inputs(node: ir.Node, module: Any) -> Mapping[int, Array]:
         )
         found = {1: np.ascontiguousarray(turned / np.float32(alpha))}
         if bias is not None:
-            found[2] = _array(bias) / np.float32(beta)
+            found[2] = array_of(bias) / np.float32(beta)
         return found
     if isinstance(module, nn.RNNBase):
         return _recurrent_inputs(module)
@@ -234,10 +235,10 @@ def _float_inputs(node: ir.Node, module: Any) -> Mapping[int, Array]:
         nn.PReLU: ("weight",),
     }
     if isinstance(module, nn.Embedding):
-        return {0: _array(module.weight)}
+        return {0: array_of(module.weight)}
     own = next((names[kind] for kind in names if isinstance(module, kind)), ())
     tensors = {place: getattr(module, name) for place, name in enumerate(own, 1)}
-    return {place: _array(tensor) for place, tensor in tensors.items() if tensor is not None}
+    return {place: array_of(tensor) for place, tensor in tensors.items() if tensor is not None}
 
 
 def _recurrent_inputs(module: nn.RNNBase) -> dict[int, Array]:
@@ -245,7 +246,7 @@ def _recurrent_inputs(module: nn.RNNBase) -> dict[int, Array]:
     ends = ("", "_reverse") if module.bidirectional else ("",)
 
     def rows(name: str) -> Array:
-        return _array(
+        return array_of(
             torch.stack([_to_onnx(cast(Tensor, getattr(module, name + end)), mode) for end in ends])
         )
 
@@ -261,5 +262,6 @@ def _as_depthwise(node: ir.Node, channels: int, rank: int) -> None:
     node.attributes.add(ir.AttrInt64s("kernel_shape", [1] * rank))
 
 
-def _array(tensor: Tensor) -> Array:
+def array_of(tensor: Tensor) -> Array:
+    """Returns a copy of a tensor, or the same memory, as an array in C order."""
     return np.ascontiguousarray(tensor.detach().cpu().numpy()).reshape(tuple(tensor.shape))

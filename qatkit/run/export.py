@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,6 +27,7 @@ from qatkit.graph.pass_result import PassResult
 from qatkit.graph.quantizers import fake_quantizers
 from qatkit.importing import ImportedModel
 from qatkit.importing.write_back import write_back, write_given
+from qatkit.importing.written_packed import is_packed
 from qatkit.models import onnx_files
 from qatkit.quant.spec import WHOLE
 from qatkit.records.run_files import (
@@ -54,11 +56,13 @@ class Written:
         converted: the module of the file.
         files: names in the run's folder.
         notes: what a reader of the report should know of them.
+        level: the accuracy level of the file and what was measured of it, where another than 0 was asked for.
     """
 
     converted: PassResult
     files: tuple[str, ...]
     notes: tuple[str, ...]
+    level: Mapping[str, Any] = field(default_factory=dict)
 
 
 def write_file(graph: nn.Module, config: Config, inputs: Inputs, path: Path) -> list[str]:
@@ -130,7 +134,7 @@ def _edits(graph: nn.Module, config: Config) -> bool:
     """Whether a graph of an ONNX file is written by editing it: a converted one, with no option of a new file."""
     wanted = config.export
     new = wanted.pack_int4 or wanted.weights_for_amx or not wanted.dynamic_batch
-    return not new and any(isinstance(module, Quantized) for module in graph.modules())
+    return not new and any(isinstance(module, Quantized) or is_packed(module) for module in graph.modules())
 
 
 def write_float_file(model: nn.Module | Captured, config: Config, inputs: Inputs, path: Path) -> list[str]:

@@ -178,7 +178,10 @@ class QATModule(FineTuning):
         schedule = self.schedule
         # Without training, merged weights are plain ones, which the algorithms may change.
         branches = schedule.branches if schedule.epochs else "merged"
-        return fuse(model, self.example, schedule.batch_norm, depthwise=True, branches=branches)
+        depthwise = (
+            not self.backend.weights_alone
+        )  # whose scales would take more than a BatchNorm's float weights
+        return fuse(model, self.example, schedule.batch_norm, depthwise=depthwise, branches=branches)
 
     def _shares_weights(self) -> bool:
         """Whether nothing will write into weights, so that they can be the float model's: a second copy is half of the

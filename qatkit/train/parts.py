@@ -125,7 +125,7 @@ class Parts:
         for path in scope:
             original, x = self.model.get_submodule(path), self.inputs[path]
             try:
-                fused = fuse(original, x, batch_norm, depthwise=True)
+                fused = fuse(original, x, batch_norm, depthwise=not backend.weights_alone)
                 stubbed = stub(fused.graph, x)
                 prepared = prepare_qat(stubbed.graph, backend, x, (overrides or {}).get(path), quantizers)
             except ConfigError as error:

@@ -258,7 +258,7 @@ def test_an_override_leaves_one_float_and_gives_another_its_bits(tmp_path: Path)
     }
     assert found == {
         ("int8", (20, 1, 27), False),
-        ("int4", (20, 1, 16), False),  # one block of the nine inputs of a depthwise kernel
+        ("int4", (20, 1, 5), False),  # the nine inputs of a depthwise kernel, and no whole block
         ("int2", (72, 2, 16), True),
     }
     path = tmp_path / "file.onnx"

@@ -14,6 +14,8 @@ from qatkit_verify.errors import ConfigError
 OLDEST, NEWEST = "1.23", "1.32"
 # The first whose convolutions take weights with a zero point of its own for each output channel.
 ZERO_POINTS_OF_CHANNELS = "1.27"
+# The first whose MatMulNBits takes weights of 2 bits.
+TWO_BITS = "1.24"
 
 
 def untested(version: str) -> str:

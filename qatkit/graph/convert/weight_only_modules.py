@@ -6,7 +6,8 @@
                                once, when it loads the file
 
 All hold a weight [out, inputs] as unsigned integers, block by block: u = q + 2^(bits - 1), where q counts as
-`WeightFakeQuantize` does; the lowest bits of a byte come first. A last block that is shorter is filled up with zeros.
+`WeightFakeQuantize` does; the lowest bits of a byte come first. A last block that is shorter is filled up with zeros,
+but for a row shorter than a block, which is as long as it is unless MatMulNBits reads it.
 3 bits are held in 4, since MatMulNBits has no kernel for them. For it, scales per output channel are repeated in blocks
 of 128. It does not get 8 bits, for which it takes many times as long as float does. Scales that are not held in float32
 (`qatkit.quant.held_scales`) are made so by a Cast and a Mul of constants, which ONNX Runtime computes when it loads the
@@ -82,7 +83,9 @@ class _Packed(nn.Module):
         self.inputs = math.prod(self.shape[1:])
         blocks = isinstance(spec.granularity, PerBlock)
         size = spec.granularity.size if isinstance(spec.granularity, PerBlock) else self.inputs
-        if repeats and not blocks:
+        if not repeats:
+            size = min(size, self.inputs)  # a row shorter than a block is no longer in the file
+        elif not blocks:
             size = _REPEATED
         count, middle = -(-self.inputs // size), 2 ** (self.bits - 1)
 
