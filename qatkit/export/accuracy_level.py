@@ -25,6 +25,11 @@ def level_of(path: Path) -> int:
     return max((one.i for node in nodes for one in node.attribute if one.name == _ATTRIBUTE), default=FLOAT)
 
 
+def multiplies_packed(path: Path) -> bool:
+    """Returns whether a file has products with packed weights."""
+    return any(node.op_type == _OPERATOR for node in onnx.load(path, load_external_data=False).graph.node)
+
+
 def at_level(source: Path, path: Path, level: int) -> None:
     """Writes a file whose products have another accuracy level; whole, or not at all."""
     model = onnx.load(source)

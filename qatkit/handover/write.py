@@ -39,6 +39,7 @@ from qatkit.records.run_files import (
 )
 from qatkit.report.page import for_bundle
 from qatkit.report.run_code import Loading, arrays_program, as_markdown
+from qatkit.verify.checks.exact import LEVEL
 from qatkit_verify.bundle.archive import write_zip
 from qatkit_verify.bundle.golden import write_golden
 from qatkit_verify.bundle.manifest import (
@@ -59,7 +60,7 @@ from qatkit_verify.bundle.signature import private_key, public_of, sign
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.files import clear_parts, unfinished
 from qatkit_verify.fitting import sides
-from qatkit_verify.installed import OLDEST, ZERO_POINTS_OF_CHANNELS, version_numbers
+from qatkit_verify.installed import OLDEST, TWO_BITS, ZERO_POINTS_OF_CHANNELS, version_numbers
 from qatkit_verify.integer_ends import IntegerIO
 from qatkit_verify.onnx_file import OnnxFile, read_onnx
 from qatkit_verify.session import RUNTIME_VERSION, integer_io, open_session
@@ -259,6 +260,8 @@ def oldest_runtime(file: OnnxFile) -> str:
     of_opset = [one for opset, one in _OLDEST_OF_OPSET.items() if file.opsets.get("", 0) >= opset]
     of_operators = [_OLDEST_OF_OPERATOR.get(node.op_type, OLDEST) for node in file.nodes]
     of_weights = [ZERO_POINTS_OF_CHANNELS] if _has_several_zero_points(file) else []
+    if any(node.op_type == "MatMulNBits" and node.ints.get("bits") == 2 for node in file.nodes):
+        of_weights.append(TWO_BITS)
     return max([OLDEST, *of_opset, *of_operators, *of_weights], key=version_numbers)
 
 
@@ -276,11 +279,11 @@ def _manifest(source: BundleSource, new: Path, signer: str | None) -> Manifest:
     )
     opset = file.opsets.get("", 0)
     requires = {"onnxruntime": oldest_runtime(file), "opset": opset, "ir_version": file.ir_version}
-    versions = read_json(new / REPORT_FILE)["versions"]
+    report = read_json(new / REPORT_FILE)
     kind = FORMAT_OF_ARRAYS if source.data.of_arrays else FORMAT
     return Manifest(
         source.name,
-        versions,
+        report["versions"],
         requires,
         files,
         signer,
@@ -288,4 +291,5 @@ def _manifest(source: BundleSource, new: Path, signer: str | None) -> Manifest:
         source.options,
         kind,
         source.data.splits.drawn,
+        (report.get("measured") or {}).get(LEVEL),
     )

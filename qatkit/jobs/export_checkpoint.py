@@ -12,6 +12,8 @@ from qatkit.config.compose import load_config
 from qatkit.config.schema import Config
 from qatkit.data.inputs import inputs_of
 from qatkit.encryption.vault import protected, readable, secret
+from qatkit.export.accuracy_level import FLOAT, at_level
+from qatkit.jobs.accuracy_level import level_of_run
 from qatkit.jobs.hand_over import bundle_line, bundled, check_hand_over, same_file, source_of
 from qatkit.records.run_files import CONFIG_FILE, REPORT_FILE, file_name, write_model_json
 from qatkit.run.build import captured, data_of, qat_module
@@ -71,6 +73,8 @@ def _exported(config: Config) -> int:
     say(f"exporting {path}")
     with locked(folder), secret(path) as new:
         write_file(module.convert().graph, placed, inputs, new)
+        if not config.export.decoder and (level := level_of_run(run)) != FLOAT:
+            at_level(new, new, level)
         about = None if data is None else finish_file(new, config, data)
     if about is not None:
         write_model_json(folder, about)

@@ -27,6 +27,7 @@ from qatkit.config.rules import validate
 from qatkit.config.schema import Config
 from qatkit.data import DataModule
 from qatkit.encryption.vault import protected
+from qatkit.jobs.accuracy_level import ChooseLevel, check_level
 from qatkit.jobs.by_mode import ByMode
 from qatkit.jobs.calibrate import Adjust, Calibrate, Correct
 from qatkit.jobs.choices import Compete, Mix
@@ -68,6 +69,7 @@ STAGES: Sequence[Stage] = (
     Control(),
     Leave(),
     Export(),
+    ChooseLevel(),
     WriteDecoder(),
     Analyse(),
     Verify(),
@@ -104,6 +106,7 @@ def begun(config: Config, notes: tuple[str, ...] = ()) -> Iterator[tuple[Run, Da
     check_placement(config)
     check_weights(config)
     check_settings(config)
+    check_level(config)
     check_hand_over(config)
     with protected(config.export.encrypt):
         folder = folder_of(config)

@@ -42,6 +42,7 @@ from qatkit.run.loop.fit import accelerator
 from qatkit.train.module import IDLE, NOTHING, QATModule
 from qatkit.verify.accuracy import predictor
 from qatkit.verify.checks.base import Check, Subject, default_checks, load_checks
+from qatkit.verify.checks.exact import LEVEL
 from qatkit.verify.checks.saturation import GUARDS
 from qatkit.verify.thresholds import shortfalls
 from qatkit_verify.errors import ConfigError
@@ -178,6 +179,8 @@ def conclude_module(state: State) -> int:
         config=asdict(run.asked or config),
     )
     told = told.with_measured(GUARDS, _guards(config, module))
+    if written.level:
+        told = told.with_measured(LEVEL, written.level)
     if module.told:
         told = told.with_measured("training", {"told": module.told})
     subject = _subject(state, written.converted.graph)

@@ -58,8 +58,9 @@ class ExportConfig:
     )
     accuracy_level: str = setting(
         "0",
-        "of a decoder: 0 computes what the simulation does; 4 rounds activations to 8 bits; auto: 4 where it is faster "
-        "here and perplexity rises by at most half a percent",
+        "of products with packed weights (backend=weight_only), of the decoder where there is one: 0 computes what the "
+        "simulation does; 4 rounds activations to 8 bits; auto: 4 where it is faster here and costs little on "
+        "calibration samples, half a percent of the metric (or perplexity), or 1 % of the decisions without labels",
         Choices(("0", "4", "auto")),
     )
     bundle: bool = setting(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from qatkit.records.results import Divergence, Parity, Results
 from qatkit.verify.checks.base import Check, Shortfall, Subject
+from qatkit.verify.checks.exact import exact, is_rounded
 from qatkit.verify.checks.requested import RequestedSettings
 from qatkit_verify.classification import NAMES
 from qatkit_verify.errors import ConfigError
@@ -31,6 +32,10 @@ class ParityCheck(Check):
     name = "parity"
 
     def measure(self, subject: Subject, results: Results) -> Results:
+        with exact(subject, results) as at_level_0:
+            return self._measure(at_level_0, results)
+
+    def _measure(self, subject: Subject, results: Results) -> Results:
         wanted = subject.settings
         found = _measured(subject, wanted.parity_images)
         if wanted.min_agreement is not None and in_doubt(found, wanted.min_agreement):
@@ -72,6 +77,8 @@ class ParityCheck(Check):
 
     def lines(self, results: Results) -> list[str]:
         lines = [] if results.parity is None else parity_lines(results.parity, results.task)
+        if lines and is_rounded(results):
+            lines[0] += ", at accuracy level 0"
         return lines if results.divergence is None else [*lines, divergence_line(results.divergence)]
 
 

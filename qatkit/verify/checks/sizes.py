@@ -11,6 +11,7 @@ import numpy as np
 
 from qatkit.records.results import Results
 from qatkit.verify.checks.base import Check, Shortfall, Subject
+from qatkit.verify.checks.exact import exact
 
 if TYPE_CHECKING:
     from qatkit.config.schema import VerifyConfig
@@ -28,7 +29,9 @@ class SizesCheck(Check):
             return results
         files = [_inputs_of(file, subject) for file in subject.files.values()]
         takes = [sizes for sizes in subject.sizes if all(_are_free(inputs, sizes) for inputs in files)]
-        return results.with_measured(self.name, {shown(sizes): _measured(subject, sizes) for sizes in takes})
+        with exact(subject, results) as at_level_0:
+            found = {shown(sizes): _measured(at_level_0, sizes) for sizes in takes}
+        return results.with_measured(self.name, found)
 
     def shortfalls(self, bounds: VerifyConfig, results: Results) -> list[Shortfall]:
         found, least = results.measured.get(self.name, {}), bounds.min_agreement

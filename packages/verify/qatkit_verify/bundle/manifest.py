@@ -57,6 +57,8 @@ class Manifest:
         session_options: config entries under which the figures hold; None where the manifest does not say.
         format: of the bundle; an older qatkit-verify refuses a newer one.
         drawn_data: whether the file was calibrated on, and the golden answers are of, random data.
+        accuracy_level: how products with packed weights are computed ("level"), and what was measured of both levels;
+            None where nobody chose.
     """
 
     name: str
@@ -68,6 +70,7 @@ class Manifest:
     session_options: Mapping[str, str] | None = None
     format: int = FORMAT
     drawn_data: bool = False
+    accuracy_level: Mapping[str, Any] | None = None
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -79,6 +82,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         "requires": dict(manifest.requires),
         **_runtime(manifest),
         **({"drawn_data": True} if manifest.drawn_data else {}),
+        **({"accuracy_level": dict(manifest.accuracy_level)} if manifest.accuracy_level else {}),
         "signer": manifest.signer,
         "files": [vars(one) for one in sorted(manifest.files, key=lambda one: one.name)],
         "sha256": _NOTHING,
@@ -145,6 +149,7 @@ def _manifest(stored: Mapping[str, Any]) -> Manifest:
         str(version) if (version := stored.get("onnxruntime")) else None,
         _options(stored.get("session_options")), int(stored.get("format", FORMAT)),
         bool(stored.get("drawn_data", False)),
+        dict(level) if (level := stored.get("accuracy_level")) else None,
     )  # fmt: skip
 
 

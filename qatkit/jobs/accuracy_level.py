@@ -1,0 +1,102 @@
+"""The accuracy level of a file's products with packed weights, where another than 0 is asked for or to be found.
+
+    file at level 0 ── rounded copy ── both in turns on samples that calibrate ──> the one that ships
+
+The module is what level 0 computes, so parity is that of level 0 whatever ships (`qatkit.verify.checks.exact`). A
+language model's decoder has a choice of its own (`qatkit.jobs.decoder`), and the file of whole windows beside it stays
+at level 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from qatkit.config.schema import Config
+from qatkit.export.accuracy_level import FLOAT, INT8, at_level, multiplies_packed
+from qatkit.jobs.stages import Conditional, State
+from qatkit.records.run_files import report_of
+from qatkit.run.backend import backend_of
+from qatkit.verify.accuracy_levels import LevelFigures, compare_levels
+from qatkit.verify.checks.exact import LEVEL
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.files import whole
+
+KEY = "export.accuracy_level"
+_SAMPLES = 512  # that both levels are compared on, at most
+
+
+class ChooseLevel(Conditional):
+    """The level that is asked for, or that pays on this machine."""
+
+    def done(self, state: State) -> bool:
+        asked = state.run.config.export
+        return asked.accuracy_level == str(FLOAT) or asked.decoder
+
+    def run(self, state: State) -> State:
+        run, asked = state.run, state.run.config.export.accuracy_level
+        path = run.files / run.int8_name
+        if not multiplies_packed(path):
+            note = f"{KEY}={asked}: no product of the file has packed weights, so there is nothing to choose"
+            return _told(state, note, None)
+        with run.stage("level", "measuring both accuracy levels"):
+            rounded = run.scratch / "level_4.onnx"
+            at_level(path, rounded, INT8)
+            drawn = state.data.splits.drawn
+            found = None if drawn and asked == "auto" else _measured(state, path, rounded)
+            if asked == str(INT8) or (found is not None and found.pays):
+                with whole(path) as temporary:
+                    temporary.write_bytes(rounded.read_bytes())
+            rounded.unlink()
+        level = INT8 if asked == str(INT8) or (found is not None and found.pays) else FLOAT
+        if found is None:
+            why = "drawn samples do not tell what level 4 costs; with real ones it is measured"
+            return _told(state, f"{KEY}=auto: 0 is chosen, since {why}", level)
+        chosen = f": {level} is chosen" if asked == "auto" else ""
+        return _told(state, f"{KEY}={asked}{chosen}; {found.text(state.data.task)}", level, found)
+
+
+def _measured(state: State, exact: Path, rounded: Path) -> LevelFigures:
+    data, config = state.data, state.run.config
+    wanted, images = config.verify, min(config.calibration.images, _SAMPLES)
+    return compare_levels(
+        (exact, rounded),
+        data.calibration_batches(images, data.rows(config.calibration.batch_size)),
+        data.inputs.timed(wanted.latency_batch),
+        data.task,
+        labelled=data.labelled,
+        batch=wanted.latency_batch,
+        threads=wanted.threads,
+        runs=wanted.latency_runs,
+    )
+
+
+def _told(state: State, note: str, level: int | None, found: LevelFigures | None = None) -> State:
+    """The state with the note, and where there is a choice its figures, for report and manifest."""
+    written = state.exported
+    figures = {} if level is None else {"level": level, "asked": state.run.config.export.accuracy_level}
+    if found is not None:
+        figures |= found.as_dict()
+    return replace(state, written=replace(written, notes=(*written.notes, note), level=figures))
+
+
+def check_level(config: Config) -> None:
+    """Refuses a level of a file without packed weights, by ConfigError."""
+    asked = config.export.accuracy_level
+    if asked == str(FLOAT):
+        return
+    if config.export.mode != "static":
+        raise ConfigError(
+            KEY, asked, f"0 with export.mode={config.export.mode}, whose weights are not packed"
+        )
+    if not backend_of(config).weights_alone:
+        allowed = (
+            f"0 with backend={backend_of(config).name}, whose weights are not packed (backend=weight_only)"
+        )
+        raise ConfigError(KEY, asked, allowed)
+
+
+def level_of_run(folder: Path) -> int:
+    """Returns the level of a finished run's file, as its report says."""
+    measured = (report_of(folder) or {}).get("measured") or {}
+    return int((measured.get(LEVEL) or {}).get("level", FLOAT))

@@ -1,0 +1,137 @@
+"""A file whose products have packed weights at accuracy level 4, against itself at level 0: what it gains and costs.
+
+    speed       both in turns, round by round
+    cost        with labels the main metric, else the decisions that are others; on samples that calibrate
+
+Level 4 is worth it where even the slowest tenth of the rounds is faster, and the cost is within a bound: the metric may
+be worse by `_WORSE` of itself, and where there are no labels `_CHANGED` of the decisions may be others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from qatkit.progress import Batches
+from qatkit.tasks import Task
+from qatkit.verify.accuracy import all_cores, file_predictor, in_parts
+from qatkit.verify.fidelity import Distance, finite
+from qatkit_verify.latency import run_times
+from qatkit_verify.session import open_session
+
+_WORSE, _CHANGED, _FASTER = 0.005, 0.01, 1.02
+
+
+@dataclass(frozen=True)
+class LevelFigures:
+    """How a file at level 4 compares with itself at level 0.
+
+    Attributes:
+        samples: that calibrate, on which both are compared.
+        ratio: of speeds, level 4 over level 0: the median of rounds, and `ratio_low` their 10th percentile.
+        changed: share of the decisions that are others at level 4, 0..1.
+        sqnr_db: of the outputs; None where they are equal.
+        metric: the main metric at level 0 and at level 4, and how much worse the second is; None without labels.
+    """
+
+    samples: int
+    ratio: float
+    ratio_low: float
+    changed: float
+    sqnr_db: float | None
+    metric: tuple[float, float, float] | None
+
+    @property
+    def costs_little(self) -> bool:
+        """Returns whether the cost of level 4 is within the bound."""
+        if self.metric is None:
+            return self.changed <= _CHANGED
+        before, _, lost = self.metric
+        return lost <= _WORSE * abs(before)
+
+    @property
+    def pays(self) -> bool:
+        """Returns whether level 4 is faster beyond the rounds' spread, at a cost within the bound."""
+        return self.ratio_low > _FASTER and self.costs_little
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns plain figures, with the bounds that they were held to."""
+        bounds = {"max_changed": _CHANGED} if self.metric is None else {"max_worse": _WORSE}
+        return {**asdict(self), **bounds, "min_ratio_low": _FASTER}
+
+    def text(self, task: Task) -> str:
+        """Returns the figures in words."""
+        names = task.names
+        cost = f"{names.decision} not the same in {100 * self.changed:.2f} %"
+        if self.metric is not None:
+            before, now, _ = self.metric
+            cost = f"{names.main.name} {names.main.of(now).text} in place of {names.main.of(before).text}, {cost}"
+        near = "equal" if self.sqnr_db is None else f"{self.sqnr_db:.1f} dB"
+        return (
+            f"on {self.samples} calibration {names.samples} level 4 runs {self.ratio:.2f} times as fast as level 0"
+            f" ({self.ratio_low:.2f} in the slowest tenth of the rounds); {cost} (outputs {near})"
+        )
+
+
+def compare_levels(
+    files: tuple[Path, Path],
+    batches: Batches,
+    timed: Sequence[int] | Mapping[str, Any],
+    task: Task,
+    *,
+    labelled: bool,
+    batch: int,
+    threads: int,
+    runs: int,
+) -> LevelFigures:
+    """Compares a file at level 0 with the same at level 4.
+
+    Args:
+        files: at level 0 and at level 4.
+        batches: (samples, labels) that calibrate.
+        timed: what both are timed with: the shape of a batch of noise, or arrays by the names of the inputs.
+        task: whose decisions and metric they are.
+        labelled: whether the labels say anything.
+        batch, threads, runs: of the timing, as `qatkit_verify.latency.latency`.
+
+    Raises:
+        ConfigError: outputs that are NaN or infinite.
+    """
+    sessions = [open_session(path, threads=all_cores()) for path in files]
+    predictors = [in_parts(file_predictor(one, task)) for one in sessions]
+    distance, meters = Distance(task), [task.meter(), task.meter()]
+    for samples, targets in batches:
+        found = [
+            finite(path.name, predict(samples), distance.images)
+            for path, predict in zip(files, predictors, strict=True)
+        ]
+        distance.add(found[0], found[1])
+        for meter, outputs in zip(meters, found, strict=True) if labelled else ():
+            meter.add(outputs, targets)
+    near, main = distance.result(), task.names.main
+    metric = None
+    if labelled:
+        before, now = (meter.result().score for meter in meters)
+        metric = (before, now, main.lost(before, now))
+    ratio, ratio_low = _speeds(files, timed, batch, threads, runs)
+    return LevelFigures(distance.images, ratio, ratio_low, 1 - near.agreement, near.sqnr_db, metric)
+
+
+def _speeds(
+    files: tuple[Path, Path],
+    timed: Sequence[int] | Mapping[str, Any],
+    batch: int,
+    threads: int,
+    runs: int,
+) -> tuple[float, float]:
+    """Median and 10th percentile of the rounds' ratios, level 4 over level 0."""
+    each = timed if isinstance(timed, Mapping) else timed[1:]
+    times = run_times(
+        dict(zip(("exact", "rounded"), files, strict=True)), each, batch=batch, threads=threads, runs=runs
+    )
+    low, middle = np.quantile(times["exact"] / times["rounded"], [0.1, 0.5])
+    return float(middle), float(low)

@@ -1,0 +1,37 @@
+"""The file that a module is held against: at accuracy level 0, which computes what the module does.
+
+A file that ships at level 4 rounds the activations of its products with packed weights to 8 bits; what that costs is
+measured by itself (`qatkit.verify.accuracy_levels`).
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from qatkit.records.results import Results
+from qatkit.verify.checks.base import Subject
+
+LEVEL = "accuracy_level"  # the key of what was measured, in reports and manifests
+
+
+def is_rounded(results: Results) -> bool:
+    """Returns whether the file of these results is at another level than 0."""
+    return bool(results.measured.get(LEVEL, {}).get("level", 0))
+
+
+@contextmanager
+def exact(subject: Subject, results: Results) -> Iterator[Subject]:
+    """Gives the subject with the file at level 0 in place of one at another level."""
+    if subject.reference is None or not is_rounded(results):
+        yield subject
+        return
+    from qatkit.export.accuracy_level import FLOAT, at_level
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = subject.files["int8"]
+        at_level(file, level_0 := Path(folder) / file.name, FLOAT)
+        yield replace(subject, files={**subject.files, "int8": level_0})
