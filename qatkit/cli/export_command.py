@@ -17,7 +17,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from qatkit.config.compose import load_config, schema
 from qatkit.config.fields import limit_of
-from qatkit.config.schema import MODES, Config
+from qatkit.config.schema import MODES, UNLABELLED_BOUNDS, Config, DataConfig
+from qatkit.config.schema.model import DRAWN
 from qatkit.records.preprocessing_file import preprocessing_beside
 from qatkit.records.run_files import CONFIG_FILE
 from qatkit_verify.errors import ConfigError
@@ -29,13 +30,21 @@ EXPORT_KEYS = ("checkpoint", "output_dir", "export.opset", "export.dynamic_batch
                "calibration.cache", "verify.threads", "verify.audit", "verify.latency_batch",
                "trainer.debug")  # fmt: skip
 ONNX_GROUPS = ("data", "backend", "calibration", "export", "verify", "trainer")
-ONNX_KEYS = ("onnx", "mode", "name", "seed", "task", "output_dir", "model.kwargs", "data", "backend", "verify",
-             "calibration.images", "calibration.batch_size", "export.opset", "export.encrypt", "trainer.progress",
-             "trainer.debug")  # fmt: skip
+ONNX_KEYS = ("onnx", "mode", "weights", "name", "seed", "task", "output_dir", "model.kwargs", "data", "backend",
+             "verify", "calibration.images", "calibration.batch_size", "export.opset", "export.encrypt",
+             "trainer.progress", "trainer.debug")  # fmt: skip
 # With mode=static, whose stages are those of train.py.
 STATIC_GROUPS = (*ONNX_GROUPS, "quantizer", "algorithm", "precision", "target", "analysis")
 STATIC_KEYS = (*ONNX_KEYS, "quantizer", "calibration", "algorithm", "algorithm_choice", "precision", "placement",
                "target", "export", "analysis")  # fmt: skip
+# With mode=weight_only weights.bits=N, whose stages are the same, and whose backend is known.
+PACKED_KEYS = (
+    *(key for key in STATIC_KEYS if key not in ("backend", "placement")),
+    "backend.overrides",
+    "weights",
+)
+_DRAWN = 64  # samples of `data=drawn`
+_GPTQ = {"gptq": {"target": "qatkit.algorithms.GPTQ"}}
 _STATIC_BATCH = 8  # as in the recipes of ONNX files: a few dozen samples are enough to calibrate
 # What a model.json says of images that has another name as a key of the data group, or none.
 _KEYS, _NOT_KEYS = {"channel_order": "channels"}, ("channels", "interpolation", "upright")
@@ -80,20 +89,10 @@ def _onnx_run(node: DictConfig, overrides: Sequence[str]) -> DictConfig:
     """
     if node.mode is None:
         raise ConfigError("mode", None, f"one of {', '.join(MODES.values)} with onnx=FILE")
-    parsed = [
-        one
-        for one in OverridesParser.create().parse_overrides(list(overrides))
-        if not one.is_hydra_override()
-    ]
-    graph = node.mode == "static"
+    packed = node.mode == "weight_only" and node.weights.bits is not None
+    graph = packed or node.mode == "static"
     keys, groups = (STATIC_KEYS, STATIC_GROUPS) if graph else (ONNX_KEYS, ONNX_GROUPS)
-    for override in parsed:
-        key = override.key_or_group
-        if not _within(key, keys):
-            value = override.get_value_element_as_str()
-            reason = f"the key cannot be set with onnx=FILE mode={node.mode}, which takes {', '.join(keys)}"
-            raise ConfigError(key, value, reason=reason)
-    typed = {override.key_or_group for override in parsed}
+    typed = _typed(node.mode, overrides, PACKED_KEYS if packed else keys)
     config = schema()
     config.name = Path(node.onnx).stem or "onnx"
     for group in groups:
@@ -102,6 +101,7 @@ def _onnx_run(node: DictConfig, overrides: Sequence[str]) -> DictConfig:
         config[key] = node[key]
     for key in ("algorithm_choice", "placement") if graph else ():
         config[key] = node[key]
+    config.weights = node.weights
     config.model.kwargs = node.model.kwargs
     # A data group is of its images; a bundle knows what its file wants of them.
     told = preprocessing_beside(Path(node.onnx)) or {}
@@ -114,7 +114,48 @@ def _onnx_run(node: DictConfig, overrides: Sequence[str]) -> DictConfig:
         presets |= {"verify.audit": False, "verify.min_agreement": _BROKEN}
     for key in presets.keys() - typed:
         OmegaConf.update(config, key, presets[key])
+    if packed:
+        _set_data_and_algorithm(config, typed)
     return config
+
+
+def _typed(mode: str, overrides: Sequence[str], allowed: Sequence[str]) -> set[str]:
+    """Returns the keys that the command line sets.
+
+    Raises:
+        ConfigError: one that is not among `allowed`.
+    """
+    typed = set()
+    for override in OverridesParser.create().parse_overrides(list(overrides)):
+        if override.is_hydra_override():
+            continue
+        key = override.key_or_group
+        if not _within(key, allowed):
+            value = override.get_value_element_as_str()
+            reason = f"the key cannot be set with onnx=FILE mode={mode}, which takes {', '.join(allowed)}"
+            raise ConfigError(key, value, reason=reason)
+        typed.add(key)
+    return typed
+
+
+def _set_data_and_algorithm(config: DictConfig, typed: set[str]) -> None:
+    """Draws samples where no data are given, to which no bound is held; where there are data, GPTQ rounds by them."""
+    if "data" not in typed:
+        drawn = DataConfig(source=DRAWN, batch_size=32, eval_batch_size=50, workers=0, download=False)
+        given = {
+            key.removeprefix("data."): OmegaConf.select(config, key)
+            for key in typed
+            if key.startswith("data.")
+        }
+        config.data = OmegaConf.structured(dataclasses.replace(drawn, **given))
+    drawn_samples = config.data.source == DRAWN
+    if not drawn_samples and not any(_within(key, ("algorithm", "algorithm_choice")) for key in typed):
+        config.algorithm = _GPTQ
+    for bound in UNLABELLED_BOUNDS if drawn_samples and "verify" not in typed else ():
+        if f"verify.{bound}" not in typed:
+            config.verify[bound] = None
+    if drawn_samples and "calibration.images" not in typed:
+        config.calibration.images = config.data.count or _DRAWN
 
 
 def _within(key: str, allowed: Sequence[str]) -> bool:

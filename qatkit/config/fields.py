@@ -23,8 +23,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from qatkit.quant.granularity import BLOCKS, GRANULARITIES, granularity_of
+from qatkit.quant.granularity import BLOCK_SIZES, BLOCKS, GRANULARITIES, PerChannel, granularity_of
 from qatkit_verify.errors import ConfigError
+from qatkit_verify.installed import TWO_BITS
 
 _DOC, _LIMIT = "doc", "limit"
 _LARGEST = 2**31 - 1  # libraries below keep counts in 32 bits
@@ -128,6 +129,25 @@ class Choices(Limit):
 
 
 @dataclass(frozen=True)
+class Listed(Limit):
+    """One of a few numbers, or a word beside them; `because` says why there are no others."""
+
+    values: tuple[int | str, ...]
+    because: str = ""
+
+    def holds(self, value: Any) -> bool:
+        """Returns whether `value` is one of them."""
+        return value in self.values
+
+    def expected(self) -> str:
+        """Returns the values as a list."""
+        return f"one of {', '.join(map(str, self.values))}{self.because}"
+
+    def __str__(self) -> str:
+        return " | ".join(map(str, self.values))
+
+
+@dataclass(frozen=True)
 class Switch(Limit):
     """On, off, or left to what is known of the case."""
 
@@ -214,6 +234,11 @@ FRACTION = Range(0, 1)
 COUNT = Range(1, whole=True)
 POSITIVE = Range(0, above=True)
 PLACE, SWITCH, AXES, SCALES = Place(), Switch(), Axes(), Scales()
+# Of weights that activations in float are multiplied by.
+_KERNELS = (
+    f" (ONNX Runtime's MatMulNBits has kernels of 2 bits, from {TWO_BITS} on, 4 and 8; 3 are held in 4)"
+)
+BITS, BLOCK = Listed((2, 3, 4, 8), _KERNELS), Listed((*BLOCK_SIZES, str(PerChannel(0))))
 
 
 def setting(default: Any, doc: str, limit: Limit | None = None) -> Any:

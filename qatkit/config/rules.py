@@ -42,6 +42,7 @@ def validate(config: Config) -> None:
     """
     check_limits(config, "")
     _check_run(config)
+    _check_weights(config)
     _check_export(config)
     _check_bundle(config)
     _check_low_bits(config)
@@ -261,6 +262,18 @@ def _check_export(config: Config) -> None:
         raise ConfigError(
             "backend.overrides", ", ".join(config.backend.overrides), f"{{}} with export.mode={mode}"
         )
+
+
+def _check_weights(config: Config) -> None:
+    """Weights of few bits are those of a given file; train.py has a backend of them."""
+    asked = config.weights
+    if asked.bits is not None and config.mode != "weight_only":
+        allowed = "null without onnx=FILE mode=weight_only (train.py takes backend=weight_only)"
+        raise ConfigError("weights.bits", asked.bits, allowed)
+    for key in ("block", "symmetric") if asked.bits is None else ():
+        if getattr(asked, key) is not None:
+            reason = "the number of bits is missing; add weights.bits=4, for example"
+            raise ConfigError(f"weights.{key}", getattr(asked, key), reason=reason)
 
 
 def _check_bundle(config: Config) -> None:

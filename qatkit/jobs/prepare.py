@@ -10,6 +10,7 @@ from qatkit.choose.placement.measured import placed_before, placed_now
 from qatkit.choose.precision.chosen import chosen_floats
 from qatkit.choose.precision.mixed import check_precision
 from qatkit.jobs.analyse import check_layers
+from qatkit.jobs.packed_weights import check_packed
 from qatkit.jobs.stages import Always, Conditional, State
 from qatkit.records.run_files import CHECKPOINT_FILE
 from qatkit.run.build import qat_module
@@ -74,6 +75,7 @@ class Check(Always):
     def run(self, state: State) -> State:
         check_layers(state.prepared, state.run.config.analysis)
         check_precision(state.prepared, state.run.config)
+        check_packed(state.prepared, state.run.config)
         if state.teach is not None:
             state.teach(state.prepared)
         return state

@@ -1,7 +1,9 @@
 """A user's float ONNX file by a mode: checked, quantized, verified and reported like a trained model.
 
-    static              float file → check → `qatkit.jobs.pipeline`, which imports it and writes it back
-    the other modes     float file → check, upgrade → `qatkit.jobs.float_file` → `qatkit.jobs.by_mode`
+    static, and weight_only with weights.bits    float file → check → `qatkit.jobs.pipeline`, which imports it and
+                                                 writes it back
+    the other modes                              float file → check, upgrade → `qatkit.jobs.float_file` →
+                                                 `qatkit.jobs.by_mode`
 
 Here is what can be said of the settings and of the file by themselves. torch is imported once nothing is wrong with
 them: a file that can't be used is refused at once.
@@ -22,7 +24,8 @@ from typing import Any
 from qatkit.config.compose import load_config
 from qatkit.config.data_folders import FOLDERS, data_folder
 from qatkit.config.rules import validate
-from qatkit.config.schema import Config, ModelConfig, ScheduleConfig, VerifyConfig
+from qatkit.config.schema import BackendConfig, Config, ModelConfig, ScheduleConfig, VerifyConfig
+from qatkit.config.schema.model import AUDIO, DRAWN, PAIRS, TEXT
 from qatkit.encryption.vault import protected
 from qatkit.importing.float_file import FloatFile, for_tools, layout_of, read_float_file
 from qatkit.records.run_files import CONFIG_FILE, FLOAT_FILE, REPORT_FILE, file_name
@@ -32,9 +35,10 @@ from qatkit.run.lock import locked
 from qatkit_verify.errors import ConfigError
 
 _MODEL = "onnx/"  # of a model's name: a file (`qatkit.models.onnx_files`)
+_WEIGHTS_ALONE, _BLOCK = "qatkit.quant.backends.WEIGHT_ONLY", 32
 _CALIBRATED = ScheduleConfig(epochs=0, float_epochs=0, distill=0.0, batch_norm="fold", enable_fake_quant=0.0)
 # What of its keys names no file of the user's, so its samples are known to be pictures before it is called.
-_OURS, _ARRAYS = "qatkit.data.", "qatkit.data.arrays."
+_OURS, _ARRAYS = "qatkit.data.", ("qatkit.data.arrays.", AUDIO, DRAWN, TEXT, PAIRS)
 
 
 def quantize(config: Config) -> int:
@@ -43,7 +47,7 @@ def quantize(config: Config) -> int:
     Raises:
         ConfigError: anything that the user can put right, before any long work; nothing is written.
     """
-    return _by_graph(config) if config.mode == "static" else by_tools(config)
+    return _by_graph(config) if config.mode == "static" or _packs(config) else by_tools(config)
 
 
 def as_run(config: Config) -> Config:
@@ -52,7 +56,26 @@ def as_run(config: Config) -> Config:
     task = config.task
     if task == "classification" and config.verify.decision != VerifyConfig().decision:
         task = "outputs"  # which alone takes a decision
-    return replace(config, onnx=None, model=model, schedule=_CALIBRATED, task=task)
+    backend = _packed_backend(config) if _packs(config) else config.backend
+    return replace(config, onnx=None, model=model, schedule=_CALIBRATED, task=task, backend=backend)
+
+
+def _packs(config: Config) -> bool:
+    """Whether weights of few bits are asked for."""
+    return config.mode == "weight_only" and config.weights.bits is not None
+
+
+def _packed_backend(config: Config) -> BackendConfig:
+    """The backend of weights alone, as `config.weights` asks."""
+    asked = config.weights
+    block = _BLOCK if asked.block is None else asked.block
+    return BackendConfig(
+        target=_WEIGHTS_ALONE,
+        weight_dtype=f"int{asked.bits}",
+        weight_granularity=block if isinstance(block, str) else {"block": block},
+        weight_symmetric=bool(asked.symmetric),
+        overrides=config.backend.overrides,
+    )
 
 
 def _by_graph(config: Config) -> int:
@@ -136,7 +159,7 @@ def _begun(config: Config, folder: Path) -> bool:
 def _read(config: Config) -> FloatFile:
     """The file, once it and the settings are found to fit each other."""
     assert config.onnx is not None and config.mode is not None
-    if config.mode != "static" and config.backend.overrides:
+    if config.mode != "static" and not _packs(config) and config.backend.overrides:
         listed = ", ".join(config.backend.overrides)
         raise ConfigError("backend.overrides", listed, f"{{}} with mode={config.mode}")
     if config.verify.control:
@@ -144,7 +167,7 @@ def _read(config: Config) -> FloatFile:
     if config.backend.reduce_range is True and config.mode in ("float16", "weight_only"):
         allowed = f"false with mode={config.mode}, which multiplies in float"
         raise ConfigError("backend.reduce_range", True, allowed)
-    backend_of(config)
+    backend_of(as_run(config))
     _use_library(config.model.kwargs)
     if config.data.source in FOLDERS:
         data_folder(config.data.source, config.data.root)

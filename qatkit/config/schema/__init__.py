@@ -20,6 +20,7 @@ from qatkit.config.schema.model import (
     ModelConfig,
     OverrideConfig,
     QuantizerConfig,
+    WeightsConfig,
 )
 from qatkit.config.schema.training import ScheduleConfig, TrainerConfig
 
@@ -42,6 +43,7 @@ __all__ = [
     "TargetConfig",
     "TrainerConfig",
     "VerifyConfig",
+    "WeightsConfig",
 ]
 
 
@@ -60,6 +62,7 @@ class Config:
         None, "export.py only: a float ONNX file to quantize, instead of a checkpoint", PLACE
     )
     mode: str | None = setting(None, "with onnx: how it is quantized", MODES)
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
     task: str = setting(
         "classification",
         "what the model is for: classification, text_classification (one class of each text or pair of texts), "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from qatkit.config.fields import COUNT, PLACE, POSITIVE, SCALES, SWITCH, Choices, Range, setting
+from qatkit.config.fields import BITS, BLOCK, COUNT, PLACE, POSITIVE, SCALES, SWITCH, Choices, Range, setting
 from qatkit.config.sizes import SIZE
 from qatkit.quant.spec import ACTIVATIONS, SCALE_TYPES, SIGNED
 from qatkit_verify.fitting import ALIGNMENTS, FITS, LAYOUTS, ORDERS, PIXELS
@@ -250,6 +250,24 @@ class BackendConfig:
         'pattern: {setting: value}; a pattern is a module path ("features.0.0"), a glob over module paths '
         '("encoder.layers.*.mlp.*") or an operator class ("op/linear")',
     )
+
+
+@dataclass
+class WeightsConfig:
+    """With onnx=FILE mode=weight_only: weights of few bits in blocks, by the backend weight_only."""
+
+    bits: int | None = setting(
+        None,
+        "of a weight; 4 or fewer are multiplied packed, and 3 take the room of 4; null: int8, one scale per channel, "
+        "by ONNX Runtime's tools",
+        BITS,
+    )
+    block: Any = setting(
+        None,
+        "inputs of an output channel that share a scale; of a channel with fewer inputs all of them do; null: 32",
+        BLOCK,
+    )
+    symmetric: bool | None = setting(None, "weights without zero points; null: with zero points")
 
 
 @dataclass

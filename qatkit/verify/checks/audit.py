@@ -47,14 +47,15 @@ class AuditCheck(Check):
         if without := RequestedSettings(results).without_kernels:
             rest = ", what runs in float is in the report" if results.output_dir else ""
             return [f"{audit_line(results.audit)}; no kernel computes {without}{rest}"]
+        line = audit_line(results.audit, weights_alone=RequestedSettings(results).weights_alone)
         problems = results.audit.problems
         if not results.output_dir:  # of a first export there is no report.json to hold the rest
-            return [audit_line(results.audit), *(f"  problem: {problem}" for problem in problems)]
-        return [audit_line(results.audit), *capped("problem: ", problems)]
+            return [line, *(f"  problem: {problem}" for problem in problems)]
+        return [line, *capped("problem: ", problems)]
 
 
-def audit_line(audit: Audit) -> str:
-    """The audit in one line."""
+def audit_line(audit: Audit, *, weights_alone: bool = False) -> str:
+    """Returns the audit in one line; `weights_alone`: nothing else was asked to be quantized."""
     matrix = audit.matrix_nodes
     int8 = sum(node.precision == "int8" for node in matrix)
     share = f"({100 * audit.int8_share:.1f} % of multiply-accumulates)"
@@ -63,7 +64,7 @@ def audit_line(audit: Audit) -> str:
     weights = [item for item in audit.runtime_dequantize if item.kind == "weight"]
     megabytes = sum(item.bytes for item in weights) / 1e6
     alone = sum(node.precision == "weight-only" for node in matrix)
-    if alone and not int8:
+    if not int8 and (alone or weights_alone):
         bits = "" if audit.packed_bits is None else f" ({audit.packed_bits:.2f} bits per weight, with scales)"
         return f"audit: {alone} of {len(matrix)} Conv/Gemm/MatMul multiply by packed weights{bits}, the others in float"
     at_run_time = f"{len(weights)} weights ({megabytes:.1f} MB)" if weights else "no weight"

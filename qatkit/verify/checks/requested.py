@@ -11,6 +11,7 @@ from qatkit.records.results import Results
 from qatkit_verify.dotted import resolve
 from qatkit_verify.errors import ConfigError
 
+_REAL_DATA = "data=arrays, data=audio or data=pictures, data.root=DIR"
 _FILES = "onnx/"  # what the names of models that are files begin with
 _UNQUOTED = re.compile(r"[\w./-]+")  # keys that Hydra reads as they are
 # The modes that lose less than another one does, of what is done to the float model as it is.
@@ -86,7 +87,7 @@ class RequestedSettings:
             return self._closer_weights()
         ways = []
         if self.get("data.source") == DRAWN:
-            ways.append("real data (data=arrays, data=audio or data=pictures, data.root=DIR)")
+            ways.append(f"real data ({_REAL_DATA})")
         if self.get("calibration.random"):
             ways.append("calibration.random=false (ranges of real images)")
         elif self.get("calibration.search") == "none":
@@ -101,13 +102,18 @@ class RequestedSettings:
 
     def _closer_weights(self) -> str:
         """Returns the settings that bring weights of few bits closer to float, of those not used yet."""
-        ways = [] if "gptq" in (self.get("algorithm") or {}) else ["algorithm=gptq"]
-        smaller = {"int2": "int3", "int3": "int4", "int4": "int8"}
-        now = self.get("backend.weight_dtype") or "int4"
-        if now in smaller:
-            ways.append(f"backend.weight_dtype={smaller[now]}")
+        drawn, of_file = self.get("data.source") == DRAWN, self.get("weights.bits") is not None
+        ways = [f"real data ({_REAL_DATA})"] if drawn else []
+        if not drawn and "gptq" not in (self.get("algorithm") or {}):
+            ways.append("algorithm=gptq")
+        more = {"int2": "int3", "int3": "int4", "int4": "int8"}.get(
+            self.get("backend.weight_dtype") or "int4"
+        )
+        if more is not None:
+            ways.append(f"weights.bits={more[3:]}" if of_file else f"backend.weight_dtype={more}")
         if self.get("backend.weight_granularity") != {"block": 16}:
-            ways.append("'backend.weight_granularity={block: 16}' (smaller blocks)")
+            block = "weights.block=16" if of_file else "'backend.weight_granularity={block: 16}'"
+            ways.append(f"{block} (smaller blocks)")
         return either([*ways, self._longer()])
 
     @property
@@ -121,7 +127,8 @@ class RequestedSettings:
         """More fine-tuning than there was."""
         if self.get("mode") is not None:  # of export.py, which trains nothing
             file = str(self.get("model.name")).removeprefix(_FILES)
-            return f"train.py recipe=onnx_qat onnx={file}, which fine-tunes"
+            backend = " backend=weight_only" if self.weights_alone else ""
+            return f"train.py recipe=onnx_qat onnx={file}{backend}, which fine-tunes"
         epochs, steps = self.get("schedule.epochs"), self.get("schedule.max_steps")
         if not epochs and not self._labelled:
             return "schedule=qat_sgd schedule.distill=1 (schedule=qat_adamw for a transformer), which learns from float"

@@ -1,0 +1,58 @@
+"""Checks of packed weights against the operators of the model, before anything long."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from qatkit.config.schema import Config
+from qatkit.graph.quantizers import quantized_weights
+from qatkit.models.onnx_files import PREFIX
+from qatkit.quant.granularity import BLOCK_SIZES, PerBlock
+from qatkit.quant.recurrent_layers import QATRecurrent
+from qatkit.train.module import QATModule
+from qatkit_verify.errors import ConfigError
+
+
+def check_packed(module: QATModule, config: Config) -> None:
+    """Refuses a model without a weight to quantize, and blocks that are longer than every row.
+
+    A row that is shorter than a block has one scale, as with scales per channel; where all are, blocks change nothing.
+
+    Raises:
+        ConfigError: as said.
+    """
+    if not module.backend.weights_alone:
+        return
+    found = quantized_weights(module.graph)
+    if not found:
+        name = config.model.name
+        key, value = ("onnx", name.removeprefix(PREFIX)) if name.startswith(PREFIX) else ("model.name", name)
+        reason = (
+            "it has no weight to quantize: no Conv, Linear, embedding or recurrent layer with a constant one"
+        )
+        raise ConfigError(key, value, reason=f"{reason} that is not left float")
+    rows = [
+        (_width(operator), path, fake.spec.granularity)
+        for path, operator, fake in found
+        if not isinstance(operator, QATRecurrent)  # one scale per row, whatever is asked for
+    ]
+    sizes = [one.size for _, _, one in rows if isinstance(one, PerBlock)]
+    if not rows or len(sizes) < len(rows) or any(width >= min(sizes) for width, _, _ in rows):
+        return
+    width, path, _ = max(rows, key=lambda row: row[0])
+    raise _too_long(config, min(sizes), width, path)
+
+
+def _width(operator: Any) -> int:
+    """The inputs of an output channel."""
+    return int(operator.weight[0].numel())
+
+
+def _too_long(config: Config, size: int, width: int, path: str) -> ConfigError:
+    fitting = [one for one in BLOCK_SIZES if one <= width]
+    widest = f"the widest weight, '{path}', has {width} inputs per output channel"
+    if config.weights.bits is not None:
+        allowed = f"at most {fitting[-1]}, or per_channel" if fitting else "per_channel"
+        return ConfigError("weights.block", size, f"{allowed}: {widest}")
+    allowed = f"{{block: {fitting[-1]}}} at most, or per_channel" if fitting else "per_channel"
+    return ConfigError("backend.weight_granularity", f"{{block: {size}}}", f"{allowed}: {widest}")
