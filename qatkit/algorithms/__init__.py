@@ -3,6 +3,7 @@
 Each is an `Algorithm`, a frozen dataclass whose fields are its settings.
 
     Equalize          before prepare_qat: ranges of channels moved between neighbouring operators
+    ShiftChannels     before calibration: means of activations' channels moved into the biases behind
     SmoothQuant       before calibration: ranges of activations' channels moved into the weights that read them
     BiasCorrection    after calibration: the mean error of each operator taken out of its bias
     MomentRounding    after calibration: weights rounded up or down such that operators' outputs change least
@@ -24,6 +25,7 @@ from qatkit.algorithms.equalize import Equalize
 from qatkit.algorithms.gptq import GPTQ
 from qatkit.algorithms.moment_rounding import MomentRounding
 from qatkit.algorithms.sequential_mse import SequentialMSE
+from qatkit.algorithms.shift_channels import ShiftChannels
 from qatkit.algorithms.smooth_quant import SmoothQuant
 
 __all__ = [
@@ -35,6 +37,7 @@ __all__ = [
     "Equalize",
     "MomentRounding",
     "SequentialMSE",
+    "ShiftChannels",
     "SmoothQuant",
     "algorithms_of",
     "dead_channels",

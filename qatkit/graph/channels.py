@@ -6,7 +6,8 @@ where a Conv or Linear reads them, each of its input channels has to hold one nu
 and flattens need no cases of their own.
 
 A channel is `free` if everything that reads it commutes with a positive factor and ends in a Conv or Linear, whose
-weight can take the factor back.
+weight can take the factor back. Of shifts (`follow_shifts`) the same is asked of a constant that is added, which the
+operator's bias takes back.
 """
 
 from __future__ import annotations
@@ -71,6 +72,15 @@ def follow(source: fx.Node, axis: int, reads: Mapping[int, int]) -> Followed:
     shape = shape_of(source)
     assert shape is not None
     return _Follower(source, shape, axis, reads).run()
+
+
+def follow_shifts(source: fx.Node, axis: int, reads: Mapping[int, int]) -> Followed:
+    """Returns the same of constants that are added to the channels: they pass what moves values, and sums with weights
+    that add up to 1, as attention's. A Conv that pads, or an operator without a bias, cannot take them back.
+    """
+    shape = shape_of(source)
+    assert shape is not None
+    return _ShiftFollower(source, shape, axis, reads).run()
 
 
 class _Follower:
@@ -216,6 +226,45 @@ class _Follower:
         if not torch.equal(numbers.amax(axis), numbers.amin(axis)):
             return None
         return cast(Tensor, numbers.amax(axis, keepdim=True).expand(shape_of(node)).clone())
+
+
+class _ShiftFollower(_Follower):
+    """The walk of shifts: a factor passes more operators than they do."""
+
+    def _read(self, node: fx.Node) -> None:
+        module = module_of(node)
+        padded = any(getattr(module, "padding", ()))  # with zeros, which are not shifted
+        alone = module.bias is not None and self.reads[id(module.bias)] == 1
+        if padded or not alone or getattr(module, "bn", None) is not None:
+            self._hold(node, f"{site(node)} pads, or has no bias of its own")
+        else:
+            super()._read(node)
+
+    def _passed(self, node: fx.Node) -> Any:
+        kind, record = op_class(node), facts(node)
+        if is_quantizer(node):
+            free = cast(FakeQuantize, module_of(node)).bounds == (None, None)
+            return self.numbers[node.all_input_nodes[0]] if free else None
+        if kind == "matmul":
+            return self._matmul(node) if _sums_to_one(cast(fx.Node, node.args[0])) else None
+        if record.values == "moved" or kind in ("shape", "cat") or called(node) in _MOVERS:
+            return super()._passed(node)
+        return None
+
+
+def _sums_to_one(node: fx.Node) -> bool:
+    """Returns whether a node is a softmax over the last axis, but for dropout and quantization."""
+    while is_quantizer(node) or op_class(node) == "pass":
+        node = node.all_input_nodes[0]
+    if op_class(node) != "softmax":
+        return False
+    axis = (
+        module_of(node).dim
+        if node.op == "call_module"
+        else node.kwargs.get("dim", (*node.args, None, None)[1])
+    )
+    rank = len(shape_of(node) or ())
+    return axis in (-1, rank - 1)
 
 
 _ARITHMETIC: dict[str, Callable[[_Follower, fx.Node], Tensor | None]] = {

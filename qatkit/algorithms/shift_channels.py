@@ -1,0 +1,46 @@
+"""Channel shifts: an activation whose channels have other means becomes easy to quantize, biases take the means.
+
+    reader(x)  =  reader(x - m) + W·m        m_j = E[x_j]
+
+A scale per tensor has to hold the means of all channels, which say nothing. The subtraction costs nothing where x comes
+from an operator with a bias: a LayerNorm, GroupNorm or BatchNorm, a Conv or Linear. Pairs are found by following
+the channels through the graph (`qatkit.graph.channels`): through views, and through attention, whose weights add up
+to 1. It pays with few bits, before `SmoothQuant`, which then divides what is left.
+
+Sources: Li et al., "RepQ-ViT: Scale Reparameterization for Post-Training Quantization of Vision Transformers", 2023,
+section 3.3, where zero points are the shifts; Wei et al., "Outlier Suppression+", 2023, section 4.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from qatkit.algorithms.base import OBSERVED, Algorithm
+from qatkit.config.fields import COUNT, setting
+
+if TYPE_CHECKING:
+    from torch import fx
+
+    from qatkit.graph.pass_result import PassResult
+    from qatkit.graph.signature import Example
+
+
+@dataclass(frozen=True)
+class ShiftChannels(Algorithm):
+    """Moves the means of an activation's channels into the biases behind; the function stays."""
+
+    stage: ClassVar[str] = OBSERVED
+    images: int = setting(128, "of the calibration images, for each channel's mean", COUNT)
+
+    def __call__(self, graph_module: fx.GraphModule, inputs: Iterable[Example]) -> PassResult:
+        """`changed` counts the operators whose outputs were shifted.
+
+        Args:
+            graph_module: prepared; its ranges are found afterwards.
+            inputs: batches, as `calibrate` takes them, read no further than needed.
+        """
+        from qatkit.algorithms.channel_means import shift
+
+        return shift(self.images, graph_module, inputs)
