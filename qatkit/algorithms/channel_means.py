@@ -74,7 +74,7 @@ def shiftable(graph_module: fx.GraphModule) -> list[ShiftableOperator]:
 
 
 def _given(node: fx.Node, reads: Mapping[int, int]) -> tuple[int, Tensor] | None:
-    """The axis of the channels, counted from the end, and their bias; None where there is none to change."""
+    """Returns the axis of the channels, counted from the end, and their bias; None without a bias to change."""
     module = module_of(node) if node.op == "call_module" else None
     bias = getattr(module, "bias", None)
     kind, rank = op_class(node), cast(Tensor, node.meta["value"]).ndim if module is not None else 0

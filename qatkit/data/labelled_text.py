@@ -115,7 +115,7 @@ def _classes(train: Sequence[LabelledText], root: str) -> list[str]:
 
 
 def _numbers(classes: Sequence[str], *, numbered: bool) -> dict[str, int]:
-    """Which class a label stands for: its name in any case, or (of a model's classes) its number."""
+    """Returns the class that a label stands for: its name in any case, or (of a model's classes) its number."""
     folded = {name.casefold(): number for number, name in enumerate(classes)}
     names = folded if len(folded) == len(classes) else {}
     exact = {name: number for number, name in enumerate(classes)}

@@ -120,7 +120,7 @@ def _lines_of_json(text: str, path: str) -> Iterator[tuple[int, Mapping[str, Any
 
 
 def _columns(names: Sequence[str], path: str) -> tuple[str, ...]:
-    """The columns of a file that nobody has named."""
+    """Returns the columns of a file where data.columns is null."""
     texts = [name for name in names if name.lower().startswith(_TEXTS)]
     labels = [name for name in names if name.lower() == _LABEL]
     if len(texts) not in (1, 2) or len(labels) != 1:

@@ -61,7 +61,7 @@ def as_run(config: Config) -> Config:
 
 
 def _packs(config: Config) -> bool:
-    """Whether weights of few bits are asked for."""
+    """Returns whether weights of few bits are asked for."""
     return config.mode == "weight_only" and config.weights.bits is not None
 
 

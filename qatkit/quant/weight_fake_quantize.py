@@ -206,7 +206,7 @@ class WeightFakeQuantize(Quantizer):
 
     @property
     def by_rows(self) -> bool:
-        """Whether output channels can be quantized apart from each other."""
+        """Returns whether output channels can be quantized apart from each other."""
         one_unit = self.spec.scale_dtype == "uint8" and isinstance(self.spec.granularity, PerChannel)
         return self.spec.granularity.separates(0) and self.oscillation is None and not one_unit
 

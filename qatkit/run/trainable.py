@@ -1,4 +1,4 @@
-"""What training has to find in a model, and what has to be trained before anything is quantized."""
+"""Checks that a model can be trained, and that a head without weights is."""
 
 from __future__ import annotations
 

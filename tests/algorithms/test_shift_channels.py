@@ -37,7 +37,7 @@ def _outputs(graph: fx.GraphModule, images: Tensor, *, quantize: bool) -> Tensor
 
 
 def _read(graph: fx.GraphModule, images: Tensor) -> dict[str, Tensor]:
-    """What each Linear reads in float."""
+    """Returns the input of each Linear in float."""
     found: dict[str, Tensor] = {}
 
     class Watch(fx.Interpreter):

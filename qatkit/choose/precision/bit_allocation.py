@@ -1,4 +1,4 @@
-"""Which weight gets how many bits: losses estimated for each number of bits, and a knapsack over them."""
+"""Allocation of bits to weights: losses estimated for each number of bits, and a knapsack over them."""
 
 from __future__ import annotations
 

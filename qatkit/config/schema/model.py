@@ -254,7 +254,7 @@ class BackendConfig:
 
 @dataclass
 class WeightsConfig:
-    """With onnx=FILE mode=weight_only: weights of few bits in blocks, by the backend weight_only."""
+    """Weights of few bits in blocks, with onnx=FILE mode=weight_only: by the backend weight_only."""
 
     bits: int | None = setting(
         None,

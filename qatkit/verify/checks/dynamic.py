@@ -29,7 +29,7 @@ def dynamic_line(results: Results) -> str:
 
 
 def _speed(results: Results) -> float | None:
-    """How many times as fast as the file that is judged."""
+    """Returns the speed in multiples of that of the file that is judged."""
     mine, other = results.latency.get("int8"), results.latency.get(DYNAMIC)
     return None if mine is None or other is None else other.ratio / mine.ratio
 
