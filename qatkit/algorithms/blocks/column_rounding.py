@@ -178,7 +178,7 @@ class ColumnRounding:
             fake = weight_quantizer(operator)
             tied = (table.weight_fake_quant for table in self.tables.get(id(operator.weight), ()))
             for one in (fake, *(table for table in tied if table.spec == fake.spec)):
-                one.fix(values["scale"], weight, values["integers"].float(), values.get("zero_point"))
+                one.fix(values["scale"], weight, values["integers"], values.get("zero_point"))
             if "bias" in values:
                 biases.change(operator, values["bias"])
 
