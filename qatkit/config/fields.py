@@ -235,9 +235,7 @@ COUNT = Range(1, whole=True)
 POSITIVE = Range(0, above=True)
 PLACE, SWITCH, AXES, SCALES = Place(), Switch(), Axes(), Scales()
 # Of weights that activations in float are multiplied by.
-_KERNELS = (
-    f" (ONNX Runtime's MatMulNBits has kernels of 2 bits, from {TWO_BITS} on, 4 and 8; 3 are held in 4)"
-)
+_KERNELS = f" (ONNX Runtime's MatMulNBits has kernels of 2 bits, from {TWO_BITS}, 4 and 8; 3 are held in 4)"
 BITS, BLOCK = Listed((2, 3, 4, 8), _KERNELS), Listed((*BLOCK_SIZES, str(PerChannel(0))))
 
 

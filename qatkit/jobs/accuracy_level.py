@@ -44,11 +44,11 @@ class ChooseLevel(Conditional):
             at_level(path, rounded, INT8)
             drawn = state.data.splits.drawn
             found = None if drawn and asked == "auto" else _measured(state, path, rounded)
-            if asked == str(INT8) or (found is not None and found.pays):
+            level = INT8 if asked == str(INT8) or (found is not None and found.pays) else FLOAT
+            if level == INT8:
                 with whole(path) as temporary:
                     temporary.write_bytes(rounded.read_bytes())
             rounded.unlink()
-        level = INT8 if asked == str(INT8) or (found is not None and found.pays) else FLOAT
         if found is None:
             why = "drawn samples do not tell what level 4 costs; with real ones it is measured"
             return _told(state, f"{KEY}=auto: 0 is chosen, since {why}", level)

@@ -23,8 +23,7 @@ from qatkit.quant.spec import QuantSpec
 from qatkit_verify.errors import ConfigError
 
 _INT32_MAX = 2**31 - 1
-# Values of a weight that are worked on at a time, where everything at once would take several times its memory.
-_PIECE = 2**21
+_PIECE = 2**21  # values of a weight that are worked on at a time: all at once take several times its memory
 
 
 @dataclass(frozen=True)
@@ -62,8 +61,8 @@ class WeightFakeQuantize(Quantizer):
         clip: of the scales' shape, which share of its range is kept; beyond it the weight is clipped and gets no
             gradient.
         fixed_zero_point: int32, of the scales' shape, the zero point that stands; None while it follows the weight.
-        rounding: int16 of the weight's shape, how far above `below` each weight is rounded: 0 down, 1 up, others where
-            an algorithm makes up for the errors of other weights; None: to the nearest.
+        rounding: whole numbers of the weight's shape, how far above `below` each weight is rounded: 0 down, 1 up,
+            others where an algorithm makes up for the errors of other weights; None: to the nearest.
         bias_shift: [out], the part of the operator's bias that makes up for quantization, and is left out without it;
             None: nothing does.
         bits: [], those of the number type that `narrow` chose; None: the type that the quantizer was made with.
@@ -181,9 +180,7 @@ class WeightFakeQuantize(Quantizer):
         return found
 
     def pieces(self, weight: Tensor) -> list[slice]:
-        """Returns parts of a weight's output channels that can be quantized one after the other (`of_rows`): what is
-        computed on the way would be several times a large weight.
-        """
+        """Returns parts of a weight's output channels that can be quantized one after the other (`of_rows`)."""
         if not self.by_rows:
             return [slice(None)]
         step = max(1, _PIECE // max(1, weight[0].numel()))

@@ -14,6 +14,7 @@ import torch
 from chain import noise
 from numpy.typing import NDArray
 from onnx import TensorProto
+from tied_net import Tied
 from torch import Tensor, fx, nn
 
 from qatkit.algorithms import GPTQ
@@ -223,19 +224,6 @@ def test_a_weight_that_serves_two_calls_is_named() -> None:
     ] * 2
 
 
-class Tied(nn.Module):
-    """A table that is the weight of the last layer, too, as most small language models have it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.inside = nn.Embedding(50, 32), nn.Linear(32, 32)
-        self.head = nn.Linear(32, 50, bias=False)
-        self.head.weight = self.table.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return cast(Tensor, self.head(torch.relu(self.inside(self.table(x)))))
-
-
 def test_a_tied_table_has_the_integers_of_the_head(tmp_path: Path) -> None:
     nearest, found = [], []
     for seed in range(4):
@@ -247,7 +235,7 @@ def test_a_tied_table_has_the_integers_of_the_head(tmp_path: Path) -> None:
         result = GPTQ(images=64, batch_size=16)(graph, [words])
         assert result.changed == 2 and not result.skipped and not GPTQ().notes(graph)
         found.append(lost(graph, model, words))
-    assert sum(found) < 0.92 * sum(nearest)
+    assert sum(found) < 0.9 * sum(nearest)
     head, table = (cast(QATOperator, graph.get_submodule(name)) for name in ("head", "table"))
     assert torch.equal(head.quantized(head.weight, None)[0], table(torch.arange(50)))
 

@@ -22,13 +22,6 @@ TRAIN = "text\tlabel\nthe cat sat\tgood\na bird on a hill\tbad\n"
 TEST = "label\tsentence\nbad\tthe sun\n"
 
 
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    tokenizer().save(str(path))
-    return path
-
-
 def read(root: Path, tokens: Path, about: dict[str, str] | None = None, **settings: Any) -> Splits:
     source = "qatkit.data.labelled_text.labelled_text"
     config = DataConfig(source=source, root=str(root), tokenizer=str(tokens), **settings)

@@ -23,13 +23,6 @@ TRAIN = (
 TEST = "sentence1\tsentence2\tscore\nthe sun\tthe big red sun and the hill\t3\n"
 
 
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    tokenizer().save(str(path))
-    return path
-
-
 def read(root: Path, tokens: Path, **settings: Any) -> Splits:
     config = DataConfig(
         source="qatkit.data.sentence_pairs.sentence_pairs", root=str(root), tokenizer=str(tokens), **settings

@@ -19,14 +19,6 @@ from qatkit_verify.errors import ConfigError
 pytestmark = needs_transformers
 
 
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file with a tokenizer of 320 tokens."""
-    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    tokenizer().save(str(path))
-    return path
-
-
 def read(root: Path, tokens: Path, about: dict[str, str] | None = None, **settings: Any) -> Splits:
     config = DataConfig(source="qatkit.data.text.text", root=str(root), tokenizer=str(tokens), **settings)
     return source(str(root), False, 0, Request(config, about=about or {}))

@@ -1,4 +1,4 @@
-"""What the report says of ONNX Runtime's dynamic int8 beside the file that is judged."""
+"""The report's line on ONNX Runtime's dynamic int8 beside the file that is judged."""
 
 from __future__ import annotations
 

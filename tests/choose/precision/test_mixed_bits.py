@@ -11,6 +11,7 @@ import onnxruntime as ort
 import pytest
 import torch
 from chain import noise
+from tied_net import Tied
 from torch import Tensor, fx, nn
 
 from qatkit.algorithms import GPTQ
@@ -116,20 +117,6 @@ def test_an_override_keeps_its_bits() -> None:
     assert settings.notes(graph) == [("branches.0", "bits not chosen: an override says them")]
     assert settings(graph, [x]).skipped == settings.notes(graph)
     assert types(graph) == ["int2", *["int8"] * 4]
-
-
-class Tied(nn.Module):
-    """A table of words that is the head's weight, too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.inside = nn.Embedding(50, 32), nn.Linear(32, 32)
-        self.head = nn.Linear(32, 50, bias=False)
-        self.head.weight = self.table.weight
-
-    def forward(self, words: Tensor) -> Tensor:
-        found: Tensor = self.head(self.inside(self.table(words)))
-        return found.transpose(1, 2)
 
 
 def test_a_table_has_the_bits_of_the_head_that_it_is() -> None:

@@ -117,7 +117,7 @@ def test_a_copy_that_differs_stays_and_is_named() -> None:
 
 def test_the_model_itself_may_be_the_block() -> None:
     block = BLOCKS["chain"](3, 4)
-    graph = same(block, X, tolerance=4e-6)  # oneDNN adds in another order on some CPUs with AVX-512
+    graph = same(block, X, tolerance=2e-6)  # oneDNN adds in another order with AVX-512 than with AVX2
     assert graph.meta[PATHS] == ("",) and trainable(graph) == trainable(block)
 
 

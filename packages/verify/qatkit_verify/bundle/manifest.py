@@ -58,7 +58,7 @@ class Manifest:
         format: of the bundle; an older qatkit-verify refuses a newer one.
         drawn_data: whether the file was calibrated on, and the golden answers are of, random data.
         accuracy_level: how products with packed weights are computed ("level"), and what was measured of both levels;
-            None where nobody chose.
+            None where no level was chosen.
     """
 
     name: str
