@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import CONF, Launch
+from language import tokenizer
 
 from qatkit.cli.command_line import Job, main
 from qatkit_verify import stopping
@@ -90,3 +91,11 @@ def postgresql() -> Iterator[str]:
             yield f"postgresql://worker@127.0.0.1:{port}/postgres"
         finally:
             run("pg_ctl", "-w", "-m", "immediate", "stop")
+
+
+@pytest.fixture(scope="session")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file with a tokenizer of 320 tokens."""
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    tokenizer().save(str(path))
+    return path
