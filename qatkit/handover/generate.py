@@ -33,6 +33,8 @@ class Generator:
         about, self._ends = config["decoder"], config["eos_token_id"]
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads
+        # Products with weights of a DequantizeLinear are computed in float; a MatMulNBits has a level of its own.
+        options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "0")
         self.tokenizer: Any = Tokenizer.from_file(str(folder / "tokenizer.json"))
         self._session = ort.InferenceSession(
             folder / about["filename"], options, providers=["CPUExecutionProvider"]

@@ -12,14 +12,11 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from qatkit.config.schema import Config
 from qatkit.export.accuracy_level import FLOAT, INT8, at_level, multiplies_packed
 from qatkit.jobs.stages import Conditional, State
 from qatkit.records.run_files import report_of
-from qatkit.run.backend import backend_of
 from qatkit.verify.accuracy_levels import LevelFigures, compare_levels
 from qatkit.verify.checks.exact import LEVEL
-from qatkit_verify.errors import ConfigError
 from qatkit_verify.files import whole
 
 KEY = "export.accuracy_level"
@@ -78,22 +75,6 @@ def _told(state: State, note: str, level: int | None, found: LevelFigures | None
     if found is not None:
         figures |= found.as_dict()
     return replace(state, written=replace(written, notes=(*written.notes, note), level=figures))
-
-
-def check_level(config: Config) -> None:
-    """Refuses a level of a file without packed weights, by ConfigError."""
-    asked = config.export.accuracy_level
-    if asked == str(FLOAT):
-        return
-    if config.export.mode != "static":
-        raise ConfigError(
-            KEY, asked, f"0 with export.mode={config.export.mode}, whose weights are not packed"
-        )
-    if not backend_of(config).weights_alone:
-        allowed = (
-            f"0 with backend={backend_of(config).name}, whose weights are not packed (backend=weight_only)"
-        )
-        raise ConfigError(KEY, asked, allowed)
 
 
 def level_of_run(folder: Path) -> int:

@@ -37,6 +37,7 @@ from qatkit.records.decoder_files import (
     genai_config,
 )
 from qatkit.run.backend import backend_of
+from qatkit.run.export import DEQUANTIZE, with_blocks
 from qatkit.train.module import QATModule
 from qatkit.verify.decoding import OnnxDecoder, levels
 from qatkit_verify.errors import ConfigError
@@ -107,6 +108,8 @@ def _write(state: State, folder: Path) -> list[str]:
         not_free = export_onnx(module.convert().graph, example, path, opset=config.export.opset)
     for_runtimes(path, MASK, PAST_MASK, past_names(decoder.layers))
     notes = [f"{DECODER_FOLDER}/{DECODER_FILE}: {not_free}"] if not_free else []
+    if config.export.packed_weights == DEQUANTIZE:
+        notes += with_blocks(path)
     notes += _choose_level(state, path)
     about = models.declared(config.model, None, config.task).about
     save_tokenizer(config.data, about, folder)

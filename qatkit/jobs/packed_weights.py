@@ -9,8 +9,11 @@ from qatkit.graph.quantizers import quantized_weights
 from qatkit.models.onnx_files import PREFIX
 from qatkit.quant.granularity import BLOCK_SIZES, PerBlock
 from qatkit.quant.recurrent_layers import QATRecurrent
+from qatkit.run.backend import backend_of
+from qatkit.run.export import DEQUANTIZE
 from qatkit.train.module import QATModule
 from qatkit_verify.errors import ConfigError
+from qatkit_verify.session import ACCURACY_LEVEL
 
 
 def check_packed(module: QATModule, config: Config) -> None:
@@ -41,6 +44,32 @@ def check_packed(module: QATModule, config: Config) -> None:
         return
     width, path, _ = max(rows, key=lambda row: row[0])
     raise _too_long(config, min(sizes), width, path)
+
+
+def check_form(config: Config) -> None:
+    """Refuses a form of packed weights, and a level of their products, that the file has no place for.
+
+    Raises:
+        ConfigError: `export.packed_weights` or `export.accuracy_level`.
+    """
+    asked = config.export
+    for key, value, default in (
+        ("export.accuracy_level", asked.accuracy_level, "0"),
+        ("export.packed_weights", asked.packed_weights, "matmul_nbits"),
+    ):
+        if value == default:
+            continue
+        if asked.mode != "static":
+            raise ConfigError(
+                key, value, f"{default} with export.mode={asked.mode}, whose weights are not packed"
+            )
+        if not backend_of(config).weights_alone:
+            name = backend_of(config).name
+            allowed = f"{default} with backend={name}, whose weights are not packed (backend=weight_only)"
+            raise ConfigError(key, value, allowed)
+    if asked.packed_weights == DEQUANTIZE and asked.accuracy_level != "0":
+        allowed = f"0 with export.packed_weights={DEQUANTIZE}: there a session sets the level"
+        raise ConfigError("export.accuracy_level", asked.accuracy_level, f"{allowed} ({ACCURACY_LEVEL})")
 
 
 def _width(operator: Any) -> int:

@@ -27,7 +27,7 @@ from qatkit.config.rules import validate
 from qatkit.config.schema import Config
 from qatkit.data import DataModule
 from qatkit.encryption.vault import protected
-from qatkit.jobs.accuracy_level import ChooseLevel, check_level
+from qatkit.jobs.accuracy_level import ChooseLevel
 from qatkit.jobs.by_mode import ByMode
 from qatkit.jobs.calibrate import Adjust, Calibrate, Correct
 from qatkit.jobs.choices import Compete, Mix
@@ -35,6 +35,7 @@ from qatkit.jobs.decoder import CheckDecoder, WriteDecoder, check_settings
 from qatkit.jobs.finish import Analyse, Export, Leave, Verify
 from qatkit.jobs.first_export import FirstExport, FirstExportByMode
 from qatkit.jobs.hand_over import check_hand_over
+from qatkit.jobs.packed_weights import check_form
 from qatkit.jobs.prepare import Check, FirstProcess, KnownPlaces, Models, OpenFolder, Places, Prepare
 from qatkit.jobs.stages import Stage, begin, carry_out
 from qatkit.jobs.training import Control, FineTune, TrainFloat
@@ -106,7 +107,7 @@ def begun(config: Config, notes: tuple[str, ...] = ()) -> Iterator[tuple[Run, Da
     check_placement(config)
     check_weights(config)
     check_settings(config)
-    check_level(config)
+    check_form(config)
     check_hand_over(config)
     with protected(config.export.encrypt):
         folder = folder_of(config)

@@ -16,6 +16,7 @@ from qatkit.config.schema import Config
 from qatkit.data import DataModule
 from qatkit.data.inputs import ArrayInputs, Inputs
 from qatkit.export.add_integer_ends import to_integer_io
+from qatkit.export.dequantized_blocks import as_dequantized_blocks
 from qatkit.export.larger_file import why_larger
 from qatkit.export.tensorrt_table import split_parts, tensorrt_table
 from qatkit.export.torch_to_onnx import export_onnx
@@ -65,6 +66,9 @@ class Written:
     level: Mapping[str, Any] = field(default_factory=dict)
 
 
+DEQUANTIZE = "dequantize_linear"  # of export.packed_weights
+
+
 def write_file(graph: nn.Module, config: Config, inputs: Inputs, path: Path) -> list[str]:
     """Writes the ONNX file of a converted or a float graph.
 
@@ -73,6 +77,22 @@ def write_file(graph: nn.Module, config: Config, inputs: Inputs, path: Path) -> 
     Returns:
         Notes for the report: that a given file was not edited, and which axes are not free in the file.
     """
+    notes = _written(graph, config, inputs, path)
+    if config.export.packed_weights != DEQUANTIZE or not any(map(is_packed, graph.modules())):
+        return notes
+    return [*notes, *with_blocks(path)]
+
+
+def with_blocks(path: Path) -> list[str]:
+    """Rewrites a file with packed weights; returns notes."""
+    opset = as_dequantized_blocks(path)
+    if opset is None:
+        return []
+    return [f"{path.name} has opset {opset}, which export.packed_weights={DEQUANTIZE} needs"]
+
+
+def _written(graph: nn.Module, config: Config, inputs: Inputs, path: Path) -> list[str]:
+    """Writes the file, with packed weights in ONNX Runtime's form; returns notes."""
     notes = []
     fixed = _only_edited(graph, config)
     if config.model.name.startswith(onnx_files.PREFIX) and (fixed or _edits(graph, config)):

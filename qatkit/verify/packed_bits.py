@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
+import numpy as np
 import onnx_ir as ir
 
 from qatkit.verify.graph_view import stored
 
+_NARROW = (ir.DataType.INT4, ir.DataType.UINT4, ir.DataType.INT2, ir.DataType.UINT2)
+
 
 def packed_bits(graph: ir.Graph) -> float | None:
-    """Returns the bits per weight of all MatMulNBits nodes together; None where there is none.
+    """Returns the bits per weight of all packed weights that products read; None where there is none.
 
-    Constants that several nodes read count once, and so does a weight that they share.
+    They are those of MatMulNBits nodes, and of DequantizeLinears with blocks or of integers below 8 bits. Constants
+    that several nodes read count once, and so does a weight that they share.
     """
     weights, constants = dict[int, int](), dict[int, int]()
     for node in graph:
-        if node.op_type != "MatMulNBits":
+        count = _weights(node)
+        if count is None:
             continue
-        packed = node.inputs[1]
-        weights[id(packed)] = node.attributes["K"].as_int() * node.attributes["N"].as_int()
-        constants.update(tensor for value in node.inputs[1:4] for tensor in _held(value))
+        first = int(node.op_type == "MatMulNBits")
+        weights[id(node.inputs[first])] = count
+        constants.update(tensor for value in node.inputs[first : first + 3] for tensor in _held(value))
     return 8 * sum(constants.values()) / sum(weights.values()) if weights else None
+
+
+def _weights(node: ir.Node) -> int | None:
+    """How many weights a node holds packed; None for one that holds none."""
+    if node.op_type == "MatMulNBits":
+        return node.attributes["K"].as_int() * node.attributes["N"].as_int()
+    tensor = stored(node.inputs[0]) if node.op_type == "DequantizeLinear" else None
+    if tensor is None or not (tensor.dtype in _NARROW or "block_size" in node.attributes):
+        return None
+    return int(np.prod(tensor.shape.numpy()))
 
 
 def _held(value: ir.Value | None) -> list[tuple[int, int]]:

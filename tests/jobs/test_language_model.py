@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +24,7 @@ from tiny_run import report_of
 from qatkit.config.compose import compose_config
 from qatkit.config.schema import Config
 from qatkit.export.accuracy_level import FLOAT, INT8, at_level, level_of
+from qatkit.export.dequantized_blocks import as_dequantized_blocks
 from qatkit.jobs import pipeline
 from qatkit.run.build import data_of
 from qatkit.verify.decoding import Levels, OnnxDecoder, levels
@@ -204,6 +206,31 @@ def test_the_bundle_can_be_checked(made: tuple[Path, Path, Path], capsys: pytest
     }
     shape = [2, decoder["num_key_value_heads"], decoder["num_hidden_layers"], decoder["head_size"]]
     assert shape == [2, 2, 2, 16]
+
+
+def test_a_decoder_of_standard_operators_computes_the_same(
+    made: tuple[Path, Path, Path], tmp_path: Path
+) -> None:
+    own, standard = made[0] / "decoder" / "model.onnx", tmp_path / "model.onnx"
+    shutil.copyfile(own, standard)
+    assert as_dequantized_blocks(standard) == 21
+    tokens = np.random.default_rng(0).integers(1, 320, (1, 40))
+    first, second = (
+        one.run(tokens, one.empty(1))[0] for one in (OnnxDecoder(own, 1), OnnxDecoder(standard, 1))
+    )
+    np.testing.assert_allclose(second, first, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_decoder_is_written_of_standard_operators(made: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    changes = ("algorithm=none", "export.packed_weights=dequantize_linear", "verify.dynamic=false")
+
+    assert pipeline.train(asked(folder, *made[1:], *changes)) == 0
+
+    assert report_of(folder)["measured"]["decoder"]["greedy"] == [32, 32]
+    written = onnx.load(folder / "decoder" / "model.onnx")
+    assert {one.domain for one in written.opset_import} == {""} and written.opset_import[0].version == 21
 
 
 @pytest.mark.slow

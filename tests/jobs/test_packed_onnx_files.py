@@ -94,6 +94,25 @@ def test_without_data_nothing_is_claimed(tmp_path: Path) -> None:
     assert {one.name: one.i for one in node.attribute}["bits"] == 2 and len(node.input) == 3
 
 
+def test_products_become_standard_operators_in_an_opset_that_has_them(tmp_path: Path) -> None:
+    path, folder = narrow(tmp_path / "net.onnx"), tmp_path / "run"
+    typed = ("weights={bits: 4, block: 16}", "export.packed_weights=dequantize_linear", "export.bundle=true")
+
+    assert quantize_file.quantize(asked(path, *typed, f"output_dir={folder}")) == 0
+
+    written = onnx.load(folder / FILE)
+    assert {one.domain for one in written.opset_import} == {""}
+    assert written.opset_import[0].version == 21 > onnx.load(path).opset_import[0].version
+    assert {"DequantizeLinear", "MatMul"} <= kinds(folder / FILE)
+    reported = report_of(folder)
+    assert reported["parity"]["optimized"]["max_steps"] < 0.01
+    # Of 1,160 integers of 4 bits, and a scale of 4 bytes and a zero point of 4 bits for each of 95 blocks.
+    assert reported["audit"]["packed_bits"] == pytest.approx(4 + 95 * 36 / 1160, abs=0.01)
+    assert any("has opset 21" in note for note in reported["notes"])
+    entries = json.loads((folder / "bundle" / "manifest.json").read_text())["session_options"]
+    assert entries == {"session.qdq_matmulnbits_accuracy_level": "0"}
+
+
 def test_without_bits_the_tools_write_int8(tmp_path: Path) -> None:
     path, _ = several(tmp_path / "net.onnx")
     config = asked(path, "data=arrays", f"data.root={tmp_path}")
@@ -137,6 +156,16 @@ MISTAKES = {
         narrow,
         ["weights={bits: 4, block: 64}"],
         "weights.block=64: expected at most 32, or per_channel: the widest weight, '/out/MatMul', has 40 inputs per",
+    ),
+    "level": (
+        narrow,
+        ["weights.bits=4", "export.packed_weights=dequantize_linear", "export.accuracy_level=auto"],
+        "export.accuracy_level=auto: expected 0 with export.packed_weights=dequantize_linear: there a session",
+    ),
+    "form": (
+        narrow,
+        ["export.packed_weights=dequantize_linear"],
+        "export.packed_weights=dequantize_linear: ",
     ),
     "no weight": (no_weight, ["weights.bits=4"], "onnx=.*: the model has no Conv, Linear, .* that could"),
 }

@@ -63,6 +63,12 @@ class ExportConfig:
         "calibration samples, half a percent of the metric (or perplexity), or 1 % of the decisions without labels",
         Choices(("0", "4", "auto")),
     )
+    packed_weights: str = setting(
+        "matmul_nbits",
+        "how packed weights (backend=weight_only) are stored: matmul_nbits for ONNX Runtime's own operator, "
+        "dequantize_linear for the standard one with blocks, which other runtimes read, too (opset 21; 25 for 2 bits)",
+        Choices(("matmul_nbits", "dequantize_linear")),
+    )
     bundle: bool = setting(
         False, "at the end: all that whoever deploys needs, which qatkit-verify checks there"
     )
