@@ -1,7 +1,7 @@
 """What do weights of few bits cost a language model? Perplexity of its text, method by method, in one table.
 
     uv run --group benchmark benchmarks/language_models.py FOLDER --text test.txt --calibrate valid.txt
-        [--bits 4 3] [--methods nearest mse gptq gptq_ranges ort_rtn ort_k_quant ort_hqq ort_gptq olive_gptq]
+        [--bits 4 3] [--methods nearest mse awq gptq awq+gptq gptq_ranges ort_rtn ort_k_quant ort_hqq ort_gptq]
         [--context 512 2048] [--windows N] [--block 32] [--scale-dtype float32]
 
 FOLDER is a causal language model with its tokenizer, as transformers saves it. Its Linears get weights in blocks
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, fx, nn
 from weight_only_peers import PEERS
 
-from qatkit.algorithms import GPTQ
+from qatkit.algorithms import AWQ, GPTQ
 from qatkit.config.schema import OverrideConfig
 from qatkit.graph.captured import Captured
 from qatkit.graph.nodes import site
@@ -100,8 +100,18 @@ def methods(seen: Tensor) -> dict[str, Callable[[fx.GraphModule], Any]]:
 
         return run
 
+    def awq(graph: fx.GraphModule) -> None:
+        AWQ(images=len(seen))(graph, seen.split(4))
+        set_phase(graph, observe=False, quantize=True)
+
+    def awq_gptq(graph: fx.GraphModule) -> None:
+        awq(graph)
+        gptq()(graph)
+
     return {
         "nearest": lambda graph: None,
+        "awq": awq,
+        "awq+gptq": awq_gptq,
         "mse": clip_weights,
         "gptq": gptq(),
         "gptq_ranges": gptq(scales=False),
@@ -111,22 +121,27 @@ def methods(seen: Tensor) -> dict[str, Callable[[fx.GraphModule], Any]]:
 
 
 @torch.no_grad()
-def rounded(graph: fx.GraphModule) -> dict[str, np.ndarray]:
-    """The weights of a prepared graph as they were rounded, dequantized, by module path."""
-    chosen = quantized_operators(graph)
-    return {site(node): quantizer(one.weight)[0].cpu().numpy() for node, one, quantizer in chosen}
+def rounded(graph: fx.GraphModule, model: nn.Module) -> dict[str, np.ndarray]:
+    """The parameters of a model that a prepared graph has changed, by name; weights as they were rounded."""
+    before, found = dict(model.named_parameters()), dict(graph.named_parameters())
+    for node, one, quantizer in quantized_operators(graph):
+        found[f"{site(node)}.weight"] = nn.Parameter(quantizer(one.weight)[0])
+    changed = {
+        name: one for name, one in found.items() if name in before and not torch.equal(one, before[name])
+    }
+    return {name: one.cpu().numpy() for name, one in changed.items()}
 
 
 @contextmanager
-def installed(model: nn.Module, weights: dict[str, np.ndarray]) -> Iterator[None]:
-    """Puts weights, by module path, into a model while the block runs."""
-    linears = {name: model.get_submodule(name) for name in weights}
-    kept: dict[str, Any] = {name: one.weight for name, one in linears.items()}
-    for name, one in linears.items():
-        one.weight = nn.Parameter(torch.from_numpy(weights[name]).to(kept[name].device), requires_grad=False)
+def installed(model: nn.Module, values: dict[str, np.ndarray]) -> Iterator[None]:
+    """Puts parameters, by name, into a model while the block runs."""
+    parameters = {name: model.get_parameter(name) for name in values}
+    kept = {name: one.data for name, one in parameters.items()}
+    for name, one in parameters.items():
+        one.data = torch.from_numpy(values[name]).to(one.device)
     yield
-    for name, one in linears.items():
-        one.weight = kept[name]
+    for name, one in parameters.items():
+        one.data = kept[name]
 
 
 def against(lost: Tensor) -> tuple[float, float]:
@@ -161,10 +176,11 @@ def rows(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
             start = time.perf_counter()
             if name in PEERS:
                 weights = PEERS[name](model, seen, bits, asked.block, asked.jobs)
+                weights = {f"{path}.weight": values for path, values in weights.items()}
             else:
                 graph = prepared(captured, seen[:2], bits, asked, device)
                 known[name](graph)
-                weights = rounded(graph)
+                weights = rounded(graph, model)
                 del graph
             with installed(model, weights):
                 yield from measured(bits, name, time.perf_counter() - start)

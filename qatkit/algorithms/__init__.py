@@ -5,6 +5,7 @@ Each is an `Algorithm`, a frozen dataclass whose fields are its settings.
     Equalize          before prepare_qat: ranges of channels moved between neighbouring operators
     ShiftChannels     before calibration: means of activations' channels moved into the biases behind
     SmoothQuant       before calibration: ranges of activations' channels moved into the weights that read them
+    AWQ               before calibration: weights scaled up where their inputs are large
     BiasCorrection    after calibration: the mean error of each operator taken out of its bias
     MomentRounding    after calibration: weights rounded up or down such that operators' outputs change least
     GPTQ              after calibration: weights rounded column by column, each making up for those before
@@ -17,6 +18,7 @@ Each is an `Algorithm`, a frozen dataclass whose fields are its settings.
 from __future__ import annotations
 
 from qatkit.algorithms.adaround import AdaRound
+from qatkit.algorithms.awq import AWQ
 from qatkit.algorithms.base import Algorithm, algorithms_of
 from qatkit.algorithms.bias_correction import BiasCorrection
 from qatkit.algorithms.block_reconstruction import BlockReconstruction
@@ -29,6 +31,7 @@ from qatkit.algorithms.shift_channels import ShiftChannels
 from qatkit.algorithms.smooth_quant import SmoothQuant
 
 __all__ = [
+    "AWQ",
     "GPTQ",
     "AdaRound",
     "Algorithm",

@@ -68,6 +68,20 @@ def sources(graph_module: fx.GraphModule) -> tuple[list[ScalableOperator], list[
     return found, skipped
 
 
+def nearest(found: list[ScalableOperator]) -> list[ScalableOperator]:
+    """Without those behind which another one scales the same channels: a Linear, then a product with a parameter."""
+    taken: dict[fx.Node, Tensor] = {}
+    kept = list[ScalableOperator]()
+    for source in reversed(found):
+        read = {r.node: by_channel(source.followed.free, r.channels, 0) for r in source.followed.readers}
+        read = {node: inputs for node, inputs in read.items() if inputs.any()}
+        if not any((taken[node] & inputs).any() for node, inputs in read.items() if node in taken):
+            kept.append(source)
+            for node, inputs in read.items():
+                taken[node] = taken.get(node, torch.zeros_like(inputs)) | inputs
+    return kept[::-1]
+
+
 def by_channel(s: Tensor, channels: Tensor, other: float = 1) -> Tensor:
     """The factors [channels of a source] of what has the channel numbers `channels`, `other` where that is -1."""
     return torch.cat([s, s.new_full((1,), other)])[channels.to(s.device)]

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from qatkit.algorithms.batches import first_images
 from qatkit.algorithms.channel_pairs import input_ranges, magnitudes
-from qatkit.algorithms.scalable import ScalableOperator, by_channel, input_factors, multiply, sources
+from qatkit.algorithms.scalable import ScalableOperator, by_channel, input_factors, multiply, nearest, sources
 from qatkit.graph.channels import Reader
 from qatkit.graph.nodes import module_of, site
 from qatkit.graph.pass_result import PassResult
@@ -96,27 +96,13 @@ def smoothable(graph_module: fx.GraphModule) -> tuple[list[ScalableOperator], li
     """Sources with a reader whose input is quantized; of the others, why they stay."""
     found, skipped = sources(graph_module)
     chosen = list[ScalableOperator]()
-    for source in _nearest(found):
+    for source in nearest(found):
         own = _weight_quantizer(source.node)
         if own is not None and not own.spec.granularity.separates(0):
             skipped.append((site(source.node), "one scale serves its weight, which factors would spread"))
         elif any(_fake(reader) is not None for reader in source.followed.readers):
             chosen.append(source)
     return chosen, [(where, f"not smoothed: {reason}") for where, reason in skipped]
-
-
-def _nearest(found: list[ScalableOperator]) -> list[ScalableOperator]:
-    """Without those behind which another one scales the same channels: a Linear, then a product with a parameter."""
-    taken: dict[fx.Node, Tensor] = {}
-    kept = list[ScalableOperator]()
-    for source in reversed(found):
-        read = {r.node: by_channel(source.followed.free, r.channels, 0) for r in source.followed.readers}
-        read = {node: inputs for node, inputs in read.items() if inputs.any()}
-        if not any((taken[node] & inputs).any() for node, inputs in read.items() if node in taken):
-            kept.append(source)
-            for node, inputs in read.items():
-                taken[node] = taken.get(node, torch.zeros_like(inputs)) | inputs
-    return kept[::-1]
 
 
 def _weight_quantizer(node: fx.Node) -> WeightFakeQuantize | None:

@@ -120,6 +120,14 @@ class QuantSpec:
         return found
 
     @property
+    def differences(self) -> torch.dtype:
+        """The smallest type of tensors that hold the difference of any two integers."""
+        import torch
+
+        fits = self.quant_max - self.quant_min <= torch.iinfo(torch.int8).max
+        return torch.int8 if fits else torch.int16
+
+    @property
     def type_range(self) -> tuple[int, int]:
         """The ends of the type, at which a quantization saturates whatever the range chosen."""
         return self.number_type.low, self.number_type.high

@@ -23,7 +23,7 @@ from qatkit.quant.spec import QuantSpec
 from qatkit_verify.errors import ConfigError
 
 _INT32_MAX = 2**31 - 1
-_PIECE = 2**21  # values of a weight that are worked on at a time: all at once take several times its memory
+_PIECE = 2**20  # values of a weight that are worked on at a time: all at once take several times its memory
 
 
 @dataclass(frozen=True)
@@ -171,8 +171,7 @@ class WeightFakeQuantize(Quantizer):
 
     def _distances(self, weight: Tensor, integers: Tensor) -> Tensor:
         """Returns how far the integers are from `below`: a byte each where the range of the integers fits one."""
-        small = self.spec.quant_max - self.spec.quant_min < torch.iinfo(torch.int8).max
-        found = torch.empty_like(weight, dtype=torch.int8 if small else torch.int16)
+        found = torch.empty_like(weight, dtype=self.spec.differences)
         for rows in self.pieces(weight):
             part, one = weight[rows], self.of_rows(rows)
             assert one.fixed_scale is not None

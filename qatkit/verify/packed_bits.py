@@ -28,7 +28,7 @@ def packed_bits(graph: ir.Graph) -> float | None:
 
 
 def _weights(node: ir.Node) -> int | None:
-    """How many weights a node holds packed; None for one that holds none."""
+    """Returns the number of weights that a node holds packed; None where it holds none."""
     if node.op_type == "MatMulNBits":
         return node.attributes["K"].as_int() * node.attributes["N"].as_int()
     tensor = stored(node.inputs[0]) if node.op_type == "DequantizeLinear" else None

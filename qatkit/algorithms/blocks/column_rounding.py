@@ -59,7 +59,7 @@ class _Rounded:
     """What a weight, or some of its output channels, is rounded to.
 
     Attributes:
-        integers: int16, of the weight's shape.
+        integers: of the weight's shape; a byte each where all of them fit one.
         scale, zero_point: of the granularity's shape.
         means: [out], the mean error of the outputs; zeros where no bias takes it.
     """
@@ -68,14 +68,6 @@ class _Rounded:
     scale: Tensor
     zero_point: Tensor
     means: Tensor
-
-    @classmethod
-    def joined(cls, parts: Sequence[_Rounded]) -> _Rounded:
-        """Returns all parts of a weight as one."""
-        if len(parts) == 1:
-            return parts[0]
-        names = ("integers", "scale", "zero_point", "means")
-        return cls(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
 
 
 def _made_up(moments: _Moments, share: float, damping: float) -> Tensor | None:
@@ -137,7 +129,8 @@ class ColumnRounding:
         columns = Columns(moments.second, order=self.settings.order, damping=damping)
         searches = self.settings.scales and spec.dtype in FEW_BITS and not fake.frozen
         form = damped(moments.second, damping) if searches else moments.second
-        found = []
+        integers = torch.empty_like(weight, dtype=spec.differences)
+        found = list[tuple[Tensor, ...]]()
         # Rows of all groups are solved side by side, so they come together.
         for rows in fake.pieces(weight) if groups == 1 else [slice(None)]:
             part, one = weight[rows], fake.of_rows(rows)
@@ -163,8 +156,9 @@ class ColumnRounding:
                 quantized = steps * by_group(spec.granularity.spread(scale, part.shape))
                 lost = original @ moments.original[:, :, None] - quantized @ moments.quantized[:, :, None]
                 means = lost.flatten()
-            found.append(_Rounded(steps.reshape(part.shape).to(torch.int16), scale, zero, means))
-        return _Rounded.joined(found)
+            integers[rows] = steps.reshape(part.shape).to(integers.dtype)
+            found.append((scale, zero, means))
+        return _Rounded(integers, *map(torch.cat, zip(*found, strict=True)) if len(found) > 1 else found[0])
 
     def _damping(self, operator: QATOperator) -> float:
         tied = id(operator.weight) in self.tables

@@ -1,0 +1,149 @@
+"""The factors by which `AWQ` divides channels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, fx
+
+from qatkit.algorithms.batches import first_images
+from qatkit.algorithms.input_moments import Moments, input_moments
+from qatkit.algorithms.scalable import ScalableOperator, by_channel, input_factors, multiply, nearest, sources
+from qatkit.graph.channels import Reader
+from qatkit.graph.nodes import module_of, site
+from qatkit.graph.pass_result import PassResult
+from qatkit.graph.phase import inference, set_phase
+from qatkit.graph.signature import Example
+from qatkit.quant import numerics
+from qatkit.quant.qat_layers import QATOperator
+
+if TYPE_CHECKING:
+    from qatkit.algorithms.awq import AWQ
+
+# A strength has to leave this share less error than none at all.
+_BETTER = 0.02
+# A channel below this share of the largest is taken for as large.
+_LEAST = 1e-4
+
+
+def scale(settings: AWQ, graph_module: fx.GraphModule, inputs: Iterable[Example]) -> PassResult:
+    """Scales the readers of every source that gains by it: the work of `AWQ.__call__`."""
+    found, skipped = scalable(graph_module)
+    images = list(first_images(graph_module, inputs, settings.images))
+    with inference(graph_module):
+        set_phase(graph_module, observe=False, quantize=False)
+        search = _Search(settings.steps, found)
+        search.run(graph_module, images)
+        changed = 0
+        for source in found:
+            s = search.best(source)
+            if s is not None:
+                changed += 1
+                source.divide(s)
+                for reader in source.followed.readers:
+                    multiply(reader, s)
+    return PassResult(graph_module, changed, skipped)
+
+
+def scalable(graph_module: fx.GraphModule) -> tuple[list[ScalableOperator], list[tuple[str, str]]]:
+    """Sources with a reader whose weight is quantized; of the others, why they stay."""
+    found, skipped = sources(graph_module)
+    chosen = list[ScalableOperator]()
+    for source in nearest(found):
+        module = module_of(source.node) if source.node.op == "call_module" else None
+        own = module.weight_fake_quant if isinstance(module, QATOperator) else None
+        if own is not None and not own.spec.granularity.separates(0):
+            skipped.append((site(source.node), "one scale serves its weight, which factors would spread"))
+        elif any(_quantized(reader) for reader in source.followed.readers):
+            chosen.append(source)
+    return chosen, [(where, f"not scaled: {reason}") for where, reason in skipped]
+
+
+def _quantized(reader: Reader) -> QATOperator | None:
+    """The operator of a reader whose weight is quantized."""
+    module = module_of(reader.node)
+    return module if isinstance(module, QATOperator) and module.weight_fake_quant is not None else None
+
+
+class _Search:
+    """Errors of the readers of each source by strength; the first is that of none."""
+
+    def __init__(self, steps: int, found: list[ScalableOperator]) -> None:
+        self.strengths = [0.0, *((i + 1) / steps for i in range(steps))]
+        self.readers = dict[QATOperator, list[tuple[ScalableOperator, Reader]]]()
+        for source in found:
+            for reader in source.followed.readers:
+                operator = _quantized(reader)
+                if operator is not None:
+                    self.readers.setdefault(operator, []).append((source, reader))
+        self.errors = {source: [0.0] * len(self.strengths) for source in found}
+        self.sizes = {source: torch.zeros(len(source.followed.free), dtype=torch.float64) for source in found}
+
+    def run(self, graph_module: fx.GraphModule, images: list[tuple[Tensor, ...]]) -> None:
+        """Takes all readers into account; moments come in rounds, each a pass over the images."""
+        for operator, moments in input_moments(graph_module, self.readers, images):
+            for source, reader in self.readers[operator]:
+                sizes = self._sizes(operator, reader, moments, source)
+                self.sizes[source] = torch.maximum(self.sizes[source], sizes)
+                for i, strength in enumerate(self.strengths):
+                    own = by_channel(_factors(sizes, source, strength), reader.channels)
+                    self.errors[source][i] += _error(operator, moments, own)
+
+    def best(self, source: ScalableOperator) -> Tensor | None:
+        """The factors [channels], float64, with the least error; None where they gain nothing."""
+        none, *others = self.errors[source]
+        least = min(others)
+        if not least < none * (1 - _BETTER):
+            return None
+        return _factors(self.sizes[source], source, self.strengths[1 + others.index(least)])
+
+    def _sizes(
+        self, operator: QATOperator, reader: Reader, moments: list[Moments], source: ScalableOperator
+    ) -> Tensor:
+        """Root mean squares [channels of the source] of the inputs, float64."""
+        squares = torch.cat([one.second.diagonal(dim1=1, dim2=2) / one.count for one in moments], 1)
+        kernel = operator.weight[0, 0].numel()
+        channels = squares.reshape(len(squares), -1, kernel).mean(2).flatten().cpu().double().sqrt()
+        total = torch.zeros(len(source.followed.free), dtype=torch.float64)
+        known = reader.channels >= 0
+        return total.scatter_reduce_(0, reader.channels[known], channels[known], "amax")
+
+
+def _factors(sizes: Tensor, source: ScalableOperator, strength: float) -> Tensor:
+    """S [channels], float64, around 1; 1 for channels that are not free."""
+    x = sizes.clamp(min=max(float(sizes.max()) * _LEAST, 1e-30))
+    s = x**strength
+    free = source.followed.free.to(s.device)
+    s = s / (s[free].max() * s[free].min()).sqrt()
+    return torch.where(free, s, 1.0)
+
+
+def _error(operator: QATOperator, moments: list[Moments], own: Tensor) -> float:
+    """The squared error of an operator's outputs, as a share of their squares.
+
+    Args:
+        own: factors [input channels], float64.
+    """
+    quantizer = operator.weight_fake_quant
+    assert quantizer is not None
+    weight = operator.effective()[0].detach().float()
+    factors = input_factors(operator, own.to(weight.device)).float()
+    scaled = weight * factors
+    rounded = numerics.fake_quantize_weight(
+        scaled, numerics.weight_scale(scaled, quantizer.spec), quantizer.spec
+    )
+    groups = len(moments[0].second)
+    error = ((rounded / factors) - weight).reshape(groups, len(weight) // groups, -1)
+    whole = weight.reshape(error.shape)
+    lost = wanted = 0.0
+    start = 0
+    for one in moments:
+        part = slice(start, start + one.second.shape[1])
+        start = part.stop
+        for rows in range(groups):
+            h = one.second[rows] / one.count
+            lost += float(((error[rows, :, part] @ h) * error[rows, :, part]).sum())
+            wanted += float(((whole[rows, :, part] @ h) * whole[rows, :, part]).sum())
+    return lost / max(wanted, 1e-30)
