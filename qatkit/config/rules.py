@@ -270,7 +270,7 @@ def _check_weights(config: Config) -> None:
     if asked.bits is not None and config.mode != "weight_only":
         allowed = "null without onnx=FILE mode=weight_only (train.py takes backend=weight_only)"
         raise ConfigError("weights.bits", asked.bits, allowed)
-    for key in ("block", "symmetric") if asked.bits is None else ():
+    for key in ("block", "symmetric", "scale_dtype") if asked.bits is None else ():
         if getattr(asked, key) is not None:
             reason = "the number of bits is missing; add weights.bits=4, for example"
             raise ConfigError(f"weights.{key}", getattr(asked, key), reason=reason)

@@ -74,6 +74,7 @@ def _packed_backend(config: Config) -> BackendConfig:
         weight_dtype=f"int{asked.bits}",
         weight_granularity=block if isinstance(block, str) else {"block": block},
         weight_symmetric=bool(asked.symmetric),
+        weight_scale_dtype=asked.scale_dtype,
         overrides=config.backend.overrides,
     )
 

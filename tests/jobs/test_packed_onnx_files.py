@@ -113,6 +113,16 @@ def test_products_become_standard_operators_in_an_opset_that_has_them(tmp_path: 
     assert entries == {"session.qdq_matmulnbits_accuracy_level": "0"}
 
 
+def test_scales_are_held_in_the_type_that_is_asked_for(tmp_path: Path) -> None:
+    path, folder = narrow(tmp_path / "net.onnx"), tmp_path / "run"
+    typed = ("weights={bits: 4, block: 16, scale_dtype: uint8}", f"output_dir={folder}")
+    assert quantize_file.quantize(asked(path, *typed)) == 0
+    assert {"MatMulNBits", "Cast", "Mul"} <= kinds(folder / FILE)
+    # Whole blocks of integers, a byte for each of 95 scales, 4 for the unit of each of 45 outputs, and zero points.
+    held = (40 * 16 + 5 * 24) + 95 + 45 * 4 + (40 * 1 + 5 * 2)
+    assert report_of(folder)["audit"]["packed_bits"] == pytest.approx(8 * held / 1160, abs=0.01)
+
+
 def test_without_bits_the_tools_write_int8(tmp_path: Path) -> None:
     path, _ = several(tmp_path / "net.onnx")
     config = asked(path, "data=arrays", f"data.root={tmp_path}")

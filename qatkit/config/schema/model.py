@@ -268,6 +268,11 @@ class WeightsConfig:
         BLOCK,
     )
     symmetric: bool | None = setting(None, "weights without zero points; null: with zero points")
+    scale_dtype: str | None = setting(
+        None,
+        "type that holds the scales: float32, float16, or uint8 (quantized themselves); null: float32",
+        Choices(SCALE_TYPES),
+    )
 
 
 @dataclass
