@@ -25,8 +25,8 @@ from qatkit_verify.errors import ConfigError
 from qatkit_verify.placement.sites import VARIANTS
 
 EXPORT_KEYS = ("checkpoint", "output_dir", "export.opset", "export.dynamic_batch", "export.dynamic_axes", "export.io",
-               "export.bundle", "export.bundle_as", "export.bundle_float", "export.golden_images", "export.sign",
-               "export.encrypt", "export.encrypt_bundle", "data",
+               "export.packed_weights", "export.bundle", "export.bundle_as", "export.bundle_float",
+               "export.golden_images", "export.sign", "export.encrypt", "export.encrypt_bundle", "data",
                "calibration.cache", "verify.threads", "verify.audit", "verify.latency_batch",
                "trainer.debug")  # fmt: skip
 ONNX_GROUPS = ("data", "backend", "calibration", "export", "verify", "trainer")

@@ -96,8 +96,10 @@ class DataModule(lightning.LightningDataModule):
         check_augmentation(config, task)
         self.config, self.seed, self.task = config, seed, task
         outputs = {} if states is None else dict(states.outputs)
-        asked = Request(config, [port for port in ports if port.name not in outputs], outputs, about or {})
-        self.splits = splits_of(source, config, seed, asked)
+        self.request = Request(
+            config, [port for port in ports if port.name not in outputs], outputs, about or {}
+        )
+        self.splits = splits_of(source, config, seed, self.request)
         lone = any(port.axis is None for port in ports if port.name in outputs)  # a sequence has one state
         if lone or not getattr(self.splits, "batched", True):
             ports = [replace(port, axis=None) for port in ports]

@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from qatkit.config.schema import ExportConfig
+from qatkit.config.schema.model import TEXTS
 from qatkit.data import DataModule
+from qatkit.data.tokenizer import save_tokenizer
 from qatkit.encryption.vault import readable
 from qatkit.handover.card import card
 from qatkit.handover.demo import write_demo
@@ -177,6 +179,8 @@ def _fill(source: BundleSource, new: Path) -> None:
         prepared = source.data.preprocessing.as_dict()
         name, told = PREPROCESS_FILE, preprocess_json(source.int8, prepared, source.threads)
     (new / name).write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    if source.data.config.source in TEXTS:
+        save_tokenizer(source.data.config, source.data.request.about, new)
     if source.data.classes:
         (new / LABELS_FILE).write_text(_lines(source.data.classes), encoding="utf-8")
     _fill_for_programs(source, new, report)

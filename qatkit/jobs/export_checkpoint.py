@@ -15,6 +15,7 @@ from qatkit.encryption.vault import protected, readable, secret
 from qatkit.export.accuracy_level import FLOAT, at_level
 from qatkit.jobs.accuracy_level import level_of_run
 from qatkit.jobs.hand_over import bundle_line, bundled, check_hand_over, same_file, source_of
+from qatkit.jobs.packed_weights import check_form
 from qatkit.records.run_files import CONFIG_FILE, REPORT_FILE, file_name, write_model_json
 from qatkit.run.build import captured, data_of, qat_module
 from qatkit.run.export import check_integer_ends, check_weights, finish_file, write_file
@@ -41,18 +42,8 @@ def export(config: Config) -> int:
 
 def _exported(config: Config) -> int:
     assert config.checkpoint is not None
-    if config.export.mode != "static":
-        allowed = "static: a checkpoint is exported as QDQ; onnx=model.float.onnx takes mode=MODE"
-        raise ConfigError("export.mode", config.export.mode, allowed)
     folder, run = output_dir(config), Path(config.checkpoint).parent
-    _check_neighbours(config, folder)
-    check_hand_over(config)
-    check_weights(config)
-    if config.export.bundle and not (run / REPORT_FILE).is_file():
-        allowed = (
-            f"false: {run} has no {REPORT_FILE}, so its run is not finished and nothing is known of the file"
-        )
-        raise ConfigError("export.bundle", True, allowed)
+    _check_settings(config, folder, run)
     stored = read_checkpoint(config.checkpoint)
     placed = with_placement_of(config, stored["qatkit"])
     module = restored(placed, config.checkpoint, stored)
@@ -92,6 +83,22 @@ def _exported(config: Config) -> int:
         with readable(path) as plain:
             say(bundle_line(bundled(source_of(config, run, plain, data or data_of(config)), folder)))
     return 0 if found.ok or not config.verify.audit else 1
+
+
+def _check_settings(config: Config, folder: Path, run: Path) -> None:
+    """Refuses, by ConfigError, what no file of a checkpoint can have, or this run's cannot."""
+    if config.export.mode != "static":
+        allowed = "static: a checkpoint is exported as QDQ; onnx=model.float.onnx takes mode=MODE"
+        raise ConfigError("export.mode", config.export.mode, allowed)
+    _check_neighbours(config, folder)
+    check_hand_over(config)
+    check_weights(config)
+    check_form(config)
+    if config.export.bundle and not (run / REPORT_FILE).is_file():
+        allowed = (
+            f"false: {run} has no {REPORT_FILE}, so its run is not finished and nothing is known of the file"
+        )
+        raise ConfigError("export.bundle", True, allowed)
 
 
 def restored(config: Config, checkpoint: str, stored: dict[str, Any]) -> QATModule:

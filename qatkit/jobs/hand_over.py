@@ -97,7 +97,7 @@ def bundle_line(path: Path) -> str:
 
 def same_file(asked: ExportConfig, reported: ExportConfig) -> dict[str, object]:
     """The settings by which two files differ: of `reported`, where `asked` is another."""
-    keys = ("opset", "dynamic_batch", "dynamic_axes", "mode", "io", "tensorrt_table")
+    keys = ("opset", "dynamic_batch", "dynamic_axes", "mode", "io", "packed_weights", "tensorrt_table")
     return {key: getattr(reported, key) for key in keys if getattr(asked, key) != getattr(reported, key)}
 
 

@@ -8,7 +8,7 @@ C++ programs read pictures in their own way: theirs starts at pixels that are re
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from string import Template
@@ -24,6 +24,7 @@ from qatkit_verify.bundle.manifest import (
     LABELS_FILE,
     PREPROCESS_FILE,
     REPORT_FILE,
+    TOKENIZER_FILE,
 )
 from qatkit_verify.bundle.ports import Port
 from qatkit_verify.classification import NAMES, names_of
@@ -121,7 +122,24 @@ def arrays_program(bundle: Path, session_options: Mapping[str, str]) -> str:
     code = template.substitute(
         file=INT8_FILE, golden=GOLDEN_FILE, feeds=feeds, options=_entries(loading, _PYTHON_ENTRY)
     )
-    return f"```python\n{code}```\n\nIn C++ and JavaScript the same arrays go in by the same names."
+    text = f"```python\n{code}```\n\nIn C++ and JavaScript the same arrays go in by the same names."
+    return f"{text}\n\n{_of_text(ports)}" if (bundle / TOKENIZER_FILE).is_file() else text
+
+
+def _of_text(ports: Sequence[Port]) -> str:
+    """Markdown that shows how a text becomes the inputs of a bundle with a tokenizer."""
+    known = {"input_ids": "ids", "attention_mask": "attention_mask", "token_type_ids": "type_ids"}
+    feeds = [
+        f"    {json.dumps(one.name)}: np.array([text.{known[one.name]}], np.{one.type}),\n"
+        for one in ports
+        if one.name in known
+    ]
+    code = (
+        "from tokenizers import Tokenizer\n\n"
+        f'text = Tokenizer.from_file("{TOKENIZER_FILE}").encode("A text.")\n'
+        f"feeds = {{\n{''.join(feeds)}}}\n"
+    )
+    return f"A text becomes such arrays by the bundle's tokenizer (a pair is two arguments):\n\n```python\n{code}```"
 
 
 def _filled(loading: Loading) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from qatkit.config.compose import compose_config
 from qatkit.config.schema import Config
 from qatkit.jobs import pipeline
 from qatkit.run.build import data_of
+from qatkit_verify.command import main as verify_bundle
 from qatkit_verify.errors import ConfigError
 
 pytestmark = needs_transformers
@@ -84,7 +86,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The folder of a run that trains a new head on pairs, and their folder."""
     top = tmp_path_factory.mktemp("classifier")
     root = labelled(top / "pairs")
-    assert pipeline.train(asked(top / "run", saved(top / "model"), root, *TRAINED)) == 0
+    changes = (*TRAINED, "export.bundle=true")
+    assert pipeline.train(asked(top / "run", saved(top / "model"), root, *changes)) == 0
     return top / "run", root
 
 
@@ -128,6 +131,20 @@ def test_a_file_takes_texts_of_any_length(made: tuple[Path, Path]) -> None:
         padded = {name: np.pad(one, [(0, 0), (0, 7)]) for name, one in feeds.items()}
         (other,) = session.run(None, padded)
         assert found.shape == (1, 2) and np.abs(found - other).max() < 0.1 * max(1.0, np.abs(found).max())
+
+
+def test_the_card_of_a_bundle_tells_how_a_text_is_read(
+    made: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle = made[0] / "bundle"
+    monkeypatch.chdir(bundle)
+    first, second = re.findall(r"```python\n(.*?)```", (bundle / "card.md").read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(first + second.replace('encode("A text.")', 'encode("the tree", "cat tree")'), names)
+    assert names["feeds"]["token_type_ids"].sum() > 0
+    (found,) = names["session"].run(None, names["feeds"])
+    assert found.argmax() == sorted(CLASSES).index("animal")
+    assert verify_bundle([".", "--min-speedup", "0.01"]) == 0
 
 
 def refused(config: Config) -> str:

@@ -14,6 +14,7 @@ WAVE_AXES, WAVE_SCALES = ("nt", "n1t", "nt1", "t"), ("unit", "int16")  # of soun
 # Sources with settings of their own.
 AUDIO, DRAWN, TEXT = "qatkit.data.audio.audio", "qatkit.data.drawn.drawn", "qatkit.data.text.text"
 PAIRS, LABELLED = "qatkit.data.sentence_pairs.sentence_pairs", "qatkit.data.labelled_text.labelled_text"
+TEXTS = (TEXT, PAIRS, LABELLED)  # sources that read texts with a tokenizer
 
 
 @dataclass

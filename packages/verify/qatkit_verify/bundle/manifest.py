@@ -26,6 +26,7 @@ FORMAT, FORMAT_OF_ARRAYS = 1, 2
 MANIFEST, SIGNATURE = "manifest.json", "manifest.sig"
 INT8_FILE, FLOAT_FILE = "model.onnx", "float.onnx"
 PREPROCESS_FILE, LABELS_FILE, GOLDEN_FILE = "preprocess.json", "labels.txt", "golden.npz"
+TOKENIZER_FILE = "tokenizer.json"  # of a model of texts
 ARRAYS_FILE = "model.json"  # of a model of arrays: its inputs and outputs
 REPORT_FILE, PAGE_FILE, CONFIG_FILE, CARD_FILE = "report.json", "report.html", "config.yaml", "card.md"
 # Without these nothing can be judged.
