@@ -34,6 +34,7 @@ from qatkit.graph.captured import Captured
 from qatkit.progress import shown
 from qatkit.records.run_files import PARTIAL
 from qatkit.records.tried import Tried
+from qatkit.run.allocator import return_freed_memory
 from qatkit.run.build import example_batch, qat_module
 from qatkit.run.folder import Run
 from qatkit.train.module import IDLE, QATModule
@@ -209,7 +210,7 @@ class _Competition:
         algorithm = self.algorithms[name]
         batches = self.data.image_batches(self.seen[: algorithm.images], self.config.calibration.batch_size)
         progress, file = self.config.trainer.progress, self.folder / f"{name}{PARTIAL}"
-        with working(progress=progress, seed=self.config.seed, file=file):
+        with working(progress=progress, seed=self.config.seed, file=file, between=return_freed_memory):
             seen = shown(batches, f"algorithms: {name}", progress)
             hook((images for images, _ in seen), [algorithm])
 

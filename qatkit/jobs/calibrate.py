@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 
 from qatkit.algorithms.base import CALIBRATED, OBSERVED, algorithms_of
 from qatkit.algorithms.blocks.journal import working
@@ -13,6 +14,7 @@ from qatkit.data import DataModule
 from qatkit.jobs.stages import InCheckpoint, State
 from qatkit.progress import shown
 from qatkit.records.run_files import PARTIAL, partial_results
+from qatkit.run.allocator import return_freed_memory
 from qatkit.run.build import example_batch
 from qatkit.run.folder import Run, main_process
 from qatkit.train.module import IDLE
@@ -96,7 +98,11 @@ def _with_images(run: Run, data: DataModule, stage: str, hook: Callable[..., Non
             name.replace("_", " "),
         )
         progress, file = run.config.trainer.progress, run.folder / f"{name}{PARTIAL}"
-        with run.stage(name, title), working(progress=progress, seed=run.config.seed, file=file):
+        between = partial(return_freed_memory, cycles=False)
+        with (
+            run.stage(name, title),
+            working(progress=progress, seed=run.config.seed, file=file, between=between),
+        ):
             seen = shown(batches, title, progress)
             hook((images for images, _ in seen), [algorithm])
 

@@ -40,15 +40,19 @@ def keep_freed_memory(sample: int = 0, weights: int = 0) -> None:
         library.mallopt(parameter, value)
 
 
-def return_freed_memory() -> None:
+def return_freed_memory(*, cycles: bool = True) -> None:
     """Returns to the kernel what a stage has freed, unless it is kept (`keep_freed_memory`).
 
     glibc itself returns only what lies at the end of its heap, where one small object that is still in use holds back
     everything before it.
+
+    Args:
+        cycles: whether objects that refer to each other are looked for first, which takes a few tenths of a second.
     """
     library = _glibc()
     if _RETURNS[0] and library is not None:
-        gc.collect()
+        if cycles:
+            gc.collect()
         library.malloc_trim(0)
 
 

@@ -30,6 +30,10 @@ from qatkit.encryption.vault import readable, secret
 Found = dict[str, Tensor]  # what a block came to
 
 
+def _nothing() -> None:
+    """Does nothing."""
+
+
 @dataclass(frozen=True)
 class Work:
     """How an algorithm works that takes long.
@@ -38,20 +42,24 @@ class Work:
         progress: with a bar.
         seed: of the order of its images.
         file: by whose name the files of finished blocks are called, None: there are none.
+        between: called after each block, to return the memory that it has freed.
     """
 
     progress: bool = False
     seed: int = 0
     file: Path | None = None
+    between: Callable[[], None] = _nothing
 
 
 _CURRENT: ContextVar[Work] = ContextVar("work", default=Work())  # noqa: B039  frozen
 
 
 @contextmanager
-def working(*, progress: bool, seed: int, file: Path | None) -> Iterator[None]:
+def working(
+    *, progress: bool, seed: int, file: Path | None, between: Callable[[], None] = _nothing
+) -> Iterator[None]:
     """What algorithms called within show, and where they keep what they have finished."""
-    token = _CURRENT.set(Work(progress, seed, file))
+    token = _CURRENT.set(Work(progress, seed, file, between))
     try:
         yield
     finally:

@@ -102,6 +102,7 @@ class BlockWalk:
                     learner.apply(lesson, self.journal.next(partial(state.taught, learner, lesson, fisher)))
                 state.run(lesson, _QUANTIZED, later)
                 state.forget(later)
+                current().between()
         set_phase(self.graph_module, observe=False, quantize=True)
 
 
