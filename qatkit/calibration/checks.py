@@ -40,7 +40,7 @@ class Watch:
                 self.before, self.at = ranges(self.graph_module), self.count
             self.count += len(labels)
             if self.classes:
-                self.seen.update(labels.tolist())
+                self.seen.update(labels.unique().tolist())
             yield images
 
     def notes(self) -> list[str]:

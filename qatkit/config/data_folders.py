@@ -16,6 +16,10 @@ FOLDERS = {
     "qatkit.data.arrays.arrays": (
         "a folder of .npz or .npy files, whose arrays are named after the model's inputs"
     ),
+    "qatkit.data.label_pictures.label_pictures": (
+        "a folder with pictures and label pictures of the same names: train/ and train_labels/, test/ and test_labels/ "
+        "(or val), or images/train and labels/train, and so on (masks, annotations)"
+    ),
     "qatkit.data.labelled_text.labelled_text": (
         "a folder of .tsv, .csv or .jsonl files with texts and labels, those with 'test' in their names to verify and "
         "at least one other to calibrate; or of train/CLASS/*.txt and test/CLASS/*.txt"

@@ -6,7 +6,7 @@ says, becomes one line with its index, in a worker as in this process.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from PIL import Image
 from torch import Tensor
@@ -86,6 +86,22 @@ class CheckedImages:
         if self.arrays is not None:
             return self.arrays.checked(item[0], name), label
         return self._image(item[0], name), label
+
+    def label_map(self, target: Any) -> Tensor:
+        """Returns the map that a target of a task with `maps` stands for, uint8 [1, height, width].
+
+        Raises:
+            ConfigError: the source gives none, or one that can't be read.
+        """
+        dataset: Any = self.dataset
+        if not hasattr(dataset, "label_map"):
+            told = f"{self.part} must have a method label_map(target) for {self.task.names.description}"
+            raise self._wrong(f"{told}, as data=label_pictures has")
+        with calling("data.source", self.source, dataset):
+            found = dataset.label_map(target)
+        if not is_image_tensor(found) or found.shape[0] != 1:
+            raise self._wrong(f"label_map({target!r}) must be a uint8 tensor (1, H, W), not {_kind(found)}")
+        return cast(Tensor, found)
 
     def _image(self, image: Any, name: str) -> Image.Image | Tensor:
         if is_image_tensor(image):
@@ -194,3 +210,6 @@ def check_augmentation(config: DataConfig, task: Task) -> None:
             f"{' | '.join(kept)} for {task.names.description}, whose targets the others would make wrong"
         )
         raise ConfigError("data.augment", config.augment, allowed)
+    if task.maps and config.policy != "none":
+        allowed = f"none for {task.names.description}: a policy moves pixels, and not their labels"
+        raise ConfigError("data.policy", config.policy, allowed)

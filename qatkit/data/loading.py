@@ -24,15 +24,18 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
 from qatkit.data.arrays import ArrayBatches
 from qatkit.data.image_loader import Batch, Failure, ImageLoader
 from qatkit.data.inputs import Batch as Inputs
+from qatkit.data.label_maps import LabelMaps
 from qatkit.data.pace import Pass
 from qatkit.data.preprocessing import Preprocessing
 from qatkit.data.sources import ImageDataset
 from qatkit.tasks import CLASSIFICATION, Task
+from qatkit.tasks.base import NO_TARGET
 from qatkit_verify.errors import ConfigError
 
 _Key = tuple[int, int]  # epoch, index into the dataset
@@ -133,8 +136,10 @@ class EvalImages(Dataset[Batch]):
 
     def __getitems__(self, positions: list[int]) -> Batch | Failure:
         """The batch at `positions`."""
+        maps = _maps_of(self.preprocessing, self.task)
+        chosen = [self.indices[p] for p in positions]
         return _load(
-            self.images, [self.indices[p] for p in positions], self.preprocessing.eval_batch, self.task
+            self.images, chosen, self.preprocessing.eval_batch, self.task, maps.eval_maps if maps else None
         )
 
 
@@ -156,12 +161,26 @@ class TrainImages(Dataset[Batch]):
 
     def __getitems__(self, keys: list[_Key]) -> Batch | Failure:
         """The augmented batch at `keys`."""
-        draws = [random.Random(f"{self.seed}/{epoch}/{index}") for epoch, index in keys]
+        maps = _maps_of(self.preprocessing, self.task)
+
+        def draws() -> list[random.Random]:
+            return [random.Random(f"{self.seed}/{epoch}/{index}") for epoch, index in keys]
 
         def prepare(images: Iterable[Any]) -> Inputs:
-            return self.preprocessing.train_batch(images, self.augment, draws, self.policy)
+            return self.preprocessing.train_batch(images, self.augment, draws(), self.policy)
 
-        return _load(self.images, [index for _, index in keys], prepare, self.task)
+        def prepare_maps(found: Iterable[Tensor]) -> Tensor:
+            assert maps is not None
+            return maps.train_maps(found, self.augment, draws())
+
+        return _load(
+            self.images, [index for _, index in keys], prepare, self.task, prepare_maps if maps else None
+        )
+
+
+def _maps_of(preprocessing: Preprocessing | ArrayBatches, task: Task) -> LabelMaps | None:
+    """The preparation of targets that are maps, beside that of pictures; None for a task with other targets."""
+    return LabelMaps.beside(preprocessing) if task.maps and isinstance(preprocessing, Preprocessing) else None
 
 
 def _load(
@@ -169,6 +188,7 @@ def _load(
     indices: list[int],
     prepare: Callable[[Iterable[Any]], Inputs],
     task: Task,
+    prepare_maps: Callable[[Iterable[Tensor]], Tensor] | None = None,
 ) -> Batch | Failure:
     targets = list[Any]()
 
@@ -179,7 +199,11 @@ def _load(
             yield image
 
     try:
-        return prepare(one_by_one()), task.collate(targets)
+        batch = prepare(one_by_one())
+        if prepare_maps is None or targets[0] == NO_TARGET:
+            return batch, task.collate(targets)
+        source: Any = images
+        return batch, prepare_maps(source.label_map(target) for target in targets)
     except ConfigError as error:
         trace = "".join(traceback.format_exception(error))
         return Failure(error.key, str(error.value), error.problem, trace)

@@ -233,7 +233,7 @@ class Preprocessing:
         size = sides(self.image_size)
         picture = (array.shape[-2], array.shape[-1])
         how = fitting(self.fit, picture, size, sides(self.resize), self.align)
-        kept = resized(array, how, self.interpolation).float()
+        kept = self._resized(array, how).float()
         if how.kept == size:
             return kept
         found = kept.new_full((*kept.shape[:2], *size), self.pad_value)
@@ -246,7 +246,11 @@ class Preprocessing:
         size = sides(self.image_size)
         top, left, height, width = random_rectangle(array.shape[-2], array.shape[-1], draw, size[1] / size[0])
         crop = array[None, :, top : top + height, left : left + width]
-        return resized(crop, Fitting(size, (0, 0), size), self.interpolation)[0].float()
+        return self._resized(crop, Fitting(size, (0, 0), size))[0].float()
+
+    def _resized(self, array: Tensor, how: Fitting) -> Tensor:
+        """The part of uint8 `array` (N, channels, height, width) that is kept, resized: uint8 or float32."""
+        return resized(array, how, self.interpolation)
 
     def _finished(self, batch: Tensor) -> Tensor:
         """float32 pixels (N, channels, height, width) in 0..255, RGB, changed in place to what the model takes."""

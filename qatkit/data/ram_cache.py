@@ -97,6 +97,10 @@ class KeptImages:
         self._store(index, found)
         return found, label
 
+    def label_map(self, target: Any) -> Tensor:
+        """Returns the map of a target, as `CheckedImages` does."""
+        return self.images.label_map(target)
+
     def _stored(self, row: list[int]) -> Tensor:
         start, channels, height, width, innermost = row
         values = self.block.bytes[start - 1 :][: channels * height * width]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from qatkit.config.schema.model import AUDIO, DRAWN, LABELLED, PAIRS, TEXT
+from qatkit.config.schema.model import AUDIO, DRAWN, LABELLED, MAPS, PAIRS, TEXT
 from qatkit_verify.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ _OWN: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("count", "sizes", "ranges"), (DRAWN,)),
     **dict.fromkeys(("context", "tokenizer"), (TEXT, PAIRS, LABELLED)),
     "columns": (LABELLED,),
+    "ignored": (MAPS,),
 }
 
 

@@ -109,10 +109,11 @@ def _by_class(report: Report, labels: Sequence[str]) -> str:
     images = int8.get("class_images") or ()
     if len(images) < 3:
         return ""
-    shares = sorted((100 * int8["class_right"][i] / total, i) for i, total in enumerate(images) if total)
+    shares = sorted((100 * int8["class_right"][i] / one, i) for i, one in enumerate(images) if one)
+    right, total = before.get("class_right") or (), before.get("class_images") or ()
     rows = [
         (_plain(labels[i] if i < len(labels) else str(i)), f"{share:.1f}",
-         f"{100 * before['class_right'][i] / images[i]:.1f}" if before.get("class_right") else "-", f"{images[i]:,}")
+         f"{100 * right[i] / total[i]:.1f}" if right and total[i] else "-", f"{images[i]:,}")
         for share, i in shares[:_WORST]
     ]  # fmt: skip
     metric = names_of(report).main

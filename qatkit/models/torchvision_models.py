@@ -37,11 +37,19 @@ def builder(name: str) -> Callable[..., Any]:
         ConfigError: torchvision has no such model.
     """
     known = torchvision.models.list_models(module=torchvision.models)
+    if name in _segmenters():
+        return functools.partial(torchvision.models.get_model_builder(name), weights_backbone=None)
     if name not in known:
         allowed = f"a torchvision model or a dotted path{did_you_mean(name, known)}"
         raise ConfigError("model.name", name, allowed)
     found: Callable[..., Any] = torchvision.models.get_model_builder(name)
     return functools.partial(found, init_weights=False) if name in _INIT_WEIGHTS else found
+
+
+def _segmenters() -> list[str]:
+    """The models that give a class for each pixel; their backbones' weights are fetched unless they are refused."""
+    found: list[str] = torchvision.models.list_models(module=torchvision.models.segmentation)
+    return found
 
 
 def pretrained(config: ModelConfig, classes: int | None) -> nn.Module:
@@ -70,7 +78,7 @@ def pretrained(config: ModelConfig, classes: int | None) -> nn.Module:
         ) from error
     trained = len(weights.meta["categories"])
     if classes is not None and classes != trained:
-        replace_heads(model, trained, classes)
+        replace_heads(model, trained, classes, every=config.name in _segmenters())
     return model
 
 
@@ -126,10 +134,13 @@ def _weights(config: ModelConfig) -> WeightsEnum:
     return found
 
 
-def replace_heads(model: nn.Module, old: int, new: int) -> None:
+def replace_heads(model: nn.Module, old: int, new: int, *, every: bool = False) -> None:
     """Gives the classifier `new` outputs: the last Linear or Conv2d with `old` outputs is made afresh.
 
     So is the last one of each auxiliary classifier (GoogLeNet, Inception).
+
+    Args:
+        every: whether all such layers are made afresh, as where the outputs of several are added (LR-ASPP).
 
     Raises:
         ConfigError: no layer has `old` outputs.
@@ -138,7 +149,8 @@ def replace_heads(model: nn.Module, old: int, new: int) -> None:
     for path, module in model.named_modules():
         if _outputs(module) == old:
             top = path.split(".")[0]
-            heads[top if top.lower().startswith("aux") else ""] = path
+            key = top if top.lower().startswith("aux") else ""
+            heads[path if every and key in heads else key] = path
     if "" not in heads:
         raise ConfigError(
             "model.num_classes", new, reason=f"the model has no layer with the weights' {old} outputs"

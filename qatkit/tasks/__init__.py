@@ -6,6 +6,7 @@ classification.py   one of a number of classes
 causal_lm.py        the next token of a text
 text_classification.py  one of a number of classes for a text or a pair of texts
 text_embedding.py   sentences as vectors, by how related pairs of them are
+segmentation.py     a class for each pixel
 outputs.py          outputs of any meaning, compared with the float model's
 decisions/          what two such outputs have the same where they agree
 
@@ -30,6 +31,7 @@ TASKS = {
     "causal_lm": "qatkit.tasks.causal_lm.CausalLM",
     "text_classification": "qatkit.tasks.text_classification.TextClassification",
     "text_embedding": "qatkit.tasks.text_embedding.TextEmbedding",
+    "segmentation": "qatkit.tasks.segmentation.Segmentation",
     "outputs": "qatkit.tasks.outputs.Outputs",
 }
 CLASSIFICATION = Classification()

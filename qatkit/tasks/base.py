@@ -79,11 +79,14 @@ class Task(ABC):
     Attributes:
         names: what metrics, decisions and outputs are called; the first metric decides.
         augmentations: the values of `data.augment` that leave the targets true; None: all of them.
+        maps: whether targets are maps of labels, which go the way of their images: a target stands for the map that
+            the dataset's `label_map(target)` returns, and a batch of them is int64 [N, height, width].
         every_output: whether distillation is over all outputs of a model, or over its first one alone.
     """
 
     names: ClassVar[TaskNames]
     augmentations: ClassVar[Sequence[str] | None] = ("none",)
+    maps: ClassVar[bool] = False
     every_output: ClassVar[bool] = False
 
     @abstractmethod
@@ -141,8 +144,8 @@ class Task(ABC):
         return F.mse_loss(output.float(), teacher.float())
 
     def total(self, output: Tensor, targets: Tensor) -> Tensor:
-        """Returns the sum of `values` over a batch, a scalar on the device of `output`, without waiting for it if
-        possible; sums of batches and processes are added.
+        """Returns the sum of `values` over a batch, a scalar or what else `figure` takes, on the device of `output`,
+        without waiting for it if possible; sums of batches and processes are added.
         """
         import torch
 

@@ -129,7 +129,7 @@ class Scores:
         metrics: in the order of `TaskNames.metrics`.
         images: on which they were measured.
         class_images, class_right: images of each class in the order of the outputs, and how many of them were
-            classed right; empty for tasks without classes.
+            classed right (of segmentation the pixels of union and intersection); empty for tasks without classes.
     """
 
     metrics: tuple[Metric, ...]

@@ -14,6 +14,7 @@ WAVE_AXES, WAVE_SCALES = ("nt", "n1t", "nt1", "t"), ("unit", "int16")  # of soun
 # Sources with settings of their own.
 AUDIO, DRAWN, TEXT = "qatkit.data.audio.audio", "qatkit.data.drawn.drawn", "qatkit.data.text.text"
 PAIRS, LABELLED = "qatkit.data.sentence_pairs.sentence_pairs", "qatkit.data.labelled_text.labelled_text"
+MAPS = "qatkit.data.label_pictures.label_pictures"
 TEXTS = (TEXT, PAIRS, LABELLED)  # sources that read texts with a tokenizer
 
 
@@ -178,6 +179,10 @@ class DataConfig:
     )
     tokenizer: str | None = setting(
         None, "of text: a folder with a tokenizer.json, or that file; null: the one beside the model", PLACE
+    )
+    ignored: list[int] | None = setting(
+        None,
+        "data=label_pictures: numbers of label pictures that count neither as right nor as wrong; null: 255",
     )
     columns: list[str] | None = setting(
         None,

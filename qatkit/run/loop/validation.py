@@ -118,6 +118,7 @@ class Validating(Judging):
             for images, targets in shown(self._batches, f"{self.title}, validation", bar):
                 output = module.heads(module(on_device(images, device)))[0]
                 totals.append(task.total(output, targets.to(device)))
-        total = torch.stack(totals).sum().double() if totals else torch.zeros((), device=device).double()
+        total = torch.stack(totals).sum(0).double() if totals else torch.zeros((), device=device).double()
         total = trainer.strategy.reduce(total, reduce_op="sum")
-        return {SCORE: float(task.figure(total.item(), self.data.validation_count))}
+        summed = total if total.ndim else total.item()
+        return {SCORE: float(task.figure(summed, self.data.validation_count))}

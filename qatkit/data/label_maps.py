@@ -1,0 +1,42 @@
+"""Maps of labels on the way that their pictures go: resized, cropped, filled and mirrored alike.
+
+A pixel of the result has the number of the nearest pixel; what a picture is filled with counts as ignored. Draws come
+from sources of random numbers like those of the pictures, so both are cut and mirrored at the same places.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+
+from torch import Tensor
+from torch.nn import functional as nn_functional
+
+from qatkit.data.label_pictures import IGNORED
+from qatkit.data.preprocessing import Preprocessing
+from qatkit_verify.fitting import LEVELS, Fitting
+
+
+class LabelMaps(Preprocessing):
+    """What is done to a map of labels, uint8 [1, height, width], as something else is done to its picture."""
+
+    @classmethod
+    def beside(cls, pictures: Preprocessing) -> LabelMaps:
+        """Returns the preparation of maps beside that of pictures."""
+        values = {one.name: getattr(pictures, one.name) for one in fields(Preprocessing)}
+        plain = {"mean": (0.0,), "std": (1.0,), "pixels": LEVELS, "order": "rgb", "layout": "nchw"}
+        return cls(**values | plain | {"pad_value": float(IGNORED)})
+
+    def eval_maps(self, maps: Iterable[Tensor]) -> Tensor:
+        """Returns maps as in evaluation, int64 [N, height, width]."""
+        return self.eval_batch(maps)[:, 0].long()
+
+    def train_maps(self, maps: Iterable[Tensor], augment: str, draws: Sequence[random.Random]) -> Tensor:
+        """Returns maps as in training, int64 [N, height, width]; `draws` are as those of the pictures were."""
+        return self.train_batch(maps, augment, draws)[:, 0].long()
+
+    def _resized(self, array: Tensor, how: Fitting) -> Tensor:
+        (top, left), (rows, columns) = how.start, how.kept
+        found = nn_functional.interpolate(array, how.scaled, mode="nearest-exact")
+        return found[..., top : top + rows, left : left + columns]

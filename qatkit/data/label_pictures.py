@@ -1,0 +1,204 @@
+"""Pictures with a label picture each: the number of a class for every pixel.
+
+    ROOT/train/NAME.jpg  ROOT/train_labels/NAME.png      ROOT/val/...  ROOT/test/...      (train_masks, trainannot, ...)
+    ROOT/images/train/NAME.jpg  ROOT/labels/train/NAME.png                                (masks, annotations, ...)
+
+`train` trains and calibrates, `test` verifies, or `val` where there is no `test`. Names are those of `classes.txt` in
+ROOT, a line for each number; without it the numbers up to the largest one that occurs. `data.ignored` are numbers that
+count neither as right nor as wrong (255 by default). Label pictures are read before anything long: one of another size
+than its picture, in colours, or with a number that is no class ends the run with its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+
+from qatkit.config.data_folders import FOLDERS, data_folder
+from qatkit.data.image_files import ImageFiles
+from qatkit.data.sources import Splits
+from qatkit.progress import shown
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.pictures import check_size, is_image_name, is_litter, open_regular_file, reason
+
+if TYPE_CHECKING:
+    from qatkit.data.request import Request
+
+SOURCE = "qatkit.data.label_pictures.label_pictures"
+IGNORED = 255  # in the maps that the task gets
+_TRAIN, _TEST = ("train", "training"), ("test", "testing", "val", "valid", "validation")
+_LABELS = ("_labels", "_masks", "_annotations", "labels", "masks", "annot", "annotations")
+_PICTURE_FOLDERS, _LABEL_FOLDERS = ("images", "img_dir"), ("labels", "masks", "annotations", "ann_dir")
+_CLASSES, _THREADS, _PART, _SHOWN, _MANY = "classes.txt", 8, 64, 3, 1000
+
+
+class LabelPictures(ImageFiles):
+    """Pictures, and the files of their labels.
+
+    Args:
+        samples: (path of the picture, path of the label picture below `root`).
+        root: of all label pictures.
+        ignored: numbers that do not count.
+    """
+
+    samples: list[Any]
+    targets: list[Any]
+
+    def __init__(self, samples: Sequence[tuple[str, str]], root: Path, ignored: Sequence[int]) -> None:
+        super().__init__(samples)  # type: ignore[arg-type]
+        self.root, self.ignored = root, tuple(ignored)
+
+    def label_map(self, target: Any) -> Tensor:
+        """Returns the numbers of a label picture, uint8 [1, height, width], with `IGNORED` where they do not count.
+
+        Raises:
+            ConfigError: the file can't be read; names it.
+        """
+        found = _numbers(self.root / str(target))
+        return torch.from_numpy(np.where(np.isin(found, self.ignored), np.uint8(IGNORED), found))[None]
+
+
+def label_pictures(root: str | None, download: bool, seed: int, request: Request | None = None) -> Splits:
+    """Pictures and label pictures of a folder, in one of the layouts above.
+
+    Raises:
+        ConfigError: no such folder or layout, a picture without labels, or labels that do not fit.
+    """
+    top = data_folder(SOURCE, root)
+    train, test = _pairs(top, _TRAIN), _pairs(top, _TEST)
+    if train is None or test is None:
+        part = "train" if train is None else "test or val"
+        raise ConfigError("data.root", root, f"{FOLDERS[SOURCE]}; there is no {part} with labels")
+    given = None if request is None else request.settings.ignored
+    ignored = [IGNORED] if given is None else given
+    largest = _survey(top, [*train, *test], ignored)
+    classes = _classes(top, largest)
+    return Splits(LabelPictures(train, top, ignored), LabelPictures(test, top, ignored), classes)
+
+
+def _pairs(top: Path, parts: Sequence[str]) -> list[tuple[str, str]] | None:
+    """(picture, label picture below `top`) of the first part that has both, sorted; None where none has."""
+    for part in parts:
+        beside = [(top / part, top / f"{part}{labels}") for labels in _LABELS]
+        apart = [
+            (top / first / part, top / second / part)
+            for first in _PICTURE_FOLDERS
+            for second in _LABEL_FOLDERS
+        ]
+        for pictures, labels in (*beside, *apart):
+            if pictures.is_dir() and labels.is_dir():
+                return _matched(top, pictures, labels)
+    return None
+
+
+def _matched(top: Path, pictures: Path, labels: Path) -> list[tuple[str, str]]:
+    """Pictures with the label picture of their name, which may have something behind a _ or - as well."""
+    known: dict[str, list[Path]] = {}
+    for path in sorted(labels.iterdir()):
+        if is_image_name(path.name) and not is_litter(path.name):
+            known.setdefault(path.stem, []).append(path)
+    found, missing = [], []
+    for path in sorted(pictures.iterdir()):
+        if not is_image_name(path.name) or is_litter(path.name):
+            continue
+        own = known.get(path.stem) or [
+            one
+            for stem in known
+            if stem.startswith((f"{path.stem}_", f"{path.stem}-"))
+            for one in known[stem]
+        ]
+        if len(own) == 1:
+            found.append((str(path), own[0].relative_to(top).as_posix()))
+        else:
+            missing.append(f"{path.name} ({'none' if not own else f'{len(own)} of them'})")
+    if missing or not found:
+        told = ", ".join(missing[:_SHOWN]) or "no picture"
+        allowed = f"one label picture in {labels.name} for each picture in {pictures.name}; {len(missing)} lack it: "
+        raise ConfigError("data.root", str(top), allowed + told)
+    return found
+
+
+def _survey(top: Path, pairs: Sequence[tuple[str, str]], ignored: Sequence[int]) -> int:
+    """Looks at all label pictures; returns the largest number that counts.
+
+    Raises:
+        ConfigError: a label picture that does not belong to its picture.
+    """
+
+    def look(pair: tuple[str, str]) -> int:
+        numbers = _numbers(top / pair[1])
+        with open_regular_file(pair[0]) as stream, Image.open(stream) as picture:
+            size = picture.size
+        if size != numbers.shape[::-1]:
+            own = " x ".join(map(str, numbers.shape[::-1]))
+            told = f"{pair[1]} has {own} pixels, its picture {size[0]} x {size[1]}"
+            allowed = f"label pictures of their pictures' sizes: {told}"
+            raise ConfigError("data.root", str(top), allowed)
+        counted = numbers[~np.isin(numbers, ignored)]
+        return int(counted.max()) if counted.size else -1
+
+    largest = -1
+    with ThreadPoolExecutor(_THREADS) as pool:
+        parts = [pairs[start : start + _PART] for start in range(0, len(pairs), _PART)]
+        for part, _ in shown(
+            [(part, part) for part in parts], "looking at labels", len(pairs) >= _MANY, "files"
+        ):
+            largest = max(largest, *pool.map(look, part))
+    if largest < 0:
+        allowed = f"label pictures with numbers that count: all are among data.ignored={list(ignored)}"
+        raise ConfigError("data.root", str(top), allowed)
+    return largest
+
+
+def _classes(top: Path, largest: int) -> tuple[str, ...]:
+    """Names of the classes.
+
+    Raises:
+        ConfigError: a number without a name.
+    """
+    path = top / _CLASSES
+    if not path.is_file():
+        if largest >= IGNORED - 1:
+            allowed = f"label pictures of at most {IGNORED - 1} classes without {_CLASSES}; {largest} occurs"
+            raise ConfigError("data.root", str(top), allowed)
+        return tuple(map(str, range(largest + 1)))
+    names = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if largest >= len(names):
+        allowed = (
+            f"label pictures with numbers 0 to {len(names) - 1}, the lines of {_CLASSES}; {largest} occurs"
+        )
+        raise ConfigError("data.root", str(top), f"{allowed} (data.ignored leaves numbers out)")
+    return tuple(names)
+
+
+def _numbers(path: Path) -> NDArray[np.uint8]:
+    """The numbers of a label picture, uint8 [height, width].
+
+    Raises:
+        ConfigError: it can't be read, or has colours.
+    """
+    try:
+        with open_regular_file(str(path)) as stream, Image.open(stream) as image:
+            check_size(*image.size)
+            mode, values = image.mode, np.array(image)
+    except Exception as error:  # of the disk, and whatever bytes make of Pillow's readers
+        raise ConfigError(
+            "data.root", str(path), reason=f"the label picture can't be read ({reason(error)})"
+        ) from error
+    if values.ndim != 2 or values.dtype.kind not in "uib":
+        allowed = f"label pictures with one number for each pixel, grey or by a palette; this one is {mode}"
+        raise ConfigError("data.root", str(path), allowed)
+    if values.size and int(values.max()) > IGNORED:
+        raise ConfigError(
+            "data.root", str(path), f"numbers from 0 to {IGNORED} in label pictures, got {values.max()}"
+        )
+    found: NDArray[np.uint8] = values.astype(np.uint8)
+    return found

@@ -1,0 +1,207 @@
+"""A class for each pixel: logits [N, classes, height, width] against maps of labels [N, height, width].
+
+The main metric is the mean over the classes of intersection over union, which are sums over all images. What an image
+contributes are its own intersections and unions; the standard error of a difference is that of paired images.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from qatkit.tasks.base import NO_TARGET, Meter
+from qatkit.tasks.logits import Logits
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.records import Metric, Scores, TaskNames
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from qatkit.config.schema import ScheduleConfig
+    from qatkit.tasks.base import Array
+
+IGNORED = 255  # a label that counts neither as right nor as wrong (`qatkit.data.label_pictures`)
+
+
+class Segmentation(Logits):
+    """Mean intersection over union and pixel accuracy, agreement by the likeliest class of each pixel."""
+
+    names = TaskNames(
+        "segmentation",
+        "image segmentation",
+        (Metric("mIoU"), Metric("pixel accuracy")),
+        decision="class of a pixel",
+        outputs="logits",
+    )
+    augmentations: ClassVar[Sequence[str] | None] = None
+    maps = True
+
+    def loss(self, output: Tensor, targets: Tensor, schedule: ScheduleConfig) -> Tensor:
+        """Returns the cross entropy of all pixels that count; 0 of a batch without any."""
+        from torch.nn import functional as F
+
+        targets = _fitting(output, targets).to(output.device)
+        total = F.cross_entropy(
+            output.float(),
+            targets,
+            ignore_index=IGNORED,
+            label_smoothing=schedule.label_smoothing,
+            reduction="sum",
+        )
+        return total / (targets != IGNORED).sum().clamp(min=1)
+
+    def distillation(self, output: Tensor, teacher: Tensor, temperature: float) -> Tensor:
+        """Returns T² times the divergence of the softmaxes at temperature T, mean over all pixels.
+
+        Source: Hinton et al., "Distilling the knowledge in a neural network", 2015.
+        """
+        from torch.nn import functional as F
+
+        mine, wanted = ((one.float() / temperature).log_softmax(1) for one in (output, teacher))
+        return temperature**2 * F.kl_div(mine, wanted, log_target=True, reduction="none").sum(1).mean()
+
+    def total(self, output: Tensor, targets: Tensor) -> Tensor:
+        """Returns intersections and unions of a batch, [2, classes]."""
+        import torch
+
+        classes = output.shape[1]
+        targets = _fitting(output, targets).to(output.device)
+        counted = targets != IGNORED
+        found, wanted = output.argmax(1)[counted], targets[counted]
+        sizes = [torch.bincount(one, minlength=classes) for one in (found, wanted, wanted[found == wanted])]
+        return torch.stack([sizes[2], sizes[0] + sizes[1] - sizes[2]])
+
+    def figure(self, total: Any, images: int) -> Any:
+        """Returns the mean intersection over union of sums [2, classes], over the classes that occur."""
+        shared, joined = total
+        seen = joined > 0
+        return 100 * (shared[seen] / joined[seen]).mean() if seen.any() else 0 * joined.sum()
+
+    def values(self, outputs: Array, targets: Any) -> Array:
+        """Returns intersections and unions of each image, int64 [N, 2, classes]."""
+        import numpy as np
+
+        maps = np.asarray(targets)
+        _fitting(outputs, maps)
+        pairs = _confusions(outputs, maps)
+        shared = pairs.diagonal(0, 1, 2)
+        return np.stack([shared, pairs.sum(1) + pairs.sum(2) - shared], 1)
+
+    def mean(self, values: Array) -> float:
+        return float(self.figure(values.sum(0, dtype="int64"), len(values)))
+
+    def meter(self) -> Meter:
+        return _Meter(self)
+
+    def noise(self, first: Array, second: Array) -> float:
+        """Returns the standard error of the difference of two models on the same images."""
+        difference = _influence(first) - _influence(second)
+        return 100 * float(difference.std()) / math.sqrt(len(difference))
+
+    def spread(self, score: float, images: int, values: Array | None) -> float:
+        return 0.0 if values is None else 100 * float(_influence(values).std()) / math.sqrt(images)
+
+    def worse(self, first: Array, second: Array, sure: float) -> str:
+        lost = self.mean(first) - self.mean(second)
+        return f"loses {lost:.3g} points" if lost > sure * self.noise(first, second) else ""
+
+    def labelled(self, classes: Sequence[str], targets: Sequence[Any]) -> bool:
+        return bool(classes)
+
+    def target(self, value: Any) -> Any:
+        if isinstance(value, (int, str)):
+            return value
+        raise TypeError("targets must be numbers or names, of which label_map(target) makes maps")
+
+    def check_targets(self, part: str, classes: Sequence[str], targets: Sequence[Any]) -> str:
+        alone = [one for one in targets if one == NO_TARGET]
+        return (
+            f"images of {part} must all have labels, or none" if alone and len(alone) < len(targets) else ""
+        )
+
+    def width(self, classes: Sequence[str]) -> int | None:
+        return len(classes) or None
+
+    def width_of(self, shape: Sequence[int]) -> int | None:
+        return int(shape[1]) if len(shape) == 4 else None
+
+    def fits(self, shape: Sequence[int], images: int, width: int | None) -> bool:
+        return len(shape) == 4 and shape[0] == images and width in (None, shape[1])
+
+    def shape_text(self, width: int | None) -> str:
+        return f"[N, {'classes' if width is None else width}, height, width], a class for each pixel"
+
+
+def _fitting(outputs: Any, maps: Any) -> Any:
+    """Returns the maps.
+
+    Raises:
+        ConfigError: the outputs have another height or width.
+    """
+    own, wanted = (" x ".join(map(str, one.shape[-2:])) for one in (outputs, maps))
+    if own != wanted:
+        allowed = (
+            f"a model that gives logits of its input's height and width ({wanted}); this one gives {own}"
+        )
+        raise ConfigError("model.name", "segmentation", allowed)
+    return maps
+
+
+def _confusions(outputs: Array, maps: Array) -> Array:
+    """How often each label was taken for each class, int64 [N, labels, classes]."""
+    import numpy as np
+
+    classes, found = outputs.shape[1], []
+    for logits, labels in zip(outputs, maps, strict=True):
+        counted = labels != IGNORED
+        places = labels[counted].astype(np.int64) * classes + logits.argmax(0)[counted]
+        found.append(np.bincount(places, minlength=classes**2).reshape(classes, classes))
+    return np.stack(found)
+
+
+def _influence(values: Array) -> Array:
+    """Returns the influence of each image on the mean over the classes, times the number of images.
+
+    Of a ratio of sums it is (i - r u) / mean(u), with i and u an image's own intersection and union.
+    """
+    import numpy as np
+
+    shared, joined = values[:, 0].astype(np.float64), values[:, 1].astype(np.float64)
+    seen = joined.sum(0) > 0
+    shared, joined = shared[:, seen], joined[:, seen]
+    ratio = shared.sum(0) / joined.sum(0)
+    found: Array = ((shared - ratio * joined) / joined.mean(0)).mean(1)
+    return found
+
+
+class _Meter:
+    """Adds up what was taken for what, batch by batch.
+
+    Attributes:
+        images: seen so far.
+    """
+
+    def __init__(self, task: Segmentation) -> None:
+        self.images, self._task = 0, task
+        self._pairs: Any = None  # [labels, classes]
+
+    def add(self, outputs: Array, targets: Any) -> None:
+        """Takes one batch: logits [N, classes, height, width] and maps [N, height, width]."""
+        import numpy as np
+
+        pairs = _confusions(outputs, np.asarray(targets)).sum(0)
+        self._pairs = pairs if self._pairs is None else self._pairs + pairs
+        self.images += len(outputs)
+
+    def result(self) -> Scores:
+        """Returns the scores of at least one image; of each class its intersection and its union, in pixels."""
+        pairs = self._pairs
+        shared, labelled = pairs.diagonal(), pairs.sum(1)
+        joined = labelled + pairs.sum(0) - shared
+        union, accuracy = self._task.names.metrics
+        metrics = (
+            union.of(float(self._task.figure((shared, joined), self.images))),
+            accuracy.of(100 * float(shared.sum() / max(1, labelled.sum()))),
+        )
+        return Scores(metrics, self.images, tuple(map(int, joined)), tuple(map(int, shared)))

@@ -1,0 +1,134 @@
+"""A segmenter from a folder of pictures and label pictures to a bundle, against ONNX Runtime and NumPy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+import torch
+from command_line import CONF
+from labelled_pictures import folder
+from tiny_run import report_of
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from qatkit.config.compose import compose_config
+from qatkit.config.schema import Config
+from qatkit.jobs import pipeline
+from qatkit.run.build import data_of
+from qatkit_verify.command import main as verify_bundle
+from qatkit_verify.errors import ConfigError
+
+
+class Segmenter(nn.Module):
+    """Features at half the size, a head that enlarges its logits, and one for training beside it."""
+
+    def __init__(self, num_classes: int = 3) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(3, 16, 3, 2, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU())
+        self.second = nn.Sequential(nn.Conv2d(16, 16, 3, 1, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU())
+        self.head, self.aux = nn.Conv2d(16, num_classes, 1), nn.Conv2d(16, num_classes, 1)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        middle = self.first(x)
+        logits = {"out": self.head(self.second(middle)), "aux": self.aux(middle)}
+        return {
+            name: F.interpolate(one, x.shape[-2:], mode="bilinear", align_corners=False)
+            for name, one in logits.items()
+        }
+
+
+def asked(run: Path, root: Path, *changes: str) -> Config:
+    return compose_config(
+        CONF,
+        [
+            "data=label_pictures", f"data.root={root}", "data.image_size=[24,32]", "data.ignored=[9]", "data.workers=0",
+            "data.batch_size=4", "task=segmentation", f"model.name={__name__}.Segmenter", "model.num_classes=null",
+            f"output_dir={run}",
+            "calibration.images=16", "calibration.batch_size=4", "verify.latency_runs=2", "verify.max_drop=5",
+            "trainer.progress=false", "schedule.float_epochs=8", "schedule.float_lr=0.02", "schedule.epochs=1",
+            "schedule.warmup=0", "schedule.lr=1e-4", *changes,
+        ],
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The folder of a run that trains float and QAT, and that of the pictures."""
+    top = tmp_path_factory.mktemp("segmenter")
+    root = folder(top / "pictures", 48, 12)
+    assert pipeline.train(asked(top / "run", root, "export.bundle=true")) == 0
+    return top / "run", root
+
+
+def test_metrics_are_those_of_the_file(made: tuple[Path, Path]) -> None:
+    run, root = made
+    report, data = report_of(run), data_of(asked(run, root))
+    assert report["shortfalls"] == [] and report["classes"] == ["ground", "brick", "leaf"]
+    for name in ("float", "int8"):
+        session = ort.InferenceSession(run / f"model.{name}.onnx")
+        pairs = [
+            (session.run(None, {"input": x.numpy()})[0].argmax(1), y.numpy()) for x, y in data.test_batches()
+        ]
+        found, maps = (np.concatenate(one) for one in zip(*pairs, strict=True))
+        counted = maps != 255
+        shares = [
+            ((found == c) & (maps == c)).sum() / (((found == c) & counted) | (maps == c)).sum()
+            for c in range(3)
+        ]
+        scores = report["accuracy"][name]
+        assert scores["miou"] == pytest.approx(100 * np.mean(shares))
+        assert scores["pixel_accuracy"] == pytest.approx(100 * (found == maps)[counted].mean())
+        assert scores["miou"] > 85
+    assert report["fidelity"]["int8"]["agreement"] > 0.98
+    assert "brick" in (run / "report.html").read_text()
+
+
+def test_its_bundle_is_checked_without_torch(made: tuple[Path, Path]) -> None:
+    bundle = made[0] / "bundle"
+    assert verify_bundle([str(bundle), "--min-speedup", "0.01"]) == 0
+    card = (bundle / "card.md").read_text()
+    assert "pipeline_tag: image-segmentation" in card and "| brick |" in card
+    assert json.loads((bundle / "manifest.json").read_text())["name"]
+
+
+def test_labels_are_read_before_anything_long(tmp_path: Path) -> None:
+    root = folder(tmp_path / "pictures", 8, 4)
+    (root / "classes.txt").write_text("ground\nbrick\n")
+    with pytest.raises(ConfigError, match=r"numbers 0 to 1, the lines of classes.txt; 2 occurs"):
+        pipeline.train(asked(tmp_path / "run", root))
+    assert not (tmp_path / "run").exists()
+
+
+class Coarse(Segmenter):
+    """Logits of half the input's size."""
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(self.second(self.first(x)))
+
+
+def test_logits_of_another_size_are_refused_early(tmp_path: Path) -> None:
+    config = asked(tmp_path / "run", folder(tmp_path / "pictures", 8, 4), f"model.name={__name__}.Coarse")
+    with pytest.raises(
+        ConfigError, match=r"its input's height and width \(24 x 32\); this one gives 12 x 16"
+    ):
+        pipeline.train(config)
+
+
+@pytest.mark.slow
+def test_torchvisions_segmenters_run(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    root = folder(tmp_path / "pictures", 8, 4, (64, 64))
+    names = (
+        "model.name=lraspp_mobilenet_v3_large",
+        "data.image_size=64",
+        "verify.audit=false",
+        "verify.max_drop=100",
+    )
+    config = asked(tmp_path / "run", root, *names, "schedule.float_epochs=1", "verify.min_agreement=0.9")
+    assert pipeline.train(config) == 0
+    assert report_of(tmp_path / "run")["accuracy"]["int8"]["miou"] >= 0
