@@ -30,7 +30,7 @@ from qatkit.quant.spec import QuantSpec
 # Shares of the range that are tried, and how far a fitted scale may move.
 _SHARES = torch.linspace(1.05, 0.5, 23).tolist()
 _LEAST, _MOST = 0.5, 1.5
-_VALUES = 2**22  # of the largest temporary tensors
+_VALUES = 2**20  # of the largest temporary tensors
 
 
 def searched(weight: Tensor, importance: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ from qatkit_verify.session import keep_memory_of_runs
 _LARGE = 2**22  # bytes of a sample: an image of 592x592 pixels
 _LARGE_WEIGHTS = 2**29  # bytes: more than BERT-base or ViT-B have
 _PAGES = 2**17  # bytes, glibc's own value
+_RETURNED = 2**19  # bytes: larger buffers of large models go back at once
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
 _RETURNS = [False]  # what `keep_freed_memory` has chosen
 
@@ -34,7 +35,7 @@ def keep_freed_memory(sample: int = 0, weights: int = 0) -> None:
         return
     # Fixed where it is returned: otherwise it follows what is freed, up to 32 MiB, and buffers of that size stay in a
     # heap with gaps.
-    kept, returned = (2**28, 2**30, 2**31 - 1), (_PAGES, _LARGE, _PAGES)
+    kept, returned = (2**28, 2**30, 2**31 - 1), (_PAGES, _RETURNED, _PAGES)
     names = (_M_TOP_PAD, _M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD)
     for parameter, value in zip(names, returned if returns else kept, strict=True):
         library.mallopt(parameter, value)

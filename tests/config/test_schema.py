@@ -75,7 +75,8 @@ def test_a_recipe_names_what_exists(recipe: str) -> None:
     if config.model.weights is not None:
         assert config.model.weights in torchvision.models.get_model_weights(config.model.name).__members__
     if "." not in config.model.name:
-        assert config.model.name in torchvision.models.list_models(module=torchvision.models)
+        kinds = (torchvision.models, torchvision.models.segmentation)
+        assert any(config.model.name in torchvision.models.list_models(module=kind) for kind in kinds)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

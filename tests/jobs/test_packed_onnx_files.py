@@ -94,7 +94,7 @@ def test_without_data_nothing_is_claimed(tmp_path: Path) -> None:
     assert {one.name: one.i for one in node.attribute}["bits"] == 2 and len(node.input) == 3
 
 
-def test_products_become_standard_operators_in_an_opset_that_has_them(tmp_path: Path) -> None:
+def test_products_become_standard_operators(tmp_path: Path) -> None:
     path, folder = narrow(tmp_path / "net.onnx"), tmp_path / "run"
     typed = ("weights={bits: 4, block: 16}", "export.packed_weights=dequantize_linear", "export.bundle=true")
 
