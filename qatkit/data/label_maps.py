@@ -19,7 +19,7 @@ from qatkit_verify.fitting import LEVELS, Fitting
 
 
 class LabelMaps(Preprocessing):
-    """What is done to a map of labels, uint8 [1, height, width], as something else is done to its picture."""
+    """The preparation of maps of labels, uint8 [1, height, width], beside that of their pictures."""
 
     @classmethod
     def beside(cls, pictures: Preprocessing) -> LabelMaps:

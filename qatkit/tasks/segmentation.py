@@ -149,7 +149,7 @@ def _fitting(outputs: Any, maps: Any) -> Any:
 
 
 def _confusions(outputs: Array, maps: Array) -> Array:
-    """How often each label was taken for each class, int64 [N, labels, classes]."""
+    """Returns the pixels of each image by label and by the class they were taken for, int64 [N, labels, classes]."""
     import numpy as np
 
     classes, found = outputs.shape[1], []
