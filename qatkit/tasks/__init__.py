@@ -2,6 +2,7 @@
 
 base.py             `Task`, which a task of your own derives from
 logits.py           what tasks share whose models give logits of classes
+influence.py        what tasks share whose metric is no mean over samples
 classification.py   one of a number of classes
 causal_lm.py        the next token of a text
 text_classification.py  one of a number of classes for a text or a pair of texts

@@ -6,11 +6,11 @@ contributes are its own intersections and unions; the standard error of a differ
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from qatkit.tasks.base import NO_TARGET, Meter
+from qatkit.tasks.influence import ByInfluence
 from qatkit.tasks.logits import Logits
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.records import Metric, Scores, TaskNames
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 IGNORED = 255  # a label that counts neither as right nor as wrong (`qatkit.data.label_pictures`)
 
 
-class Segmentation(Logits):
+class Segmentation(ByInfluence, Logits):
     """Mean intersection over union and pixel accuracy, agreement by the likeliest class of each pixel."""
 
     names = TaskNames(
@@ -94,17 +94,16 @@ class Segmentation(Logits):
     def meter(self) -> Meter:
         return _Meter(self)
 
-    def noise(self, first: Array, second: Array) -> float:
-        """Returns the standard error of the difference of two models on the same images."""
-        difference = _influence(first) - _influence(second)
-        return 100 * float(difference.std()) / math.sqrt(len(difference))
+    def influence(self, values: Array) -> Array:
+        """Returns (i - r u) / mean(u), mean over the classes: an image's intersection i and union u, and r of all."""
+        import numpy as np
 
-    def spread(self, score: float, images: int, values: Array | None) -> float:
-        return 0.0 if values is None else 100 * float(_influence(values).std()) / math.sqrt(images)
-
-    def worse(self, first: Array, second: Array, sure: float) -> str:
-        lost = self.mean(first) - self.mean(second)
-        return f"loses {lost:.3g} points" if lost > sure * self.noise(first, second) else ""
+        shared, joined = values[:, 0].astype(np.float64), values[:, 1].astype(np.float64)
+        seen = joined.sum(0) > 0
+        shared, joined = shared[:, seen], joined[:, seen]
+        ratio = shared.sum(0) / joined.sum(0)
+        found: Array = ((shared - ratio * joined) / joined.mean(0)).mean(1)
+        return found
 
     def labelled(self, classes: Sequence[str], targets: Sequence[Any]) -> bool:
         return bool(classes)
@@ -158,21 +157,6 @@ def _confusions(outputs: Array, maps: Array) -> Array:
         places = labels[counted].astype(np.int64) * classes + logits.argmax(0)[counted]
         found.append(np.bincount(places, minlength=classes**2).reshape(classes, classes))
     return np.stack(found)
-
-
-def _influence(values: Array) -> Array:
-    """Returns the influence of each image on the mean over the classes, times the number of images.
-
-    Of a ratio of sums it is (i - r u) / mean(u), with i and u an image's own intersection and union.
-    """
-    import numpy as np
-
-    shared, joined = values[:, 0].astype(np.float64), values[:, 1].astype(np.float64)
-    seen = joined.sum(0) > 0
-    shared, joined = shared[:, seen], joined[:, seen]
-    ratio = shared.sum(0) / joined.sum(0)
-    found: Array = ((shared - ratio * joined) / joined.mean(0)).mean(1)
-    return found
 
 
 class _Meter:

@@ -11,7 +11,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from qatkit.tasks.base import Meter, Task
+from qatkit.tasks.base import Meter
+from qatkit.tasks.influence import ByInfluence
 from qatkit_verify.records import Metric, Scores, TaskNames
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ _FEWEST = 3  # pairs whose ranks say anything
 _ALIKE = 0.99  # cosine from which two models' embeddings of a sentence count as the same
 
 
-class TextEmbedding(Task):
+class TextEmbedding(ByInfluence):
     """Spearman's rank correlation, times 100 as benchmarks of embeddings give it; agreement by the cosine to float."""
 
     names = TaskNames(
@@ -60,21 +61,15 @@ class TextEmbedding(Task):
     def meter(self) -> Meter:
         return _Meter(self)
 
-    def noise(self, first: Array, second: Array) -> float:
-        """Returns the standard error of the difference of two rank correlations on the same pairs.
+    def influence(self, values: Array) -> Array:
+        """Returns the influence of each pair on the rank correlation, times the number of pairs.
 
         Source: the influence function of a correlation, of ranks: Devlin, Gnanadesikan and Kettenring, "Robust
         estimation and outlier detection with correlation coefficients", 1975.
         """
-        difference = _influence(first) - _influence(second)
-        return 100 * float(difference.std()) / math.sqrt(len(difference))
-
-    def spread(self, score: float, images: int, values: Array | None) -> float:
-        return 0.0 if values is None else 100 * float(_influence(values).std()) / math.sqrt(images)
-
-    def worse(self, first: Array, second: Array, sure: float) -> str:
-        lost = self.mean(first) - self.mean(second)
-        return f"loses {lost:.3g} points" if lost > sure * self.noise(first, second) else ""
+        a, b = _standardized(values[:, 0]), _standardized(values[:, 1])
+        found: Array = a * b - (a * b).mean() / 2 * (a**2 + b**2)
+        return found
 
     def decision(self, outputs: Array) -> Array:
         """Returns the signs of the embeddings: all that a binary index keeps of them."""
@@ -143,13 +138,6 @@ def _standardized(values: Array) -> Array:
     ranks = rankdata(values)
     spread = ranks.std()
     found: Array = (ranks - ranks.mean()) / (spread or 1.0)
-    return found
-
-
-def _influence(values: Array) -> Array:
-    """Returns the influence of each pair on the rank correlation, times the number of pairs."""
-    a, b = _standardized(values[:, 0]), _standardized(values[:, 1])
-    found: Array = a * b - (a * b).mean() / 2 * (a**2 + b**2)
     return found
 
 

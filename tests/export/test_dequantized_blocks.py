@@ -15,6 +15,7 @@ import torch
 from chain import noise
 from onnx import TensorProto
 from onnx.reference import ReferenceEvaluator
+from packed_net import Mixed
 from torch import Tensor, nn
 
 from qatkit.export.dequantized_blocks import as_dequantized_blocks
@@ -33,21 +34,6 @@ KINDS: dict[str, tuple[Granularity, bool]] = {
     "channels": (PerChannel(0), False),
 }
 PACKED = {TensorProto.INT4, TensorProto.UINT4, TensorProto.INT2, TensorProto.UINT2}
-
-
-class Mixed(nn.Module):
-    """Convolutions with kernels and groups, and Linears with widths that no block divides."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 20, 3, padding=1)
-        self.depthwise = nn.Conv2d(20, 20, 3, groups=20, bias=False)
-        self.linear, self.last = nn.Linear(100, 72), nn.Linear(72, 10, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.depthwise(torch.relu(self.conv(x)))
-        rows = x.flatten(2).transpose(1, 2).reshape(x.shape[0], -1, 100)
-        return cast(Tensor, self.last(torch.relu(self.linear(rows))))
 
 
 class Words(nn.Module):

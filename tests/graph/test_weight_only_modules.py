@@ -14,6 +14,7 @@ import pytest
 import torch
 from chain import noise
 from onnx import numpy_helper
+from packed_net import Mixed
 from torch import Tensor, fx, nn
 
 from qatkit.config.schema import OverrideConfig
@@ -43,21 +44,6 @@ def backend(dtype: str, kind: str = "blocks", scales: str = "float32") -> Backen
     granularity, symmetric = KINDS[kind]
     weight = replace(WEIGHT_ONLY.weight, dtype=dtype, granularity=granularity, symmetric=symmetric)
     return replace(WEIGHT_ONLY, weight=replace(weight, scale_dtype=scales))
-
-
-class Mixed(nn.Module):
-    """Convolutions with kernels and groups, Linears with widths that no block divides, with and without a bias."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 20, 3, padding=1)
-        self.depthwise = nn.Conv2d(20, 20, 3, groups=20, bias=False)
-        self.linear, self.last = nn.Linear(100, 72), nn.Linear(72, 10, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.depthwise(torch.relu(self.conv(x)))
-        rows = x.flatten(2).transpose(1, 2).reshape(x.shape[0], -1, 100)
-        return cast(Tensor, self.last(torch.relu(self.linear(rows))))
 
 
 def simulated(model: nn.Module, x: Tensor, chosen: Backend, axes: Any = "none") -> fx.GraphModule:

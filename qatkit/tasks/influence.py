@@ -1,0 +1,35 @@
+"""Tasks whose main metric is no mean over samples: a rank correlation, a ratio of sums."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from typing import TYPE_CHECKING
+
+from qatkit.tasks.base import Task
+
+if TYPE_CHECKING:
+    from qatkit.tasks.base import Array
+
+
+class ByInfluence(Task):
+    """A task whose errors follow from how much each sample moves the metric.
+
+    Source: the infinitesimal jackknife: Efron and Tibshirani, "An Introduction to the Bootstrap", 1993, chapter 21.
+    """
+
+    @abstractmethod
+    def influence(self, values: Array) -> Array:
+        """Returns the influence of each sample on the metric, times the number of samples, as a share [N]."""
+
+    def noise(self, first: Array, second: Array) -> float:
+        """Returns the standard error of the difference of two models on the same samples."""
+        difference = self.influence(first) - self.influence(second)
+        return 100 * float(difference.std()) / math.sqrt(len(difference))
+
+    def spread(self, score: float, images: int, values: Array | None) -> float:
+        return 0.0 if values is None else 100 * float(self.influence(values).std()) / math.sqrt(images)
+
+    def worse(self, first: Array, second: Array, sure: float) -> str:
+        lost = self.mean(first) - self.mean(second)
+        return f"loses {lost:.3g} points" if lost > sure * self.noise(first, second) else ""
