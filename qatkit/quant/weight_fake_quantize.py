@@ -23,7 +23,7 @@ from qatkit.quant.spec import QuantSpec
 from qatkit_verify.errors import ConfigError
 
 _INT32_MAX = 2**31 - 1
-_PIECE = 2**20  # values of a weight that are worked on at a time: all at once take several times its memory
+_PIECE = 2**19  # values of a weight that are worked on at a time: all at once take several times its memory
 
 
 @dataclass(frozen=True)
