@@ -222,6 +222,15 @@ def test_a_decoder_of_standard_operators_computes_the_same(
 
 
 @pytest.mark.slow
+def test_factors_of_awq_reach_the_decoder(made: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    assert pipeline.train(asked(folder, *made[1:], "algorithm=awq", "verify.dynamic=false")) == 0
+    report = report_of(folder)
+    assert report["measured"]["decoder"]["greedy"] == [32, 32]
+    assert report["fidelity"]["int8"]["sqnr_db"] > 5
+
+
+@pytest.mark.slow
 def test_a_decoder_is_written_of_standard_operators(made: tuple[Path, Path, Path], tmp_path: Path) -> None:
     folder = tmp_path / "run"
     changes = ("algorithm=none", "export.packed_weights=dequantize_linear", "verify.dynamic=false")
