@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, fx
 
 from qatkit.algorithms.batches import first_images
 from qatkit.algorithms.input_moments import Moments, input_moments
-from qatkit.algorithms.scalable import ScalableOperator, by_channel, input_factors, multiply, nearest, sources
+from qatkit.algorithms.scalable import (
+    ScalableOperator,
+    by_channel,
+    chosen_sources,
+    input_factors,
+    multiply,
+    weight_quantizer,
+)
 from qatkit.graph.channels import Reader
-from qatkit.graph.nodes import module_of, site
+from qatkit.graph.nodes import module_of
 from qatkit.graph.pass_result import PassResult
 from qatkit.graph.phase import inference, set_phase
 from qatkit.graph.signature import Example
@@ -49,22 +56,7 @@ def scale(settings: AWQ, graph_module: fx.GraphModule, inputs: Iterable[Example]
 
 def scalable(graph_module: fx.GraphModule) -> tuple[list[ScalableOperator], list[tuple[str, str]]]:
     """Sources with a reader whose weight is quantized; of the others, why they stay."""
-    found, skipped = sources(graph_module)
-    chosen = list[ScalableOperator]()
-    for source in nearest(found):
-        module = module_of(source.node) if source.node.op == "call_module" else None
-        own = module.weight_fake_quant if isinstance(module, QATOperator) else None
-        if own is not None and not own.spec.granularity.separates(0):
-            skipped.append((site(source.node), "one scale serves its weight, which factors would spread"))
-        elif any(_quantized(reader) for reader in source.followed.readers):
-            chosen.append(source)
-    return chosen, [(where, f"not scaled: {reason}") for where, reason in skipped]
-
-
-def _quantized(reader: Reader) -> QATOperator | None:
-    """The operator of a reader whose weight is quantized."""
-    module = module_of(reader.node)
-    return module if isinstance(module, QATOperator) and module.weight_fake_quant is not None else None
+    return chosen_sources(graph_module, lambda reader: weight_quantizer(reader.node) is not None, "scaled")
 
 
 class _Search:
@@ -75,8 +67,8 @@ class _Search:
         self.readers = dict[QATOperator, list[tuple[ScalableOperator, Reader]]]()
         for source in found:
             for reader in source.followed.readers:
-                operator = _quantized(reader)
-                if operator is not None:
+                if weight_quantizer(reader.node) is not None:
+                    operator = cast(QATOperator, module_of(reader.node))
                     self.readers.setdefault(operator, []).append((source, reader))
         self.errors = {source: [0.0] * len(self.strengths) for source in found}
         self.sizes = {source: torch.zeros(len(source.followed.free), dtype=torch.float64) for source in found}
@@ -112,7 +104,7 @@ class _Search:
 
 
 def _factors(sizes: Tensor, source: ScalableOperator, strength: float) -> Tensor:
-    """S [channels], float64, around 1; 1 for channels that are not free."""
+    """Returns the factors [channels], float64, around 1; 1 for channels that are not free."""
     x = sizes.clamp(min=max(float(sizes.max()) * _LEAST, 1e-30))
     s = x**strength
     free = source.followed.free.to(s.device)

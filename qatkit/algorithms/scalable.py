@@ -7,7 +7,7 @@ a product with a parameter                   the parameter: norms that are writt
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import cast
 
@@ -19,6 +19,8 @@ from qatkit.graph.node_arguments import parameter_of, shape_of
 from qatkit.graph.nodes import facts, module_of, op_class, parameter_reads, site
 from qatkit.quant.computed_weights import Computed
 from qatkit.quant.granularity import along
+from qatkit.quant.qat_layers import QATOperator
+from qatkit.quant.weight_fake_quantize import WeightFakeQuantize
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +70,34 @@ def sources(graph_module: fx.GraphModule) -> tuple[list[ScalableOperator], list[
     return found, skipped
 
 
-def nearest(found: list[ScalableOperator]) -> list[ScalableOperator]:
+def chosen_sources(
+    graph_module: fx.GraphModule, takes: Callable[[Reader], bool], verb: str
+) -> tuple[list[ScalableOperator], list[tuple[str, str]]]:
+    """Returns the sources that are worth scaling, in graph order, and (site, "not VERB: why") of the others.
+
+    Args:
+        graph_module: prepared.
+        takes: returns whether a reader gains by factors; a source needs one such reader.
+        verb: of what is done to the sources: "smoothed".
+    """
+    found, skipped = sources(graph_module)
+    chosen = list[ScalableOperator]()
+    for source in _nearest(found):
+        own = weight_quantizer(source.node)
+        if own is not None and not own.spec.granularity.separates(0):
+            skipped.append((site(source.node), "one scale serves its weight, which factors would spread"))
+        elif any(map(takes, source.followed.readers)):
+            chosen.append(source)
+    return chosen, [(where, f"not {verb}: {reason}") for where, reason in skipped]
+
+
+def weight_quantizer(node: fx.Node) -> WeightFakeQuantize | None:
+    """Returns what quantizes the weight of a Conv or Linear; None of any other node."""
+    module = module_of(node) if node.op == "call_module" else None
+    return module.weight_fake_quant if isinstance(module, QATOperator) else None
+
+
+def _nearest(found: list[ScalableOperator]) -> list[ScalableOperator]:
     """Without those behind which another one scales the same channels: a Linear, then a product with a parameter."""
     taken: dict[fx.Node, Tensor] = {}
     kept = list[ScalableOperator]()

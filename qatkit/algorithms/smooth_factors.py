@@ -11,9 +11,16 @@ from torch import Tensor, fx
 
 from qatkit.algorithms.batches import first_images
 from qatkit.algorithms.channel_pairs import input_ranges, magnitudes
-from qatkit.algorithms.scalable import ScalableOperator, by_channel, input_factors, multiply, nearest, sources
+from qatkit.algorithms.scalable import (
+    ScalableOperator,
+    by_channel,
+    chosen_sources,
+    input_factors,
+    multiply,
+    weight_quantizer,
+)
 from qatkit.graph.channels import Reader
-from qatkit.graph.nodes import module_of, site
+from qatkit.graph.nodes import module_of
 from qatkit.graph.pass_result import PassResult
 from qatkit.graph.phase import inference, set_phase
 from qatkit.graph.quantizers import quantizer_of
@@ -24,7 +31,6 @@ from qatkit.quant.granularity import along
 from qatkit.quant.observers import MSE, HistogramObserver
 from qatkit.quant.observers.histogram import Histogram
 from qatkit.quant.qat_layers import QATOperator
-from qatkit.quant.weight_fake_quantize import WeightFakeQuantize
 
 if TYPE_CHECKING:
     from qatkit.algorithms.smooth_quant import SmoothQuant
@@ -94,26 +100,13 @@ def factors(source: ScalableOperator, largest: Tensor, strength: float) -> Tenso
 
 def smoothable(graph_module: fx.GraphModule) -> tuple[list[ScalableOperator], list[tuple[str, str]]]:
     """Sources with a reader whose input is quantized; of the others, why they stay."""
-    found, skipped = sources(graph_module)
-    chosen = list[ScalableOperator]()
-    for source in nearest(found):
-        own = _weight_quantizer(source.node)
-        if own is not None and not own.spec.granularity.separates(0):
-            skipped.append((site(source.node), "one scale serves its weight, which factors would spread"))
-        elif any(_fake(reader) is not None for reader in source.followed.readers):
-            chosen.append(source)
-    return chosen, [(where, f"not smoothed: {reason}") for where, reason in skipped]
-
-
-def _weight_quantizer(node: fx.Node) -> WeightFakeQuantize | None:
-    module = module_of(node) if node.op == "call_module" else None
-    return module.weight_fake_quant if isinstance(module, QATOperator) else None
+    return chosen_sources(graph_module, lambda reader: _fake(reader) is not None, "smoothed")
 
 
 def _fake(reader: Reader) -> FakeQuantize | None:
     """What quantizes the input of a reader that is quantized itself."""
     node = quantizer_of(reader.node.args[0])
-    if node is None or _weight_quantizer(reader.node) is None:
+    if node is None or weight_quantizer(reader.node) is None:
         return None
     return cast(FakeQuantize, module_of(node))
 

@@ -13,8 +13,8 @@ from dataclasses import fields
 from torch import Tensor
 from torch.nn import functional as nn_functional
 
-from qatkit.data.label_pictures import IGNORED
 from qatkit.data.preprocessing import Preprocessing
+from qatkit.tasks.segmentation import IGNORED
 from qatkit_verify.fitting import LEVELS, Fitting
 
 

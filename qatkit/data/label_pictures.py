@@ -23,17 +23,17 @@ from PIL import Image
 from torch import Tensor
 
 from qatkit.config.data_folders import FOLDERS, data_folder
+from qatkit.config.schema.model import MAPS
 from qatkit.data.image_files import ImageFiles
 from qatkit.data.sources import Splits
 from qatkit.progress import shown
+from qatkit.tasks.segmentation import IGNORED
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.pictures import check_size, is_image_name, is_litter, open_regular_file, reason
 
 if TYPE_CHECKING:
     from qatkit.data.request import Request
 
-SOURCE = "qatkit.data.label_pictures.label_pictures"
-IGNORED = 255  # in the maps that the task gets
 _TRAIN, _TEST = ("train", "training"), ("test", "testing", "val", "valid", "validation")
 _LABELS = ("_labels", "_masks", "_annotations", "labels", "masks", "annot", "annotations")
 _PICTURE_FOLDERS, _LABEL_FOLDERS = ("images", "img_dir"), ("labels", "masks", "annotations", "ann_dir")
@@ -72,11 +72,11 @@ def label_pictures(root: str | None, download: bool, seed: int, request: Request
     Raises:
         ConfigError: no such folder or layout, a picture without labels, or labels that do not fit.
     """
-    top = data_folder(SOURCE, root)
+    top = data_folder(MAPS, root)
     train, test = _pairs(top, _TRAIN), _pairs(top, _TEST)
     if train is None or test is None:
         part = "train" if train is None else "test or val"
-        raise ConfigError("data.root", root, f"{FOLDERS[SOURCE]}; there is no {part} with labels")
+        raise ConfigError("data.root", root, f"{FOLDERS[MAPS]}; there is no {part} with labels")
     given = None if request is None else request.settings.ignored
     ignored = [IGNORED] if given is None else given
     largest = _survey(top, [*train, *test], ignored)

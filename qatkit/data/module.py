@@ -96,9 +96,8 @@ class DataModule(lightning.LightningDataModule):
         check_augmentation(config, task)
         self.config, self.seed, self.task = config, seed, task
         outputs = {} if states is None else dict(states.outputs)
-        self.request = Request(
-            config, [port for port in ports if port.name not in outputs], outputs, about or {}
-        )
+        inputs = [port for port in ports if port.name not in outputs]
+        self.request = Request(config, inputs, outputs, about or {})
         self.splits = splits_of(source, config, seed, self.request)
         lone = any(port.axis is None for port in ports if port.name in outputs)  # a sequence has one state
         if lone or not getattr(self.splits, "batched", True):

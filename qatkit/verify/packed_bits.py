@@ -11,7 +11,7 @@ _NARROW = (ir.DataType.INT4, ir.DataType.UINT4, ir.DataType.INT2, ir.DataType.UI
 
 
 def packed_bits(graph: ir.Graph) -> float | None:
-    """Returns the bits per weight of all packed weights that products read; None where there is none.
+    """Returns the mean number of bits per packed weight; None for a file without packed products.
 
     They are those of MatMulNBits nodes, and of DequantizeLinears with blocks or of integers below 8 bits. Constants
     that several nodes read count once, and so does a weight that they share.

@@ -15,8 +15,9 @@ from PIL import Image
 from torch import Tensor
 
 from qatkit.config.schema import DataConfig
+from qatkit.config.schema.model import MAPS
 from qatkit.data import DataModule
-from qatkit.data.label_pictures import SOURCE, label_pictures
+from qatkit.data.label_pictures import label_pictures
 from qatkit.tasks import task_of
 from qatkit_verify.errors import ConfigError
 
@@ -31,7 +32,7 @@ def loaded(root: Path, **settings: object) -> DataModule:
         "workers": 0,
         "batch_size": 4,
     } | settings
-    config = DataConfig(source=SOURCE, root=str(root), **PLAIN | given)  # type: ignore[arg-type]
+    config = DataConfig(source=MAPS, root=str(root), **PLAIN | given)  # type: ignore[arg-type]
     return DataModule(config, label_pictures, seed=3, task=task_of("segmentation"))
 
 
