@@ -210,7 +210,8 @@ class _Competition:
         algorithm = self.algorithms[name]
         batches = self.data.image_batches(self.seen[: algorithm.images], self.config.calibration.batch_size)
         progress, file = self.config.trainer.progress, self.folder / f"{name}{PARTIAL}"
-        with working(progress=progress, seed=self.config.seed, file=file, between=return_freed_memory):
+        between = partial(return_freed_memory, cycles=False)
+        with working(progress=progress, seed=self.config.seed, file=file, between=between):
             seen = shown(batches, f"algorithms: {name}", progress)
             hook((images for images, _ in seen), [algorithm])
 
