@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from qatkit.records.analysis import Analysis
+from qatkit.records.examples import Examples
 from qatkit.records.ladder import Ladder
 from qatkit.records.precision import Precision
 from qatkit.records.scores import with_key
@@ -238,6 +239,7 @@ class Results:
     climb: str = ""  # where the file is too far from float: what to type to climb on
     analysis: Analysis | None = None
     ladder: Ladder | None = None  # of a rescue
+    examples: Examples | None = None  # test samples that the page draws
     measured: Mapping[str, Any] = field(default_factory=dict)  # by name: plain figures of further checks
     classes: Sequence[str] = ()  # names, in the order of the outputs
     labelled: bool = True  # False: there is no accuracy to measure, only fidelity
@@ -304,6 +306,7 @@ class Results:
         if self.ladder is not None:
             record["ladder"]["task"] = self.ladder.task.as_dict()
         record["size_ratio"] = self.size_ratio
+        record["examples"] = None if self.examples is None else self.examples.as_dict()
         if self.placement is not None:
             record["placement"] = self.placement.as_dict()
         if self.runtimes:

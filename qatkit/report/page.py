@@ -17,6 +17,7 @@ from qatkit.report.analysis_page import analysis_section
 from qatkit.report.bars import charts
 from qatkit.report.curve import curve_section
 from qatkit.report.drift import drift_section
+from qatkit.report.examples import classes_section, examples_section
 from qatkit.report.file_page import audit_section, parity_section
 from qatkit.report.html import section, table
 from qatkit.report.ladder import ladder_columns, ladder_rows
@@ -58,6 +59,7 @@ def render_page(results: Results, checks: Sequence[Check] | None = None) -> str:
         _tiles(results),
         _shortfalls(results),
         _summary(results),
+        classes_section(results),
         _ladder(results),
         _calibration(results),
         _algorithms(results),
@@ -228,6 +230,7 @@ _SECTIONS: dict[str, Callable[[Results], str]] = {
     "audit": audit_section,
     "runtimes": _runtimes,
     "drift": drift_section,
+    "examples": examples_section,
 }
 
 

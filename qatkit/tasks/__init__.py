@@ -1,6 +1,8 @@
 """What a model is for: its loss, its metrics, what it decides. The rest of qatkit asks the task and knows no other.
 
 base.py             `Task`, which a task of your own derives from
+drawing.py          `Drawing`: how the report shows samples of a task
+class_maps.py       the drawing of segmentation
 logits.py           what tasks share whose models give logits of classes
 influence.py        what tasks share whose metric is no mean over samples
 classification.py   one of a number of classes

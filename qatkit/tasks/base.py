@@ -4,7 +4,7 @@
     model     width, fits                               what the model has to give
     training  loss, distillation, total, figure         what is minimized, and the figure of an epoch
     judging   values, meter, decision, divergence       how good a file is, image by image, and how near to float
-    report    names                                     what all of it is called
+    report    names, drawing                            what all of it is called, and how samples are drawn
 
 A task is one class in one file. It has to say `names`, `loss`, `values` and `decision`; the rest has defaults, which
 suit a task whose main metric is the mean of a value for each image. Outputs are the model's first output, or what
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from qatkit.config.schema import ScheduleConfig
+    from qatkit.tasks.drawing import Drawing
     from qatkit_verify.compare import Alike
 
     Array = NDArray[Any]
@@ -195,6 +196,10 @@ class Task(ABC):
         if lost <= sure * math.sqrt(float((difference**2).sum())):
             return ""
         return f"loses {lost / len(first):.3g} {self.names.main.points}".rstrip()
+
+    def drawing(self) -> Drawing | None:
+        """Returns how the report draws a few test samples; by default it draws none."""
+        return None
 
     def labelled(self, classes: Sequence[str], targets: Sequence[Any]) -> bool:
         """Returns whether images have targets: by default unless all of them are `NO_TARGET`."""

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from qatkit.config.schema import ScheduleConfig
     from qatkit.tasks.base import Array
+    from qatkit.tasks.drawing import Drawing
 
 IGNORED = 255  # a label that counts neither as right nor as wrong (`qatkit.data.label_pictures`)
 
@@ -104,6 +105,11 @@ class Segmentation(ByInfluence, Logits):
         ratio = shared.sum(0) / joined.sum(0)
         found: Array = ((shared - ratio * joined) / joined.mean(0)).mean(1)
         return found
+
+    def drawing(self) -> Drawing:
+        from qatkit.tasks.class_maps import ClassMaps
+
+        return ClassMaps()
 
     def labelled(self, classes: Sequence[str], targets: Sequence[Any]) -> bool:
         return bool(classes)

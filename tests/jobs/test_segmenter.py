@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ import pytest
 import torch
 from command_line import CONF
 from labelled_pictures import folder
+from PIL import Image
 from tiny_run import report_of
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -85,7 +89,48 @@ def test_metrics_are_those_of_the_file(made: tuple[Path, Path]) -> None:
         assert scores["pixel_accuracy"] == pytest.approx(100 * (found == maps)[counted].mean())
         assert scores["miou"] > 85
     assert report["fidelity"]["int8"]["agreement"] > 0.98
-    assert "brick" in (run / "report.html").read_text()
+
+
+def test_the_page_shows_class_maps_where_files_differ_most(made: tuple[Path, Path]) -> None:
+    run, root = made
+    page, report, data = (run / "report.html").read_text(), report_of(run), data_of(asked(run, root))
+    sessions = [ort.InferenceSession(run / f"model.{name}.onnx") for name in ("float", "int8")]
+    every: list[Any] = []
+    for images, maps in data.test_subset(64, 32):
+        exact, found = (one.run(None, {"input": images.numpy()})[0].argmax(1) for one in sessions)
+        every += zip(exact, found, maps.numpy(), images.numpy(), strict=True)
+    shares = sorted(((a != b).mean() for a, b, _, _ in every), reverse=True)
+    rows = report["examples"]["rows"]
+    assert report["examples"]["looked_at"] == len(every) == 12
+    assert [row["differs"] for row in rows] == pytest.approx(shares[:4])
+    assert [one["title"] for one in rows[0]["panels"]] == [
+        "picture",
+        "truth",
+        "float",
+        "INT8",
+        "where they differ",
+    ]
+    assert all(one["pixels"] == "" for row in rows for one in row["panels"])  # the page alone holds them
+
+    exact, found, maps, image = max(every, key=lambda one: (one[0] != one[1]).mean())
+    drawn = [
+        Image.open(io.BytesIO(base64.b64decode(one)))
+        for one in re.findall(r'<image href="data:image/\w+;base64,([^"]+)"', page)[:5]
+    ]
+    legend = dict(zip(("ground", "brick", "leaf", "unlabelled"), range(4), strict=True))
+    colours = dict(report["examples"]["legend"])
+    assert set(colours) == set(legend) and all(f"background:{one}" in page for one in colours.values())
+    table = np.array([[*bytes.fromhex(colours[name][1:])] for name in legend], np.uint8)
+    for panel, wanted in zip(drawn[1:4], (np.minimum(maps, 3), exact, found), strict=True):
+        assert (np.asarray(panel.convert("RGB")) == table[wanted]).all()
+    pixels = np.moveaxis(image, 0, -1) * data.config.std + np.asarray(data.config.mean)
+    assert np.abs(np.asarray(drawn[0]) / 255 - pixels).mean() < 0.05  # a compressed photograph
+    assert (
+        "IoU, INT8" in page
+        and "brick" in page
+        and "<script" not in page
+        and "http" not in page.split("<main>")[0]
+    )
 
 
 def test_its_bundle_is_checked_without_torch(made: tuple[Path, Path]) -> None:

@@ -210,12 +210,19 @@ class VerifyConfig:
         "that the file is measured in: onnxruntime, openvino (an extra), or the dotted path of a"
         " qatkit_verify.runtimes.base.Runtime",
     )
+    examples: int = setting(
+        4,
+        "test samples that report.html draws, those where INT8 and float differ most, of a task that draws any "
+        "(segmentation: class maps); 0: none, since the page holds their pictures",
+        Range(0, 50),
+    )
     checks: list[str] = setting(
         lambda: [
             "qatkit.verify.checks.latency.LatencyCheck",  # first: data loading leaves no worker behind yet
             "qatkit.verify.checks.runtimes.RuntimesCheck",
             "qatkit.verify.checks.accuracy.AccuracyCheck",
             "qatkit.verify.checks.fidelity.FidelityCheck",
+            "qatkit.verify.checks.examples.ExamplesCheck",
             "qatkit.verify.checks.drift.DriftCheck",
             "qatkit.verify.checks.validation.ValidationCheck",
             "qatkit.verify.checks.size.SizeCheck",

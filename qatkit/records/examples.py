@@ -1,0 +1,124 @@
+"""A few test samples as the report draws them: panels of pixels and shapes, as plain data.
+
+`Panel` needs neither the task nor the model: `qatkit.tasks.drawing` says who makes panels, `qatkit.report.examples`
+puts them on the page. report.json has all of it but the pixels, which the page alone holds.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_LONGEST = 320  # pixels of an embedded picture
+_QUALITY = 85  # of JPEG
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A line over a panel.
+
+    Attributes:
+        points: (x, y) of each, in pixels of the panel, from its upper left corner.
+        colour: "#rrggbb".
+        label: text beside the first point.
+        closed: whether a line leads from the last point to the first.
+    """
+
+    points: Sequence[tuple[float, float]]
+    colour: str
+    label: str = ""
+    closed: bool = True
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One drawing.
+
+    Attributes:
+        title: above it.
+        width, height: of the drawing, in pixels.
+        pixels: a data URI of a picture that fills it; "" for none.
+        shapes: over the picture.
+    """
+
+    title: str
+    width: int
+    height: int
+    pixels: str = ""
+    shapes: Sequence[Shape] = ()
+
+
+@dataclass(frozen=True)
+class Example:
+    """A sample.
+
+    Attributes:
+        differs: the share that `Examples.measure` names.
+        panels: from left to right.
+    """
+
+    differs: float
+    panels: Sequence[Panel]
+
+
+@dataclass(frozen=True)
+class Examples:
+    """The samples of a report.
+
+    Attributes:
+        rows: the one that differs most first.
+        looked_at: test samples from which these were chosen.
+        measure: what `Example.differs` is a share of: "of the pixels get another class".
+        legend: (name, "#rrggbb") of each colour.
+    """
+
+    rows: Sequence[Example]
+    looked_at: int
+    measure: str
+    legend: Sequence[tuple[str, str]] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain containers, without pixels."""
+        bare = [replace(row, panels=[replace(one, pixels="") for one in row.panels]) for row in self.rows]
+        return asdict(replace(self, rows=bare))
+
+
+def box(left: float, top: float, right: float, bottom: float, colour: str, label: str = "") -> Shape:
+    """Returns a rectangle."""
+    return Shape(((left, top), (right, top), (right, bottom), (left, bottom)), colour, label)
+
+
+def photograph(title: str, picture: NDArray[Any], shapes: Sequence[Shape] = ()) -> Panel:
+    """Returns a panel of a picture, uint8 [H, W, 3]; it is shrunk and compressed (JPEG)."""
+    from PIL import Image
+
+    image = Image.fromarray(picture)
+    image.thumbnail((_LONGEST, _LONGEST))
+    return Panel(
+        title, picture.shape[1], picture.shape[0], _uri(image, "jpeg", quality=_QUALITY), tuple(shapes)
+    )
+
+
+def coloured(
+    title: str, numbers: NDArray[Any], palette: Sequence[str], shapes: Sequence[Shape] = ()
+) -> Panel:
+    """Returns a panel of numbers [H, W] below 256, each in its colour "#rrggbb"; shrunk, without loss (PNG)."""
+    import numpy as np
+    from PIL import Image
+
+    step = -(-max(numbers.shape) // _LONGEST)
+    image = Image.fromarray(np.ascontiguousarray(numbers[::step, ::step], np.uint8), "P")
+    image.putpalette(b"".join(bytes.fromhex(colour[1:]) for colour in palette))
+    return Panel(title, numbers.shape[1], numbers.shape[0], _uri(image, "png", optimize=True), tuple(shapes))
+
+
+def _uri(image: Any, kind: str, **settings: Any) -> str:
+    stream = io.BytesIO()
+    image.save(stream, kind, **settings)
+    return f"data:image/{kind};base64,{base64.b64encode(stream.getvalue()).decode('ascii')}"
