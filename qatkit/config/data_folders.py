@@ -20,6 +20,10 @@ FOLDERS = {
         "a folder with pictures and label pictures of the same names: train/ and train_labels/, test/ and test_labels/ "
         "(or val), or images/train and labels/train, and so on (masks, annotations)"
     ),
+    "qatkit.data.segmentation_sets.voc_segmentation": (
+        "a folder with VOCdevkit/VOC2012 (or an empty one with data.download=true, which fetches 2 GB)"
+    ),
+    "qatkit.data.segmentation_sets.cityscapes": "a folder with Cityscapes' leftImg8bit/ and gtFine/",
     "qatkit.data.labelled_text.labelled_text": (
         "a folder of .tsv, .csv or .jsonl files with texts and labels, those with 'test' in their names to verify and "
         "at least one other to calibrate; or of train/CLASS/*.txt and test/CLASS/*.txt"

@@ -62,7 +62,7 @@ class LabelPictures(ImageFiles):
         Raises:
             ConfigError: the file can't be read; names it.
         """
-        found = _numbers(self.root / str(target))
+        found = label_numbers(self.root / str(target))
         return torch.from_numpy(np.where(np.isin(found, self.ignored), np.uint8(IGNORED), found))[None]
 
 
@@ -79,7 +79,7 @@ def label_pictures(root: str | None, download: bool, seed: int, request: Request
         raise ConfigError("data.root", root, f"{FOLDERS[MAPS]}; there is no {part} with labels")
     given = None if request is None else request.settings.ignored
     ignored = [IGNORED] if given is None else given
-    largest = _survey(top, [*train, *test], ignored)
+    largest = largest_label(top, [*train, *test], ignored)
     classes = _classes(top, largest)
     return Splits(LabelPictures(train, top, ignored), LabelPictures(test, top, ignored), classes)
 
@@ -126,15 +126,15 @@ def _matched(top: Path, pictures: Path, labels: Path) -> list[tuple[str, str]]:
     return found
 
 
-def _survey(top: Path, pairs: Sequence[tuple[str, str]], ignored: Sequence[int]) -> int:
-    """Looks at all label pictures; returns the largest number that counts.
+def largest_label(top: Path, pairs: Sequence[tuple[str, str]], ignored: Sequence[int]) -> int:
+    """Looks at all label pictures, and returns the largest number that counts.
 
     Raises:
         ConfigError: a label picture that does not belong to its picture.
     """
 
     def look(pair: tuple[str, str]) -> int:
-        numbers = _numbers(top / pair[1])
+        numbers = label_numbers(top / pair[1])
         with open_regular_file(pair[0]) as stream, Image.open(stream) as picture:
             size = picture.size
         if size != numbers.shape[::-1]:
@@ -179,8 +179,8 @@ def _classes(top: Path, largest: int) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _numbers(path: Path) -> NDArray[np.uint8]:
-    """The numbers of a label picture, uint8 [height, width].
+def label_numbers(path: Path) -> NDArray[np.uint8]:
+    """Returns the numbers of a label picture, uint8 [height, width].
 
     Raises:
         ConfigError: it can't be read, or has colours.

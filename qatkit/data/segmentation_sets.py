@@ -1,0 +1,112 @@
+"""Pascal VOC and Cityscapes as torchvision lists them, for segmentation: train to train, val to verify.
+
+    ROOT/VOCdevkit/VOC2012/{JPEGImages,SegmentationClass,ImageSets/Segmentation}     data=voc_segmentation
+    ROOT/leftImg8bit/{train,val}/CITY/*.png  ROOT/gtFine/{train,val}/CITY/*.png      data=cityscapes
+
+Nothing is fetched unless `data.download` asks for it, which VOC alone allows: Cityscapes wants an account. Label
+pictures are read before anything long, as those of `label_pictures` are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torchvision.datasets import Cityscapes, VOCSegmentation
+
+from qatkit.config.data_folders import data_folder
+from qatkit.data.label_pictures import LabelPictures, label_numbers, largest_label
+from qatkit.data.sources import Splits
+from qatkit.tasks.segmentation import IGNORED
+from qatkit_verify.errors import ConfigError, first_line
+
+_VOC, _CITYSCAPES = (f"qatkit.data.segmentation_sets.{name}" for name in ("voc_segmentation", "cityscapes"))
+_YEAR = "2012"
+_VOC_FILE = "https://thor.robots.ox.ac.uk/pascal/VOC/voc2012/VOCtrainval_11-May-2012.tar"
+_VOC_CLASSES = (
+    "background", "aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow", "dining table",
+    "dog", "horse", "motorbike", "person", "potted plant", "sheep", "sofa", "train", "tv monitor",
+)  # fmt: skip
+
+
+def voc_segmentation(root: str | None, download: bool, seed: int) -> Splits:
+    """Pascal VOC 2012: 1,464 pictures to train, 1,449 to verify, 20 classes and the background; borders (255) count as
+    nothing.
+
+    Raises:
+        ConfigError: the files are not there, can't be fetched, or hold other numbers.
+    """
+    top = data_folder(_VOC, root)
+    base = top / "VOCdevkit" / f"VOC{_YEAR}"
+    try:
+        if download and not base.is_dir():
+            VOCSegmentation(top, _YEAR, "train", download=True)
+        parts = [VOCSegmentation(top, _YEAR, part) for part in ("train", "val")]
+    except (OSError, RuntimeError) as error:
+        where = f"{base} (fetch {_VOC_FILE} and unpack it into {top}, or set data.download=true)"
+        raise ConfigError("data.root", root, f"Pascal VOC {_YEAR} in {where}; {first_line(error)}") from error
+    train, test = (_below(top, part.images, part.targets) for part in parts)
+    _check(top, [*train, *test], (IGNORED,), len(_VOC_CLASSES) - 1)
+    return Splits(LabelPictures(train, top, (IGNORED,)), LabelPictures(test, top, (IGNORED,)), _VOC_CLASSES)
+
+
+def cityscapes(root: str | None, download: bool, seed: int) -> Splits:
+    """Cityscapes with fine labels: 2,975 pictures to train, 500 to verify, 19 classes; other labels count as nothing.
+
+    Raises:
+        ConfigError: the files are not there, or hold other numbers.
+    """
+    top = data_folder(_CITYSCAPES, root)
+    try:
+        parts = [Cityscapes(str(top), part, target_type="semantic") for part in ("train", "val")]
+    except (OSError, RuntimeError) as error:
+        where = f"leftImg8bit/ and gtFine/ in {top}"
+        what = "leftImg8bit_trainvaltest.zip and gtFine_trainvaltest.zip of cityscapes-dataset.com, with an account,"
+        fetch = f"fetch {what} and put them there"
+        raise ConfigError("data.root", root, f"{where} ({fetch}); {first_line(error)}") from error
+    train, test = (_below(top, part.images, [one[0] for one in part.targets]) for part in parts)
+    ids = [one.id for one in Cityscapes.classes if one.id >= 0]
+    _check(top, [*train, *test], (IGNORED,), max(ids))
+    names = {one.train_id: one.name for one in Cityscapes.classes if 0 <= one.train_id < IGNORED}
+    classes = tuple(names[number] for number in sorted(names))
+    return Splits(CityLabels(train, top), CityLabels(test, top), classes)
+
+
+class CityLabels(LabelPictures):
+    """Pictures, and label pictures of Cityscapes' ids.
+
+    Args:
+        samples: (path of the picture, path of the label picture below `root`).
+        root: of all label pictures.
+    """
+
+    def __init__(self, samples: Sequence[tuple[str, str]], root: Path) -> None:
+        super().__init__(samples, root, (IGNORED,))
+        table = np.full(IGNORED + 1, IGNORED, np.uint8)
+        for one in Cityscapes.classes:
+            if 0 <= one.train_id < IGNORED:
+                table[one.id] = one.train_id
+        self._table = table
+
+    def label_map(self, target: Any) -> Tensor:
+        """Returns the training ids of a label picture, uint8 [1, height, width], `IGNORED` where there is none."""
+        return torch.from_numpy(self._table[label_numbers(self.root / str(target))])[None]
+
+
+def _below(top: Path, pictures: Sequence[Any], labels: Sequence[Any]) -> list[tuple[str, str]]:
+    """(picture, label picture below `top`), sorted."""
+    pairs = sorted(zip(map(str, pictures), map(str, labels), strict=True))
+    return [(picture, Path(label).relative_to(top).as_posix()) for picture, label in pairs]
+
+
+def _check(top: Path, pairs: Sequence[tuple[str, str]], ignored: Sequence[int], largest: int) -> None:
+    """Raises ConfigError for a label picture that can't be read, of another size, or with a number above `largest`."""
+    found = largest_label(top, pairs, ignored)
+    if found > largest:
+        raise ConfigError(
+            "data.root", str(top), f"label pictures with numbers up to {largest}; {found} occurs"
+        )
