@@ -20,6 +20,10 @@ FOLDERS = {
         "a folder with pictures and label pictures of the same names: train/ and train_labels/, test/ and test_labels/ "
         "(or val), or images/train and labels/train, and so on (masks, annotations)"
     ),
+    "qatkit.data.pictures_with_values.pictures_with_values": (
+        "a folder of pictures with a targets.csv of the columns file and value, at least one picture to train and one "
+        "to verify, or one in each of train/ and test/"
+    ),
     "qatkit.data.segmentation_sets.voc_segmentation": (
         "a folder with VOCdevkit/VOC2012 (or an empty one with data.download=true, which fetches 2 GB)"
     ),

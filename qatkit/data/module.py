@@ -109,6 +109,7 @@ class DataModule(lightning.LightningDataModule):
         if states is not None:
             self.splits = rolled_out(self.splits, states, ports, config.source, task, progress)
         self._train_images, self._test_images = checked_splits(self.splits, config.source, task, arrays)
+        self.task = task.of_data(self._train_images.targets)
         check_cache(config.cache, config.workers)
         self._block = Block(config.cache_mb) if config.cache == "ram" else None
         self._train_loaded = cached_images(self._train_images, self._block)

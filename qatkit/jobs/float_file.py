@@ -115,9 +115,12 @@ def _checked(
     session = open_session(path, threads=config.verify.threads)
     given, outputs = _outputs(session, file, data, batch)
     first, count = outputs[0], rows(given)
+    asked = config.task
     config = replace(config, task=_task_for(config, data, outputs))
     notes = list(_unused_labels(config, data, first, count))
-    data.task = task = task_of(config.task, config.verify.decision)
+    if config.task != asked:
+        data.task = task_of(config.task, config.verify.decision)
+    task = data.task
     width, name = data.num_classes if data.labelled else None, task.names.outputs
     if not task.fits(first.shape, count, width):
         told = "it gives" if data.labelled else f"of {count} samples it gives"

@@ -15,6 +15,7 @@ from typing import Any
 from qatkit.records.results import Results
 from qatkit.report.analysis_page import analysis_section
 from qatkit.report.bars import charts
+from qatkit.report.bias import bias_section
 from qatkit.report.curve import curve_section
 from qatkit.report.drift import drift_section
 from qatkit.report.examples import classes_section, examples_section
@@ -231,6 +232,7 @@ _SECTIONS: dict[str, Callable[[Results], str]] = {
     "runtimes": _runtimes,
     "drift": drift_section,
     "examples": examples_section,
+    "bias": bias_section,
 }
 
 

@@ -4,12 +4,14 @@ base.py             `Task`, which a task of your own derives from
 drawing.py          `Drawing`: how the report shows samples of a task
 class_maps.py       the drawing of segmentation
 logits.py           what tasks share whose models give logits of classes
+vectors.py          what tasks share whose models give vectors
 influence.py        what tasks share whose metric is no mean over samples
 classification.py   one of a number of classes
 causal_lm.py        the next token of a text
 text_classification.py  one of a number of classes for a text or a pair of texts
 text_embedding.py   sentences as vectors, by how related pairs of them are
 segmentation.py     a class for each pixel
+regression.py       numbers for a sample
 outputs.py          outputs of any meaning, compared with the float model's
 decisions/          what two such outputs have the same where they agree
 
@@ -35,6 +37,7 @@ TASKS = {
     "text_classification": "qatkit.tasks.text_classification.TextClassification",
     "text_embedding": "qatkit.tasks.text_embedding.TextEmbedding",
     "segmentation": "qatkit.tasks.segmentation.Segmentation",
+    "regression": "qatkit.tasks.regression.Regression",
     "outputs": "qatkit.tasks.outputs.Outputs",
 }
 CLASSIFICATION = Classification()

@@ -1,6 +1,7 @@
 """What a task is: all that data, training, verification and reports need to know of what a model is for.
 
     data      target, group, collate, augmentations     what an item's target is, and how a batch is made of them
+              of_data                                   what the task learns of all targets
     model     width, fits                               what the model has to give
     training  loss, distillation, total, figure         what is minimized, and the figure of an epoch
     judging   values, meter, decision, divergence       how good a file is, image by image, and how near to float
@@ -124,6 +125,12 @@ class Task(ABC):
     def answers(self, outputs: Array) -> Array:
         """Returns targets that a teacher's outputs stand for where there are none; by default its decisions."""
         return self.decision(outputs)
+
+    def of_data(self, targets: Sequence[Any]) -> Task:
+        """Returns the task for a data set with these training targets: by default itself. One that judges by the spread
+        of the targets learns it here.
+        """
+        return self
 
     def suited(self, outputs: Sequence[Array], names: Sequence[str], samples: int) -> Task:
         """Returns the task for a model that gives such outputs; by default itself.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from qatkit.tasks.base import Task
@@ -9,6 +10,7 @@ from qatkit_verify import classification
 
 if TYPE_CHECKING:
     from qatkit.tasks.base import Array
+    from qatkit_verify.compare import Alike
 
 
 class Logits(Task):
@@ -18,7 +20,7 @@ class Logits(Task):
         return classification.decision(outputs)
 
     @property
-    def rule(self) -> None:
+    def rule(self) -> Callable[[Array], Array] | Alike | None:
         """None: outputs agree by their class axis, which may lie behind positions."""
         return None
 

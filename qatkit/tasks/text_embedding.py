@@ -11,29 +11,27 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from qatkit.tasks.base import Meter
 from qatkit.tasks.influence import ByInfluence
-from qatkit_verify.records import Metric, Scores, TaskNames
+from qatkit.tasks.vectors import ALIKE, Vectors, units
+from qatkit_verify.records import Metric, TaskNames
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from qatkit.config.schema import ScheduleConfig
     from qatkit.tasks.base import Array
-    from qatkit_verify.compare import Alike
 
 _FEWEST = 3  # pairs whose ranks say anything
-_ALIKE = 0.99  # cosine from which two models' embeddings of a sentence count as the same
 
 
-class TextEmbedding(ByInfluence):
+class TextEmbedding(ByInfluence, Vectors):
     """Spearman's rank correlation, times 100 as benchmarks of embeddings give it; agreement by the cosine to float."""
 
     names = TaskNames(
         "text_embedding",
         "sentence similarity",
         (Metric("Spearman"),),
-        decision=f"embeddings (cosine {_ALIKE})",
+        decision=f"embeddings (cosine {ALIKE})",
         outputs="embeddings",
         samples="pairs",
     )
@@ -58,9 +56,6 @@ class TextEmbedding(ByInfluence):
     def mean(self, values: Array) -> float:
         return 100 * spearman(values[:, 0], values[:, 1])
 
-    def meter(self) -> Meter:
-        return _Meter(self)
-
     def influence(self, values: Array) -> Array:
         """Returns the influence of each pair on the rank correlation, times the number of pairs.
 
@@ -70,27 +65,6 @@ class TextEmbedding(ByInfluence):
         a, b = _standardized(values[:, 0]), _standardized(values[:, 1])
         found: Array = a * b - (a * b).mean() / 2 * (a**2 + b**2)
         return found
-
-    def decision(self, outputs: Array) -> Array:
-        """Returns the signs of the embeddings: all that a binary index keeps of them."""
-        positive: Array = outputs > 0
-        return positive
-
-    def agree(self, exact: Array, found: Array) -> Array:
-        import numpy as np
-
-        same: Array = (_unit(exact) * _unit(found)).sum(1) >= np.float64(_ALIKE)
-        return same
-
-    @property
-    def rule(self) -> Alike:
-        """The rule of the cosine, since embeddings decide nothing by themselves."""
-        from qatkit_verify.compare import Alike
-
-        return Alike(self.agree)
-
-    def power(self, outputs: Array) -> float:
-        return float((outputs.astype("float64") ** 2).mean())
 
     def labelled(self, classes: Sequence[str], targets: Sequence[Any]) -> bool:
         return True
@@ -106,9 +80,6 @@ class TextEmbedding(ByInfluence):
             "" if len(set(targets)) > 1 else f"scores of {part} must not all be the same, got {targets[0]:g}"
         )
 
-    def width_of(self, shape: Sequence[int]) -> int | None:
-        return None  # the model knows
-
     def fits(self, shape: Sequence[int], images: int, width: int | None) -> bool:
         return len(shape) == 2 and shape[0] == 2 * images
 
@@ -118,8 +89,8 @@ class TextEmbedding(ByInfluence):
 
 def cosines(outputs: Array) -> Array:
     """Returns the cosine of each pair of rows, float64 [N], of embeddings [2 N, D]."""
-    units = _unit(outputs)
-    found: Array = (units[::2] * units[1::2]).sum(1)
+    rows = units(outputs)
+    found: Array = (rows[::2] * rows[1::2]).sum(1)
     return found
 
 
@@ -141,39 +112,7 @@ def _standardized(values: Array) -> Array:
     return found
 
 
-def _unit(outputs: Array) -> Array:
-    import numpy as np
-
-    rows = np.asarray(outputs, np.float64)
-    found: Array = rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-30)
-    return found
-
-
 def _torch_cosines(output: Tensor) -> Tensor:
     from torch.nn import functional as F
 
     return F.cosine_similarity(output[::2].float(), output[1::2].float())
-
-
-class _Meter:
-    """The rank correlation of all pairs.
-
-    Attributes:
-        images: pairs seen so far.
-    """
-
-    def __init__(self, task: TextEmbedding) -> None:
-        self.images, self._task = 0, task
-        self._values: list[Array] = []
-
-    def add(self, outputs: Array, targets: Any) -> None:
-        """Takes one batch: embeddings [2 N, D] and scores [N]."""
-        self._values.append(self._task.values(outputs, targets))
-        self.images += len(self._values[-1])
-
-    def result(self) -> Scores:
-        """Returns the scores of at least one pair."""
-        import numpy as np
-
-        main = self._task.names.main
-        return Scores((main.of(self._task.mean(np.concatenate(self._values))),), self.images)

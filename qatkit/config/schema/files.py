@@ -222,6 +222,7 @@ class VerifyConfig:
             "qatkit.verify.checks.runtimes.RuntimesCheck",
             "qatkit.verify.checks.accuracy.AccuracyCheck",
             "qatkit.verify.checks.fidelity.FidelityCheck",
+            "qatkit.verify.checks.bias.BiasCheck",
             "qatkit.verify.checks.examples.ExamplesCheck",
             "qatkit.verify.checks.drift.DriftCheck",
             "qatkit.verify.checks.validation.ValidationCheck",

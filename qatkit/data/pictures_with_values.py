@@ -1,0 +1,119 @@
+"""Pictures with numbers, for regression: a table beside them.
+
+    ROOT/targets.csv                              file,value (or several columns of numbers)
+    ROOT/train/targets.csv  ROOT/test/targets.csv  (or val)
+
+A table's first line names its columns: `file` is the path of a picture below the table's folder, every other column is
+a number to predict. With one table, pictures below `test/` (or `val/`) verify where there are any, else every fifth of
+the sorted files does.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from pathlib import Path
+from typing import Any
+
+from qatkit.config.data_folders import FOLDERS, data_folder
+from qatkit.data.image_files import ImageFiles
+from qatkit.data.sources import Splits
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.pictures import files_below, is_image_name
+
+_SOURCE = "qatkit.data.pictures_with_values.pictures_with_values"
+TABLE, _FILE = "targets.csv", "file"
+_TESTS = ("test", "val")
+_EVERY = 5
+Samples = list[tuple[str, Any]]
+
+
+def pictures_with_values(root: str | None, download: bool, seed: int) -> Splits:
+    """The pictures that tables name, and their numbers.
+
+    Raises:
+        ConfigError: no such folder or table, a table without these columns, a line that names no picture or no number,
+            or fewer than two pictures.
+    """
+    top = data_folder(_SOURCE, root)
+    if (top / TABLE).is_file():
+        names, samples = _read(top, top / TABLE)
+        train, test = _parted(top, samples)
+    else:
+        names, train, test = _of_two(top, root)
+    if not train or not test:
+        raise ConfigError("data.root", root, f"{FOLDERS[_SOURCE]}; it has {len(train)} and {len(test)}")
+    listed = {path for path, _ in (*train, *test)}
+    found, _ = files_below(top, is_image_name, "data.root")
+    left = len(set(map(str, found)) - listed)
+    notes = [f"pictures that no {TABLE} names, left out: {left}"] if left else []
+    if len(names) > 1:
+        notes.append(f"values, in the order of the outputs: {', '.join(names)}")
+    return Splits(ImageFiles(train), ImageFiles(test), (), notes=tuple(notes))
+
+
+def _of_two(top: Path, root: str | None) -> tuple[tuple[str, ...], Samples, Samples]:
+    """The tables of train/ and test/."""
+    part = next((one for one in _TESTS if (top / one / TABLE).is_file()), None)
+    if part is None or not (top / "train" / TABLE).is_file():
+        raise ConfigError("data.root", root, f"{FOLDERS[_SOURCE]}; there is no {TABLE}")
+    (names, train), (others, test) = (_read(top / one, top / one / TABLE) for one in ("train", part))
+    if names != others:
+        told = f"the columns of train/{TABLE} in {part}/{TABLE} too, got {', '.join(others)}"
+        raise ConfigError("data.root", root, told)
+    return names, train, test
+
+
+def _parted(top: Path, samples: Samples) -> tuple[Samples, Samples]:
+    tests = [one for one in samples if Path(one[0]).relative_to(top).parts[0] in _TESTS]
+    if not tests:
+        tests = samples[_EVERY - 1 :: _EVERY]
+    chosen = {path for path, _ in tests}
+    return [one for one in samples if one[0] not in chosen], tests
+
+
+def _read(folder: Path, table: Path) -> tuple[tuple[str, ...], Samples]:
+    """Names of the numbers, and (path, number or numbers) of a table, sorted by path."""
+
+    def wrong(told: str) -> ConfigError:
+        return ConfigError("data.root", str(folder), reason=f"{TABLE} {told}")
+
+    try:
+        lines = list(csv.reader(table.read_text(encoding="utf-8-sig").splitlines()))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise wrong(f"can't be read ({error})") from error
+    head = [name.strip() for name in lines[0]] if lines else []
+    if _FILE not in head or len(head) < 2 or len(set(head)) < len(head):
+        raise wrong(
+            f"has the columns {', '.join(head) or 'of no name'}; expected '{_FILE}' and one of numbers"
+        )
+    found: dict[str, Any] = {}
+    for number, line in enumerate(lines[1:], 2):
+        if not line:
+            continue
+        if len(line) != len(head):
+            raise wrong(
+                f"has {len(line)} values in line {number}; expected {len(head)}, as in its first line"
+            )
+        row = dict(zip(head, line, strict=True))
+        path = folder / row.pop(_FILE).strip()
+        if not path.is_file():
+            raise wrong(f"names {path.name} in line {number}; expected a picture in {path.parent}")
+        if str(path) in found:
+            raise wrong(f"names {path.name} in line {number} again; expected each picture once")
+        found[str(path)] = _numbers(row, number, wrong)
+    return tuple(name for name in head if name != _FILE), sorted(found.items())
+
+
+def _numbers(row: dict[str, str], number: int, wrong: Any) -> float | tuple[float, ...]:
+    """The number of a line, or the numbers."""
+    values: list[float] = []
+    for name, text in row.items():
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not math.isfinite(value):
+            raise wrong(f"has '{text}' as {name} in line {number}; expected a number")
+        values.append(value)
+    return values[0] if len(values) == 1 else tuple(values)

@@ -1,0 +1,89 @@
+"""Tasks whose models give vectors that decide nothing by themselves: only their directions are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from qatkit.tasks.base import Meter, Task
+from qatkit_verify.records import Scores
+
+if TYPE_CHECKING:
+    from qatkit.tasks.base import Array
+    from qatkit_verify.compare import Alike
+
+ALIKE = 0.99  # cosine from which two models' vectors of a sample count as the same
+
+
+class Vectors(Task):
+    """A task of vectors [N, D] whose metric is one of all `values` together (`Task.mean`)."""
+
+    def decision(self, outputs: Array) -> Array:
+        """Returns the signs of the vectors: all that a binary index keeps of them."""
+        positive: Array = outputs > 0
+        return positive
+
+    def agree(self, exact: Array, found: Array) -> Array:
+        return alike(exact, found)
+
+    @property
+    def rule(self) -> Callable[[Array], Array] | Alike | None:
+        """The rule of the cosine, since vectors decide nothing by themselves."""
+        from qatkit_verify.compare import Alike
+
+        return Alike(alike)
+
+    def meter(self) -> Meter:
+        return AllValues(self)
+
+    def power(self, outputs: Array) -> float:
+        return float((outputs.astype("float64") ** 2).mean())
+
+    def width_of(self, shape: Sequence[int]) -> int | None:
+        return None  # the model knows
+
+
+def alike(exact: Array, found: Array) -> Array:
+    """Returns where two models' vectors point the same way, booleans [N]."""
+    import numpy as np
+
+    same: Array = (units(exact) * units(found)).sum(1) >= np.float64(ALIKE)
+    return same
+
+
+def units(outputs: Array) -> Array:
+    """Returns the rows of length 1, float64 [N, D]."""
+    import numpy as np
+
+    rows = np.asarray(outputs, np.float64)
+    found: Array = rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-30)
+    return found
+
+
+class AllValues:
+    """The metric of the values of all samples.
+
+    Args:
+        task: whose `values` and `mean` they are.
+
+    Attributes:
+        images: samples seen so far.
+    """
+
+    def __init__(self, task: Task) -> None:
+        self.images, self._task = 0, task
+        self._values: list[Array] = []
+
+    def add(self, outputs: Array, targets: Any) -> None:
+        """Takes one batch."""
+        import numpy as np
+
+        self._values.append(self._task.values(outputs, np.asarray(targets)))
+        self.images += len(self._values[-1])
+
+    def result(self) -> Scores:
+        """Returns the scores of at least one sample."""
+        import numpy as np
+
+        main = self._task.names.main
+        return Scores((main.of(self._task.mean(np.concatenate(self._values))),), self.images)

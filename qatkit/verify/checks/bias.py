@@ -1,0 +1,178 @@
+"""Measures whether INT8 outputs of a regression lie above or below float's, in all and range by range of the targets.
+
+    shift = mean(INT8 - float), beyond noise where it is more than three of its standard errors
+
+An error that has one sign is no noise that averages out, and a metric of single samples hides it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from qatkit.records.results import Results
+from qatkit.tasks.regression import Regression, columns
+from qatkit.verify.checks.base import Check, Shortfall, Subject
+from qatkit.verify.checks.requested import RequestedSettings
+
+if TYPE_CHECKING:
+    from qatkit.tasks.base import Array
+
+NAME = "bias"
+FIX = "algorithm=bias_correction"
+_LOOKED_AT = 2048  # test samples
+_RANGES = 5  # quintiles
+_SURE = 3.0  # standard errors
+_MATTERS = 0.005  # of the targets' deviation: a shift below it is not worth a fix
+_HALF = 0.5  # of a drop that a shift explains
+
+
+class BiasCheck(Check):
+    """The mean shift of `task=regression`, and of tasks derived from it; it has no bound."""
+
+    name = NAME
+
+    def measure(self, subject: Subject, results: Results) -> Results:
+        import numpy as np
+
+        if not isinstance(subject.task, Regression):
+            return results
+        exact, found, targets = _outputs(subject)
+        if not np.isfinite(found).all():  # which accuracy or fidelity tells
+            return results
+        by = targets if subject.labelled else exact
+        deviations = subject.task.deviations or tuple(exact.std(0))
+        rows = [
+            {
+                "name": f"value {place + 1}" if exact.shape[1] > 1 else "",
+                "deviation": float(deviations[place]),
+                **_shift(found[:, place] - exact[:, place]),
+                "ranges": _ranges(by[:, place], found[:, place] - exact[:, place]),
+            }
+            for place in range(exact.shape[1])
+        ]
+        figures = {"samples": len(exact), "by": "target" if subject.labelled else "float's output"}
+        return results.with_measured(NAME, {**figures, "outputs": rows})
+
+    def explains(self, shortfall: Shortfall, results: Results) -> str | None:
+        found, drop = results.measured.get(NAME), _drop(results)
+        if found is None or drop is None or not shortfall.line.startswith("verify.max_drop"):
+            return None
+        largest = max((abs(one["shift"]) for one in found["outputs"] if _beyond(one, one)), default=0.0)
+        return fix_of(results) or None if largest >= _HALF * drop else None
+
+    def lines(self, results: Results) -> list[str]:
+        found = results.measured.get(NAME)
+        if found is None:
+            return []
+        told = [line for one in found["outputs"] for line in _texts(one, found["by"], results.label)]
+        if not told:
+            return [
+                f"no shift of the {results.label} outputs against float beyond noise on {found['samples']:,} samples"
+            ]
+        fix = fix_of(results)
+        return [*told, f"to take the shift back: {fix}"] if fix else told
+
+
+def fix_of(results: Results) -> str:
+    """Returns what takes the shifts back, as it is typed; "" where none matters, or it was asked for already."""
+    found, asked = results.measured.get(NAME), RequestedSettings(results)
+    if found is None or not asked.has_module or asked.weights_alone:
+        return ""
+    parts = [(part, one) for one in found["outputs"] for part in (one, *one["ranges"])]
+    matters = any(
+        _beyond(part, one) and abs(part["shift"]) >= _MATTERS * one["deviation"] for part, one in parts
+    )
+    used = asked.get("algorithm") or {}
+    return FIX if matters and "bias_correction" not in used else ""
+
+
+def rows_of(output: Mapping[str, Any], by: str) -> list[tuple[str, ...]]:
+    """Returns a row for all samples and one for each range: samples, mean shift, two standard errors, share of the
+    targets' deviation, and whether it is beyond noise.
+    """
+    rows = [("all", output)]
+    rows += [(f"{by} {one['low']:.4g} to {one['high']:.4g}", one) for one in output["ranges"]]
+    return [
+        (
+            name,
+            f"{one['samples']:,}",
+            f"{one['shift']:+.4g}",
+            f"{2 * one['error']:.2g}",
+            f"{100 * one['shift'] / output['deviation']:+.2f} %",
+            "beyond noise" if _beyond(one, output) else "",
+        )
+        for name, one in rows
+    ]
+
+
+def _outputs(subject: Subject) -> tuple[Array, Array, Array]:
+    """Outputs of both files and targets, each [N, K]."""
+    import numpy as np
+
+    from qatkit.verify.accuracy import all_cores, file_predictor, in_parts
+    from qatkit_verify.session import open_session
+
+    runs = [
+        in_parts(
+            file_predictor(
+                open_session(subject.files[name], threads=all_cores(), options=subject.options), subject.task
+            )
+        )
+        for name in ("float", "int8")
+    ]
+    kept: list[list[Array]] = [[], [], []]
+    for inputs, targets in subject.some(_LOOKED_AT):
+        for one, values in zip(kept, (*(run(inputs) for run in runs), np.asarray(targets)), strict=True):
+            one.append(columns(values))
+    exact, found, wanted = (np.concatenate(one) for one in kept)
+    return exact, found, wanted
+
+
+def _shift(difference: Array) -> dict[str, Any]:
+    count = len(difference)
+    return {
+        "samples": count,
+        "shift": float(difference.mean()),
+        "error": float(difference.std()) / math.sqrt(count),
+    }
+
+
+def _ranges(by: Array, difference: Array) -> list[dict[str, Any]]:
+    """The shift within each quintile of `by`; ties stay together, so that there may be fewer."""
+    import numpy as np
+
+    edges = np.unique(np.quantile(by, np.linspace(0, 1, _RANGES + 1)))
+    places = np.clip(np.searchsorted(edges, by, side="right") - 1, 0, max(0, len(edges) - 2))
+    return [
+        {
+            "low": float(by[places == place].min()),
+            "high": float(by[places == place].max()),
+            **_shift(difference[places == place]),
+        }
+        for place in np.unique(places)
+    ]
+
+
+def _beyond(part: Mapping[str, Any], output: Mapping[str, Any]) -> bool:
+    """Whether a shift is more than noise; one that no float32 of the outputs' size holds is none."""
+    return bool(abs(part["shift"]) > max(_SURE * part["error"], 1e-6 * output["deviation"]))
+
+
+def _texts(output: Mapping[str, Any], by: str, label: str) -> list[str]:
+    """A line for each shift beyond noise; of ranges, where they shift otherwise than the whole."""
+    told = []
+    name = f"{output['name']}: " if output["name"] else ""
+    for part, row in zip((output, *output["ranges"]), rows_of(output, by), strict=True):
+        if _beyond(part, output):
+            where = "" if row[0] == "all" else f" where {row[0]}"
+            told.append(
+                f"{name}{label} is {row[2]} (+/- {row[3]}, {row[4]} of the deviation) from float{where}"
+            )
+    return told
+
+
+def _drop(results: Results) -> float | None:
+    exact, found = results.accuracy.get("float"), results.accuracy.get("int8")
+    return None if exact is None or found is None else results.task.main.lost(exact.score, found.score)
