@@ -11,6 +11,7 @@ causal_lm.py        the next token of a text
 text_classification.py  one of a number of classes for a text or a pair of texts
 text_embedding.py   sentences as vectors, by how related pairs of them are
 segmentation.py     a class for each pixel
+embedding.py        vectors of samples with class labels, by their nearest neighbours
 regression.py       numbers for a sample
 outputs.py          outputs of any meaning, compared with the float model's
 decisions/          what two such outputs have the same where they agree
@@ -37,6 +38,7 @@ TASKS = {
     "text_classification": "qatkit.tasks.text_classification.TextClassification",
     "text_embedding": "qatkit.tasks.text_embedding.TextEmbedding",
     "segmentation": "qatkit.tasks.segmentation.Segmentation",
+    "embedding": "qatkit.tasks.embedding.Embedding",
     "regression": "qatkit.tasks.regression.Regression",
     "outputs": "qatkit.tasks.outputs.Outputs",
 }
