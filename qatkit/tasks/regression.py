@@ -37,7 +37,7 @@ class Regression(Task):
             Metric("MAE", unit="", higher_is_better=False),
             Metric("RMSE", unit="", higher_is_better=False),
         ),
-        decision=f"value within {TOLERANCE:.0%} of the targets' deviation",
+        decision=f"value within {100 * TOLERANCE:g} % of the targets' deviation",
         outputs="values",
         compared="values within a step",
         samples="samples",

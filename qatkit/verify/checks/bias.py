@@ -26,6 +26,8 @@ _RANGES = 5  # quintiles
 _SURE = 3.0  # standard errors
 _MATTERS = 0.005  # of the targets' deviation: a shift below it is not worth a fix
 _HALF = 0.5  # of a drop that a shift explains
+_FEWEST = 20  # samples whose standard error says anything
+_LOOSE = 0.25  # of the targets' deviation: a larger bound hardly is one
 
 
 class BiasCheck(Check):
@@ -67,12 +69,10 @@ class BiasCheck(Check):
         if found is None:
             return []
         told = [line for one in found["outputs"] for line in _texts(one, found["by"], results.label)]
-        if not told:
-            return [
-                f"no shift of the {results.label} outputs against float beyond noise on {found['samples']:,} samples"
-            ]
+        none = f"no shift of the {results.label} outputs against float beyond noise on {found['samples']:,} samples"
         fix = fix_of(results)
-        return [*told, f"to take the shift back: {fix}"] if fix else told
+        taken = [f"to take the shift back: {fix}"] if fix else []
+        return [*(told or [none]), *taken, *_loose(found, results)]
 
 
 def fix_of(results: Results) -> str:
@@ -157,20 +157,35 @@ def _ranges(by: Array, difference: Array) -> list[dict[str, Any]]:
 
 def _beyond(part: Mapping[str, Any], output: Mapping[str, Any]) -> bool:
     """Whether a shift is more than noise; one that no float32 of the outputs' size holds is none."""
-    return bool(abs(part["shift"]) > max(_SURE * part["error"], 1e-6 * output["deviation"]))
+    least = max(_SURE * part["error"], 1e-6 * output["deviation"])
+    return bool(part["samples"] >= _FEWEST and abs(part["shift"]) > least)
 
 
 def _texts(output: Mapping[str, Any], by: str, label: str) -> list[str]:
-    """A line for each shift beyond noise; of ranges, where they shift otherwise than the whole."""
+    """A line for each shift beyond noise."""
     told = []
-    name = f"{output['name']}: " if output["name"] else ""
-    for part, row in zip((output, *output["ranges"]), rows_of(output, by), strict=True):
-        if _beyond(part, output):
-            where = "" if row[0] == "all" else f" where {row[0]}"
+    whose = f" of {output['name']}" if output["name"] else ""
+    for part, (name, _, shift, error, share, beyond) in zip(
+        (output, *output["ranges"]), rows_of(output, by), strict=True
+    ):
+        if beyond:
+            where = "" if part is output else f" where {name}"
             told.append(
-                f"{name}{label} is {row[2]} (+/- {row[3]}, {row[4]} of the deviation) from float{where}"
+                f"mean shift of {label} against float{whose}: {shift} +/- {error} ({share} of the deviation){where}"
             )
     return told
+
+
+def _loose(found: Mapping[str, Any], results: Results) -> list[str]:
+    """A line where `verify.max_drop` is so large, in the unit of the targets, that it bounds little."""
+    bound = RequestedSettings(results).get("verify.max_drop")
+    deviation = sum(one["deviation"] for one in found["outputs"]) / len(found["outputs"])
+    if bound is None or not results.labelled or bound < _LOOSE * deviation:
+        return []
+    share = f"{100 * bound / deviation:.3g} % of their deviation ({deviation:.3g})"
+    return [
+        f"verify.max_drop={bound:g} is in the unit of the targets, and {share}: a smaller one would say more"
+    ]
 
 
 def _drop(results: Results) -> float | None:
