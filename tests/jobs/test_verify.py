@@ -159,6 +159,8 @@ def test_bounds_that_are_off_need_no_check() -> None:
         "runtimes",
         "accuracy",
         "fidelity",
+        "bias",
+        "examples",
         "drift",
         "validation",
         "size",
