@@ -166,7 +166,7 @@ class Judge:
         outputs = np.concatenate([predict(images) for images, _ in batches]).astype(np.float64)
         wanted = self.wanted
         size = self.task.power(wanted)
-        squares = np.square(outputs - wanted).reshape(len(wanted), -1).mean(1)
+        squares = self.task.errors(wanted, outputs)
         return Verdict(
             self._values(outputs) if self.runtime.labelled else None,
             _mostly(self.task.agree(wanted, outputs)),

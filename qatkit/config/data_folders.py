@@ -28,6 +28,14 @@ FOLDERS = {
         "a folder with VOCdevkit/VOC2012 (or an empty one with data.download=true, which fetches 2 GB)"
     ),
     "qatkit.data.segmentation_sets.cityscapes": "a folder with Cityscapes' leftImg8bit/ and gtFine/",
+    "qatkit.data.boxed_pictures.voc_boxes": (
+        "a folder with JPEGImages/NAME.jpg, Annotations/NAME.xml and ImageSets/Main/train.txt (or trainval.txt) and "
+        "test.txt (or val.txt), as Pascal VOC has them, or the folder of which it is the only one"
+    ),
+    "qatkit.data.boxed_pictures.coco_boxes": (
+        "a folder with annotations/instances_train*.json and instances_val*.json beside folders of pictures, as COCO "
+        "has them, or with train/_annotations.coco.json and test/_annotations.coco.json (or valid) among the pictures"
+    ),
     "qatkit.data.labelled_text.labelled_text": (
         "a folder of .tsv, .csv or .jsonl files with texts and labels, those with 'test' in their names to verify and "
         "at least one other to calibrate; or of train/CLASS/*.txt and test/CLASS/*.txt"

@@ -10,9 +10,12 @@ import torch
 import torch.nn.functional as nn_functional
 from torch import Tensor
 
+from qatkit_verify.fitting import Fitting, Sides
+
 _CROP_AREA = (0.08, 1.0)  # share of the image, the usual ImageNet recipe
 _CROP_RATIO = (3 / 4, 4 / 3)  # width / height, as a share of the input's
 _CROP_ATTEMPTS = 10
+_ZOOM = (0.5, 1.5)  # the usual range of the YOLOs
 
 
 def mirrored(arrays: Iterable[Tensor], draws: Sequence[random.Random]) -> Iterator[Tensor]:
@@ -63,3 +66,22 @@ def random_rectangle(
     w = min(width, max(1, round(height * high)))
     h = min(height, max(1, round(width / low)))
     return (height - h) // 2, (width - w) // 2, h, w
+
+
+def random_zoom(scaled: Sides, size: Sides, draw: random.Random) -> Fitting:
+    """Returns a picture at 0.5 to 1.5 times a size, proportions kept, at a random place: cut where it is larger than
+    the input, with filling around it where it is smaller.
+
+    Args:
+        scaled: (height, width) of the picture at a zoom of 1.
+        size: (height, width) of the input.
+        draw: the picture's source of random numbers.
+    """
+    zoom = draw.uniform(*_ZOOM)
+    high, wide = (max(2, round(side * zoom)) for side in scaled)
+    rooms = (size[0] - high, size[1] - wide)
+    drawn = [draw.randint(0, abs(room)) for room in rooms]
+    start = [0 if room >= 0 else at for room, at in zip(rooms, drawn, strict=True)]
+    place = [at if room >= 0 else 0 for room, at in zip(rooms, drawn, strict=True)]
+    kept = (min(high, size[0]), min(wide, size[1]))
+    return Fitting((high, wide), (start[0], start[1]), kept, (place[0], place[1]))

@@ -210,6 +210,6 @@ def check_augmentation(config: DataConfig, task: Task) -> None:
             f"{' | '.join(kept)} for {task.names.description}, whose targets the others would make wrong"
         )
         raise ConfigError("data.augment", config.augment, allowed)
-    if task.maps and config.policy != "none":
+    if (task.maps or task.boxes) and config.policy != "none":
         allowed = f"none for {task.names.description}: a policy moves pixels, and not their labels"
         raise ConfigError("data.policy", config.policy, allowed)

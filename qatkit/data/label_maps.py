@@ -7,34 +7,53 @@ from sources of random numbers like those of the pictures, so both are cut and m
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
+from typing import Any
 
 from torch import Tensor
 from torch.nn import functional as nn_functional
 
 from qatkit.data.preprocessing import Preprocessing
 from qatkit.tasks.segmentation import IGNORED
-from qatkit_verify.fitting import LEVELS, Fitting
+from qatkit_verify.fitting import LEVELS, Fitting, Sides
 
 
-class LabelMaps(Preprocessing):
-    """The preparation of maps of labels, uint8 [1, height, width], beside that of their pictures."""
+class LabelMaps:
+    """The preparation of maps of labels, uint8 [1, height, width], beside that of their pictures.
+
+    Args:
+        pictures: the preparation of the pictures.
+        label_map: returns the map of a target (`CheckedImages.label_map`).
+    """
+
+    def __init__(self, pictures: Preprocessing, label_map: Callable[[Any], Tensor]) -> None:
+        self._prepared, self._label_map = _Maps.beside(pictures), label_map
+
+    def eval_targets(self, targets: Sequence[Any], pictures: Sequence[Sides]) -> Tensor:
+        """Returns maps as in evaluation, int64 [N, height, width]."""
+        return self._prepared.eval_batch(map(self._label_map, targets))[:, 0].long()
+
+    def train_targets(
+        self,
+        targets: Sequence[Any],
+        pictures: Sequence[Sides],
+        augment: str,
+        draws: Sequence[random.Random],
+    ) -> Tensor:
+        """Returns maps as in training, int64 [N, height, width]; `draws` are as those of the pictures were."""
+        return self._prepared.train_batch(map(self._label_map, targets), augment, draws)[:, 0].long()
+
+
+class _Maps(Preprocessing):
+    """A preparation that takes each pixel from the nearest one."""
 
     @classmethod
-    def beside(cls, pictures: Preprocessing) -> LabelMaps:
+    def beside(cls, pictures: Preprocessing) -> _Maps:
         """Returns the preparation of maps beside that of pictures."""
         values = {one.name: getattr(pictures, one.name) for one in fields(Preprocessing)}
         plain = {"mean": (0.0,), "std": (1.0,), "pixels": LEVELS, "order": "rgb", "layout": "nchw"}
         return cls(**values | plain | {"pad_value": float(IGNORED)})
-
-    def eval_maps(self, maps: Iterable[Tensor]) -> Tensor:
-        """Returns maps as in evaluation, int64 [N, height, width]."""
-        return self.eval_batch(maps)[:, 0].long()
-
-    def train_maps(self, maps: Iterable[Tensor], augment: str, draws: Sequence[random.Random]) -> Tensor:
-        """Returns maps as in training, int64 [N, height, width]; `draws` are as those of the pictures were."""
-        return self.train_batch(maps, augment, draws)[:, 0].long()
 
     def _resized(self, array: Tensor, how: Fitting) -> Tensor:
         (top, left), (rows, columns) = how.start, how.kept

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
 from qatkit.data.arrays import ArrayBatches
+from qatkit.data.box_targets import BoxTargets
 from qatkit.data.image_loader import Batch, Failure, ImageLoader
 from qatkit.data.inputs import Batch as Inputs
 from qatkit.data.label_maps import LabelMaps
@@ -37,6 +38,7 @@ from qatkit.data.sources import ImageDataset
 from qatkit.tasks import CLASSIFICATION, Task
 from qatkit.tasks.base import NO_TARGET
 from qatkit_verify.errors import ConfigError
+from qatkit_verify.fitting import Sides
 
 _Key = tuple[int, int]  # epoch, index into the dataset
 _STEP = "images of a step"
@@ -130,17 +132,16 @@ class EvalImages(Dataset[Batch]):
         task: Task = CLASSIFICATION,
     ) -> None:
         self.images, self.indices, self.preprocessing, self.task = images, indices, preprocessing, task
+        self._placing = _placing(preprocessing, task, images)
 
     def __len__(self) -> int:
         return len(self.indices)
 
     def __getitems__(self, positions: list[int]) -> Batch | Failure:
         """The batch at `positions`."""
-        maps = _maps_of(self.preprocessing, self.task)
-        chosen = [self.indices[p] for p in positions]
-        return _load(
-            self.images, chosen, self.preprocessing.eval_batch, self.task, maps.eval_maps if maps else None
-        )
+        chosen, placing = [self.indices[p] for p in positions], self._placing
+        place = None if placing is None else placing.eval_targets
+        return _load(self.images, chosen, self.preprocessing.eval_batch, self.task, place)
 
 
 class TrainImages(Dataset[Batch]):
@@ -158,10 +159,11 @@ class TrainImages(Dataset[Batch]):
         self.task = task
         self.images, self.preprocessing, self.seed = images, preprocessing, seed
         self.augment, self.policy = augment, policy
+        self._placing = _placing(preprocessing, task, images)
 
     def __getitems__(self, keys: list[_Key]) -> Batch | Failure:
         """The augmented batch at `keys`."""
-        maps = _maps_of(self.preprocessing, self.task)
+        placing = self._placing
 
         def draws() -> list[random.Random]:
             return [random.Random(f"{self.seed}/{epoch}/{index}") for epoch, index in keys]
@@ -169,18 +171,24 @@ class TrainImages(Dataset[Batch]):
         def prepare(images: Iterable[Any]) -> Inputs:
             return self.preprocessing.train_batch(images, self.augment, draws(), self.policy)
 
-        def prepare_maps(found: Iterable[Tensor]) -> Tensor:
-            assert maps is not None
-            return maps.train_maps(found, self.augment, draws())
+        def place(targets: Sequence[Any], pictures: Sequence[Sides]) -> Tensor:
+            assert placing is not None
+            return placing.train_targets(targets, pictures, self.augment, draws())
 
-        return _load(
-            self.images, [index for _, index in keys], prepare, self.task, prepare_maps if maps else None
-        )
+        chosen = [index for _, index in keys]
+        return _load(self.images, chosen, prepare, self.task, place if placing else None)
 
 
-def _maps_of(preprocessing: Preprocessing | ArrayBatches, task: Task) -> LabelMaps | None:
-    """The preparation of targets that are maps, beside that of pictures; None for a task with other targets."""
-    return LabelMaps.beside(preprocessing) if task.maps and isinstance(preprocessing, Preprocessing) else None
+def _placing(
+    preprocessing: Preprocessing | ArrayBatches, task: Task, images: ImageDataset
+) -> LabelMaps | BoxTargets | None:
+    """The preparation of targets that lie in their pictures; None for a task with others."""
+    if not isinstance(preprocessing, Preprocessing):
+        return None
+    source: Any = images
+    if task.maps:
+        return LabelMaps(preprocessing, source.label_map)
+    return BoxTargets(preprocessing, source.targets) if task.boxes else None
 
 
 def _load(
@@ -188,25 +196,33 @@ def _load(
     indices: list[int],
     prepare: Callable[[Iterable[Any]], Inputs],
     task: Task,
-    prepare_maps: Callable[[Iterable[Tensor]], Tensor] | None = None,
+    place: Callable[[Sequence[Any], Sequence[Sides]], Tensor] | None = None,
 ) -> Batch | Failure:
-    targets = list[Any]()
+    targets, sizes = list[Any](), list[Sides]()
 
     def one_by_one() -> Iterator[Any]:
         for index in indices:
             image, target = images[index]
             targets.append(target)
+            if place is not None:
+                sizes.append(_height_and_width(image))
             yield image
 
     try:
         batch = prepare(one_by_one())
-        if prepare_maps is None or targets[0] == NO_TARGET:
+        if place is None or targets[0] == NO_TARGET:
             return batch, task.collate(targets)
-        source: Any = images
-        return batch, prepare_maps(source.label_map(target) for target in targets)
+        return batch, place(targets, sizes)
     except ConfigError as error:
         trace = "".join(traceback.format_exception(error))
         return Failure(error.key, str(error.value), error.problem, trace)
+
+
+def _height_and_width(image: Any) -> Sides:
+    if isinstance(image, Tensor):
+        return image.shape[-2], image.shape[-1]
+    width, height = image.size
+    return height, width
 
 
 class EpochSampler(Sampler[_Key]):

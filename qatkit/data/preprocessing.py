@@ -31,7 +31,7 @@ from torch import Tensor
 
 from qatkit.config.fields import limit_of
 from qatkit.config.schema import DataConfig
-from qatkit.data.augmentations import flipped, mirrored, random_rectangle, shifted
+from qatkit.data.augmentations import flipped, mirrored, random_rectangle, random_zoom, shifted
 from qatkit.data.policies import apply_policy
 from qatkit.data.resizing import resized
 from qatkit_verify.errors import ConfigError
@@ -203,11 +203,18 @@ class Preprocessing:
                 for image, draw in zip(images, draws, strict=True)
             ]
             batch = torch.stack(crops)
+        elif augment == "scale_flip":
+            arrays = (pixels(image, self.channels) for image in images)
+            zoomed = [
+                self._placed(array[None], self.zoomed((array.shape[-2], array.shape[-1]), draw))
+                for array, draw in zip(arrays, draws, strict=True)
+            ]
+            batch = torch.cat(zoomed)
         else:
             batch = self._fitted(images)
         if augment == "crop_flip":
             batch = shifted(batch, draws)
-        if augment != "none" and self.fit != "letterbox":
+        if augment != "none" and (self.fit != "letterbox" or augment == "scale_flip"):
             batch = flipped(batch, draws)
         if policy != "none":
             batch = apply_policy(batch, policy, draws)
@@ -228,11 +235,21 @@ class Preprocessing:
         fitted = [self._of_input_size(group) for group in groups]
         return fitted[0] if len(fitted) == 1 else torch.cat(fitted)
 
+    def zoomed(self, picture: Sides, draw: random.Random) -> Fitting:
+        """Returns a random size and place of a picture (height, width) in the input, around those of evaluation."""
+        size = sides(self.image_size)
+        how = fitting(self.fit, picture, size, sides(self.resize), self.align)
+        return random_zoom(how.scaled, size, draw)
+
     def _of_input_size(self, array: Tensor) -> Tensor:
         """`array` (N, channels, height, width) brought to the input's size by `fit`, float32."""
-        size = sides(self.image_size)
         picture = (array.shape[-2], array.shape[-1])
-        how = fitting(self.fit, picture, size, sides(self.resize), self.align)
+        how = fitting(self.fit, picture, sides(self.image_size), sides(self.resize), self.align)
+        return self._placed(array, how)
+
+    def _placed(self, array: Tensor, how: Fitting) -> Tensor:
+        """`array` (N, channels, height, width) in inputs, float32; what it does not cover is filled."""
+        size = sides(self.image_size)
         kept = self._resized(array, how).float()
         if how.kept == size:
             return kept

@@ -63,6 +63,6 @@ def _check_fit(config: DataConfig, fit: str) -> None:
         value = getattr(config, key)
         if value is not None and fit != "letterbox":
             raise ConfigError(f"data.{key}", value, f"null with data.fit={fit}, which fills nothing")
-    if fit == "letterbox" and config.augment not in ("none", "flip"):
-        allowed = "none or flip with data.fit=letterbox, which shows whole pictures"
+    if fit == "letterbox" and config.augment in ("crop_flip", "resized_crop"):
+        allowed = "none, flip or scale_flip with data.fit=letterbox, which shows whole pictures"
         raise ConfigError("data.augment", config.augment, allowed)

@@ -18,21 +18,36 @@ OWNER = "owner"  # in a node's meta: the path of the module that is one operator
 
 
 class Outputs(nn.Module):
-    """The end of a graph with auxiliary heads: all outputs in training, the first one in inference."""
+    """The end of a graph with outputs for training alone (auxiliary heads): all in training, else the first ones.
 
-    def forward(self, main: Tensor, *auxiliary: Tensor) -> Tensor | tuple[Tensor, ...]:
-        return (main, *auxiliary) if self.training else main
+    Args:
+        kept: number of outputs in inference.
+    """
+
+    def __init__(self, kept: int = 1) -> None:
+        super().__init__()
+        self.kept = kept
+
+    def forward(self, *outputs: Tensor) -> Tensor | tuple[Tensor, ...]:
+        if self.training:
+            return outputs
+        return outputs[0] if self.kept == 1 else outputs[: self.kept]
 
 
-def has_auxiliary_heads(model: nn.Module, outputs: Any) -> bool:
-    """Whether all that a model yields in training but the first are outputs of auxiliary heads, as torchvision says it.
+def outputs_in_inference(model: nn.Module, outputs: Any) -> int | None:
+    """Returns how many outputs of a model, its first ones, a file has; None: all of them.
+
+    A model says so by an attribute `inference_outputs`, torchvision's models by their auxiliary heads.
 
     Args:
         outputs: as the model yields them, or the nodes of a graph that do.
     """
+    declared: int | None = getattr(model, "inference_outputs", None)
+    if declared is not None:
+        return declared
     if isinstance(outputs, Mapping):  # segmentation
-        return set(outputs) == {"out", "aux"}
-    return classifies_in_training(model)
+        return 1 if set(outputs) == {"out", "aux"} else None
+    return 1 if classifies_in_training(model) else None
 
 
 def classifies_in_training(model: nn.Module) -> bool:

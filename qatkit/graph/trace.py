@@ -54,11 +54,15 @@ def _captured(model: nn.Module, example: Example, dynamic_axes: Wanted) -> fx.Gr
     duplicate = with_twins(copy_of(model))
     graph_module = capture(duplicate, example, dynamic_axes)
     _call_batch_norms(graph_module.graph, duplicate, graph_module)
+    kept = getattr(model, "inference_outputs", None)
     # The auxiliary heads of torchvision's segmentation models, of GoogLeNet and of Inception.
     if getattr(model, "aux_classifier", None) is not None or classifies_in_training(model):
-        if len(graph_module.meta["outputs"]) > 1:
-            _gather_outputs(graph_module)
-        graph_module.meta["outputs"] = ("output",)
+        kept = 1
+    names = graph_module.meta["outputs"]
+    if kept is not None and len(names) > kept:
+        _gather_outputs(graph_module, kept)
+    if kept is not None:
+        graph_module.meta["outputs"] = ("output",) if kept == 1 else names[:kept]
     name_sites(graph_module.graph)
     tidy(graph_module)
     return graph_module.train(model.training)
@@ -114,9 +118,9 @@ def _call_batch_norms(graph: fx.Graph, model: nn.Module, home: nn.Module) -> Non
             graph.erase_node(node)
 
 
-def _gather_outputs(graph_module: fx.GraphModule) -> None:
+def _gather_outputs(graph_module: fx.GraphModule, kept: int) -> None:
     end = next(n for n in reversed(graph_module.graph.nodes) if n.op == "output")
-    graph_module.add_submodule("auxiliary_outputs", Outputs())
+    graph_module.add_submodule("auxiliary_outputs", Outputs(kept))
     with graph_module.graph.inserting_before(end):
         nodes = cast("tuple[fx.Node, ...]", end.args[0])
         end.args = (graph_module.graph.call_module("auxiliary_outputs", nodes),)

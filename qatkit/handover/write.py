@@ -27,6 +27,7 @@ from qatkit.handover.demo.runtime import find_runtime
 from qatkit.handover.golden import golden_of, ports_of
 from qatkit.handover.javascript import write_javascript
 from qatkit.records.decoder_files import DECODER_FOLDER
+from qatkit.records.detections import nms_file
 from qatkit.records.run_files import (
     BUNDLE_FOLDER,
     BUNDLE_ZIP,
@@ -165,6 +166,9 @@ def _fill(source: BundleSource, new: Path) -> None:
     for name in _COPIED:
         if (source.run / name).is_file():
             shutil.copyfile(source.run / name, new / name)
+    suppressed = nms_file(source.int8)
+    if suppressed.is_file():
+        _copied(suppressed, new / nms_file(Path(INT8_FILE)).name)
     if source.export.decoder and (source.run / DECODER_FOLDER).is_dir():
         shutil.copytree(source.run / DECODER_FOLDER, new / DECODER_FOLDER)
     if source.cache is not None and source.cache.is_file():

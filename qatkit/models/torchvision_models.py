@@ -39,6 +39,8 @@ def builder(name: str) -> Callable[..., Any]:
     known = torchvision.models.list_models(module=torchvision.models)
     if name in _segmenters():
         return functools.partial(torchvision.models.get_model_builder(name), weights_backbone=None)
+    if name in _detectors():
+        return detector_builder(name)
     if name not in known:
         allowed = f"a torchvision model or a dotted path{did_you_mean(name, known)}"
         raise ConfigError("model.name", name, allowed)
@@ -50,6 +52,29 @@ def _segmenters() -> list[str]:
     """The models that give a class for each pixel; their backbones' weights are fetched unless they are refused."""
     found: list[str] = torchvision.models.list_models(module=torchvision.models.segmentation)
     return found
+
+
+def _detectors() -> list[str]:
+    """The models that find boxes."""
+    found: list[str] = torchvision.models.list_models(module=torchvision.models.detection)
+    return found
+
+
+def detector_builder(name: str) -> Callable[..., nn.Module]:
+    """Returns the function that builds a detector for `task=detection` (`qatkit.models.detectors`)."""
+    from qatkit.models.detectors.torchvision_detectors import TorchvisionDetector, classes_with_background
+
+    def build(
+        num_classes: int = 90, anchor_ratios: list[float] | None = None, weights: Any = None, **kwargs: Any
+    ) -> nn.Module:
+        classes = classes_with_background(name, num_classes)
+        backbone = None if weights is None else kwargs.pop("weights_backbone", None)
+        model = torchvision.models.get_model(
+            name, weights=weights, weights_backbone=backbone, num_classes=classes, **kwargs
+        )
+        return TorchvisionDetector(model, anchor_ratios)
+
+    return build
 
 
 def pretrained(config: ModelConfig, classes: int | None) -> nn.Module:

@@ -16,6 +16,7 @@ from qatkit.config.schema import Config
 from qatkit.data import DataModule
 from qatkit.data.inputs import ArrayInputs, Inputs
 from qatkit.export.add_integer_ends import to_integer_io
+from qatkit.export.add_nms import add_nms
 from qatkit.export.dequantized_blocks import as_dequantized_blocks
 from qatkit.export.larger_file import why_larger
 from qatkit.export.tensorrt_table import split_parts, tensorrt_table
@@ -31,6 +32,7 @@ from qatkit.importing.write_back import write_back, write_given
 from qatkit.importing.written_packed import is_packed
 from qatkit.models import onnx_files
 from qatkit.quant.spec import WHOLE
+from qatkit.records.detections import Suppression, nms_file
 from qatkit.records.run_files import (
     BESIDE_INT8,
     FLOAT_FILE,
@@ -218,6 +220,21 @@ def finish_file(path: Path, config: Config, data: DataModule) -> dict[str, Any]:
     return about | ends.as_dict()
 
 
+def write_nms(path: Path, config: Config, data: DataModule) -> list[str]:
+    """Writes the file with non-maximum suppression beside a detector's file, where it is asked for; returns its name.
+
+    Raises:
+        ConfigError: as `add_nms`.
+    """
+    wanted = config.export
+    if not (data.task.boxes and wanted.nms):
+        return []
+    add_nms(
+        path, target := nms_file(path), Suppression(wanted.nms_score, wanted.nms_overlap, wanted.nms_boxes)
+    )
+    return [target.name]
+
+
 def describe(data: DataModule) -> dict[str, Any]:
     """What model.json says of any file."""
     return model_json(data.about_inputs(), data.classes)
@@ -252,7 +269,10 @@ def write_files(run: Run, data: DataModule, model: Captured, module: QATModule) 
     write_model_json(folder, about)
     ranges = calibration_ranges(module.graph)
     write_text(folder / RANGES_FILE, json.dumps(ranges, indent=1) + "\n")
-    extra, notes = list[str](), [*_low_bits(module, config), *told, *filter(None, [larger])]
+    extra, notes = (
+        write_nms(run.files / run.int8_name, config, data),
+        [*_low_bits(module, config), *told, *filter(None, [larger])],
+    )
     if config.export.tensorrt_table is not None:
         parts = split_parts(module.graph.graph)
         table, missing = tensorrt_table(run.files / FLOAT_FILE, ranges, config.export.tensorrt_table, parts)

@@ -13,6 +13,7 @@ text_embedding.py   sentences as vectors, by how related pairs of them are
 segmentation.py     a class for each pixel
 embedding.py        vectors of samples with class labels, by their nearest neighbours
 regression.py       numbers for a sample
+detection.py        boxes of objects; average_precision.py counts which are right
 outputs.py          outputs of any meaning, compared with the float model's
 decisions/          what two such outputs have the same where they agree
 
@@ -40,6 +41,7 @@ TASKS = {
     "segmentation": "qatkit.tasks.segmentation.Segmentation",
     "embedding": "qatkit.tasks.embedding.Embedding",
     "regression": "qatkit.tasks.regression.Regression",
+    "detection": "qatkit.tasks.detection.Detection",
     "outputs": "qatkit.tasks.outputs.Outputs",
 }
 CLASSIFICATION = Classification()

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     Array = NDArray[Any]
 
 NO_TARGET = -1  # the target of an image that has none
+AUXILIARY_WEIGHT = 0.3
 
 
 class Meter(Protocol):
@@ -83,12 +84,15 @@ class Task(ABC):
         augmentations: the values of `data.augment` that leave the targets true; None: all of them.
         maps: whether targets are maps of labels, which go the way of their images: a target stands for the map that
             the dataset's `label_map(target)` returns, and a batch of them is int64 [N, height, width].
+        boxes: whether targets are boxes in pixels of their images, which go the way of these: a batch of them is
+            float32 [N, n, 6] (`qatkit.data.box_targets`).
         every_output: whether distillation is over all outputs of a model, or over its first one alone.
     """
 
     names: ClassVar[TaskNames]
     augmentations: ClassVar[Sequence[str] | None] = ("none",)
     maps: ClassVar[bool] = False
+    boxes: ClassVar[bool] = False
     every_output: ClassVar[bool] = False
 
     @abstractmethod
@@ -145,6 +149,36 @@ class Task(ABC):
         """
         return self
 
+    def of_model(self, model: Any) -> Task:
+        """Returns the task for the training of a model; by default itself.
+
+        Args:
+            model: the float model, before anything is done to it.
+        """
+        return self
+
+    def trained(self, outputs: Sequence[Tensor]) -> Tensor:
+        """Returns what of all outputs of a model `loss`, `distillation` and `total` take; by default the first one."""
+        return outputs[0]
+
+    def whole_loss(
+        self, output: Tensor, auxiliary: Sequence[Tensor], targets: Tensor, schedule: ScheduleConfig
+    ) -> Tensor:
+        """Returns what a step minimizes: by default `loss`, and that of each auxiliary output at a weight of 0.3.
+
+        Source of the weight: Szegedy et al., "Going deeper with convolutions", 2015, section 5.
+
+        Args:
+            output: as `trained` gives it.
+            auxiliary: the outputs that a model has for training alone.
+            targets: of the batch.
+            schedule: of the training.
+        """
+        loss = self.loss(output, targets, schedule)
+        for head in auxiliary:
+            loss = loss + AUXILIARY_WEIGHT * self.loss(head, targets, schedule)
+        return loss
+
     def distillation(self, output: Tensor, teacher: Tensor, temperature: float) -> Tensor:
         """Returns how far outputs are from those of a teacher, a scalar: by default the mean squared error."""
         from torch.nn import functional as F
@@ -183,6 +217,11 @@ class Task(ABC):
         default of their deviations from the mean image's.
         """
         return float(((outputs - outputs.mean(0)) ** 2).mean())
+
+    def errors(self, exact: Array, found: Array) -> Array:
+        """Returns the mean squared error of each image's outputs [N, ...], [N], as `power` counts it."""
+        squares: Array = ((found - exact) ** 2).reshape(len(exact), -1).mean(1)
+        return squares
 
     def noise(self, first: Array, second: Array) -> float:
         """Returns the standard error of the difference of two models in the main metric, from the `values` of both."""

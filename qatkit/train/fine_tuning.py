@@ -88,8 +88,9 @@ class FineTuning(Learner):
             # one argument that holds several tensors
             return flatten(in_float32(like(self.example, inputs, graph_inputs(self.graph))))
 
-    def has_auxiliary(self, outputs: Any) -> bool:
-        return any(isinstance(module, Outputs) for module in self.graph.children())
+    def kept(self, outputs: Any) -> int | None:
+        ends = [module.kept for module in self.graph.children() if isinstance(module, Outputs)]
+        return ends[0] if ends else None
 
     def loss(self, images: Example, targets: Tensor) -> Tensor:
         """The task's loss, with the teacher's outputs and features mixed in if the schedule asks for them.
@@ -123,7 +124,7 @@ class FineTuning(Learner):
         """Returns the task's distance from the teacher's answer: of the first output, or the mean over all of them."""
         task, wanted, t = self.task, output_leaves(answer)[1], self.schedule.distill_temperature
         if not task.every_output:
-            return task.distillation(output, wanted[0], t)
+            return task.distillation(output, task.trained(wanted), t)
         pairs = zip(output_leaves(outputs)[1], wanted, strict=True)
         every = not torch.is_grad_enabled()  # else without those that no gradient leads to
         learned = [(a, b) for a, b in pairs if b.is_floating_point() and (every or a.requires_grad)]

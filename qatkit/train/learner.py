@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from qatkit.config.schema import ScheduleConfig
 from qatkit.data.loading import seed_of
-from qatkit.graph.nodes import has_auxiliary_heads
+from qatkit.graph.nodes import outputs_in_inference
 from qatkit.graph.phase import inference
 from qatkit.graph.signature import Example, call, output_leaves
 from qatkit.quant.fake_quantize import Quantizer
@@ -25,7 +25,6 @@ from qatkit.train.weight_average import WeightAverage
 from qatkit_verify.errors import ConfigError
 
 Batch = tuple[Any, Tensor]  # what the model is called with, targets
-AUXILIARY_WEIGHT = 0.3
 
 
 class Learner(lightning.LightningModule):
@@ -68,27 +67,22 @@ class Learner(lightning.LightningModule):
         self._stored_average: dict[str, Tensor] | None = None
 
     def heads(self, outputs: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Returns the first tensor that a call yields, and those of its auxiliary heads."""
-        main, *others = output_leaves(outputs)[1]
-        return main, tuple(others) if self.has_auxiliary(outputs) else ()
+        """Returns what is trained of the outputs of a call, and the outputs for training alone (auxiliary heads)."""
+        found = output_leaves(outputs)[1]
+        kept = self.kept(outputs)
+        return self.task.trained(found[:kept]), () if kept is None else tuple(found[kept:])
 
-    def has_auxiliary(self, outputs: Any) -> bool:
-        """Whether all outputs of a training step but the first are those of auxiliary heads."""
-        return has_auxiliary_heads(self.graph, outputs)
+    def kept(self, outputs: Any) -> int | None:
+        """Returns how many outputs a file has; None: all of them."""
+        return outputs_in_inference(self.graph, outputs)
 
     def loss(self, images: Example, targets: Tensor) -> Tensor:
-        """The task's loss, with that of each auxiliary head at a weight of 0.3.
-
-        Source of the weight: Szegedy et al., "Going deeper with convolutions", 2015, section 5.
-        """
+        """The task's loss, of auxiliary heads too."""
         return self.of_targets(*self.heads(self(images)), targets)
 
     def of_targets(self, output: Tensor, auxiliary: Sequence[Tensor], targets: Tensor) -> Tensor:
         """Returns the loss of what `heads` gives."""
-        loss = self.task.loss(output, targets, self.schedule)
-        for head in auxiliary:
-            loss = loss + AUXILIARY_WEIGHT * self.task.loss(head, targets, self.schedule)
-        return loss
+        return self.task.whole_loss(output, auxiliary, targets, self.schedule)
 
     def training_step(self, batch: Batch, _: int) -> Tensor:
         return self.loss(*batch)  # not logged: Lightning would ask the device for its value at each step
@@ -244,7 +238,7 @@ class FloatModule(Learner):
     keys = "schedule.float_"
 
     def __init__(self, model: nn.Module, schedule: ScheduleConfig, task: Task = CLASSIFICATION) -> None:
-        super().__init__(schedule, schedule.float_lr, task)
+        super().__init__(schedule, schedule.float_lr, task.of_model(model))
         self.graph = model.train()
 
     def forward(self, batch: Example) -> Any:

@@ -113,9 +113,10 @@ class QATModule(FineTuning):
     ) -> None:
         schedule = schedule or ScheduleConfig()
         captured = self._captured(model)
-        model, given = in_single_precision(model.model if isinstance(model, Captured) else model)
+        original = model.model if isinstance(model, Captured) else model
+        model, given = in_single_precision(original)
         example = in_float32(example)
-        super().__init__(schedule, example, quantize=quantize, task=task)
+        super().__init__(schedule, example, quantize=quantize, task=task.of_model(original))
         self.backend, self.overrides = backend, dict(overrides or {})
         self.quantizers, self.algorithms = quantizers, tuple(algorithms)
         types = (str(dtype).removeprefix("torch.") for dtype in given)

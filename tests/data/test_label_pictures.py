@@ -52,7 +52,7 @@ def test_both_splits_have_maps(tmp_path: Path) -> None:
     assert torch.equal(maps[:, 1:], classes_of(images)[:, 1:])
 
 
-@pytest.mark.parametrize("augment", ["none", "flip", "crop_flip", "resized_crop"])
+@pytest.mark.parametrize("augment", ["none", "flip", "crop_flip", "resized_crop", "scale_flip"])
 def test_maps_go_where_their_pictures_go(augment: str, tmp_path: Path) -> None:
     data = loaded(folder(tmp_path / "d"), augment=augment, ignored=[255, 9], image_size=[30, 40])
     same, counted = 0, 0

@@ -333,11 +333,11 @@ def test_settings_are_joined_with_what_is_known(
         ({"align": "center", "fit": "resize"}, r"data\.align=center: expected null with data\.fit=resize"),
         (
             {"augment": "crop_flip", "fit": "letterbox"},
-            r"data\.augment=crop_flip: expected none or flip with",
+            r"data\.augment=crop_flip: expected none, flip or scale_flip with",
         ),
         (
             {"augment": "resized_crop", "fit": "letterbox"},
-            r"data\.augment=resized_crop: expected none or flip",
+            r"data\.augment=resized_crop: expected none, flip or scale_flip",
         ),
         ({"mean": None, "std": None}, r"data\.mean=None: expected a value, since neither"),
     ],

@@ -129,13 +129,14 @@ class Scores:
         metrics: in the order of `TaskNames.metrics`.
         images: on which they were measured.
         class_images, class_right: images of each class in the order of the outputs, and how many of them were
-            classed right (of segmentation the pixels of union and intersection); empty for tasks without classes.
+            classed right (of segmentation the pixels of union and intersection, of detection the labelled boxes and
+            their number times the average precision); empty for tasks without classes.
     """
 
     metrics: tuple[Metric, ...]
     images: int
     class_images: tuple[int, ...] = ()
-    class_right: tuple[int, ...] = ()
+    class_right: tuple[float, ...] = ()
 
     @property
     def main(self) -> Metric:

@@ -56,6 +56,14 @@ class ExportConfig:
         "of a language model (task=causal_lm): also a folder with a file that takes keys and values of earlier tokens, "
         "the tokenizer, a program that continues text, and the configuration of onnxruntime-genai",
     )
+    nms: bool = setting(
+        True,
+        "of a detector (task=detection): also a file with non-maximum suppression behind its boxes, whose rows are "
+        "picture, corners, score and class",
+    )
+    nms_score: float = setting(0.05, "of a box that is kept", FRACTION)
+    nms_overlap: float = setting(0.6, "from which a better box of its class suppresses a box", FRACTION)
+    nms_boxes: int = setting(100, "of each class of a picture, at most", COUNT)
     accuracy_level: str = setting(
         "0",
         "of products with packed weights (backend=weight_only), of the decoder where there is one: 0 computes what the "
@@ -230,6 +238,7 @@ class VerifyConfig:
             "qatkit.verify.checks.parity.ParityCheck",
             "qatkit.verify.checks.sizes.SizesCheck",
             "qatkit.verify.checks.decoder.DecoderCheck",
+            "qatkit.verify.checks.detections.DetectionsCheck",
             "qatkit.verify.checks.audit.AuditCheck",
             "qatkit.verify.checks.saturation.SaturationCheck",
         ],

@@ -15,6 +15,7 @@ WAVE_AXES, WAVE_SCALES = ("nt", "n1t", "nt1", "t"), ("unit", "int16")  # of soun
 AUDIO, DRAWN, TEXT = "qatkit.data.audio.audio", "qatkit.data.drawn.drawn", "qatkit.data.text.text"
 PAIRS, LABELLED = "qatkit.data.sentence_pairs.sentence_pairs", "qatkit.data.labelled_text.labelled_text"
 MAPS = "qatkit.data.label_pictures.label_pictures"
+VOC_BOXES, COCO_BOXES = "qatkit.data.boxed_pictures.voc_boxes", "qatkit.data.boxed_pictures.coco_boxes"
 TEXTS = (TEXT, PAIRS, LABELLED)  # sources that read texts with a tokenizer
 
 
@@ -102,7 +103,7 @@ class DataConfig:
         None, "range of the pixels that mean and std are of (default 0..1)", Choices(PIXELS)
     )
     augment: str = setting(
-        "none", "of training images", Choices(("none", "flip", "crop_flip", "resized_crop"))
+        "none", "of training images", Choices(("none", "flip", "crop_flip", "resized_crop", "scale_flip"))
     )
     policy: str = setting(
         "none",

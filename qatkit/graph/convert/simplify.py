@@ -61,10 +61,15 @@ def _settle_weights(graph_module: fx.GraphModule) -> None:
 
 
 def _drop_passes(graph_module: fx.GraphModule) -> None:
-    """Dropout and its like are the identity in inference; auxiliary heads have no reader any more."""
+    """Dropout and its like are the identity in inference; outputs for training alone have no reader any more."""
     for node in list(graph_module.graph.nodes):
-        if op_class(node) in ("pass", "outputs") and node.all_input_nodes:
+        if op_class(node) == "pass" and node.all_input_nodes:
             node.replace_all_uses_with(node.all_input_nodes[0])
+            graph_module.graph.erase_node(node)
+        elif op_class(node) == "outputs":
+            kept = node.args[: module_of(node).kept]
+            (end,) = node.users
+            end.args = (kept[0] if len(kept) == 1 else kept,)
             graph_module.graph.erase_node(node)
 
 

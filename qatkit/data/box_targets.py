@@ -1,0 +1,109 @@
+"""Boxes on the way that their pictures go: scaled, cut, placed and mirrored alike.
+
+Draws come from sources of random numbers like those of the pictures, so both are placed and mirrored in the same way. A
+box of which less than a quarter is left in the input is dropped.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from qatkit.data.preprocessing import Preprocessing
+from qatkit.tasks.detection import VALUES
+from qatkit_verify.fitting import Fitting, Sides, fitting, sides
+
+_LEAST = 0.25  # of a box's area, that is in the input
+
+Array = NDArray[np.float64]
+
+
+class BoxTargets:
+    """The boxes of batches, float32 [N, n, 6]: class, corners in pixels of the input, and whether they are ignored.
+
+    Args:
+        pictures: the preparation of the pictures.
+        targets: of all pictures; batches have room for the most boxes of one, and rows of class -1 where it has fewer.
+    """
+
+    def __init__(self, pictures: Preprocessing, targets: Iterable[Any]) -> None:
+        self._pictures = pictures
+        self._most = max((len(one) for one in targets if not isinstance(one, int)), default=0)
+
+    def eval_targets(self, targets: Sequence[Any], pictures: Sequence[Sides]) -> Tensor:
+        """Returns boxes as in evaluation; `pictures` are their heights and widths."""
+        own = self._pictures
+        size, resize = sides(own.image_size), sides(own.resize)
+        hows = [fitting(own.fit, picture, size, resize, own.align) for picture in pictures]
+        return self._batch(targets, pictures, hows, [False] * len(hows))
+
+    def train_targets(
+        self,
+        targets: Sequence[Any],
+        pictures: Sequence[Sides],
+        augment: str,
+        draws: Sequence[random.Random],
+    ) -> Tensor:
+        """Returns boxes as in training; `draws` are as those of the pictures were."""
+        own = self._pictures
+        size, resize = sides(own.image_size), sides(own.resize)
+        hows, flips = [], []
+        for picture, draw in zip(pictures, draws, strict=True):
+            zoom = augment == "scale_flip"
+            hows.append(
+                own.zoomed(picture, draw) if zoom else fitting(own.fit, picture, size, resize, own.align)
+            )
+            flips.append(augment != "none" and draw.random() < 0.5)
+        return self._batch(
+            targets, pictures, hows, flips, within=augment == "flip" and own.fit == "letterbox"
+        )
+
+    def _batch(
+        self,
+        targets: Sequence[Any],
+        pictures: Sequence[Sides],
+        hows: Sequence[Fitting],
+        flips: Sequence[bool],
+        *,
+        within: bool = False,
+    ) -> Tensor:
+        """All boxes of a batch; `within`: pictures are mirrored where they lie, not the whole input."""
+        found = np.full((len(targets), max(self._most, 1), VALUES), -1, np.float32)
+        width = sides(self._pictures.image_size)[1]
+        for rows, target, picture, how, flip in zip(found, targets, pictures, hows, flips, strict=True):
+            boxes = np.array(target, np.float64).reshape(-1, VALUES)
+            if flip and within:
+                boxes = _mirrored(boxes, picture[1])
+            boxes = _placed(boxes, picture, how)
+            if flip and not within:
+                boxes = _mirrored(boxes, width)
+            rows[: len(boxes)] = boxes
+        return torch.from_numpy(found)
+
+
+def _mirrored(boxes: Array, width: int) -> Array:
+    """Boxes [n, 6] of a picture that is mirrored left to right."""
+    found = boxes.copy()
+    found[:, 1], found[:, 3] = width - boxes[:, 3], width - boxes[:, 1]
+    return found
+
+
+def _placed(boxes: Array, picture: Sides, how: Fitting) -> Array:
+    """Boxes [n, 6] of a picture where they lie in the input, without those that are mostly outside."""
+    found = boxes.copy()
+    for axis, columns in ((0, [2, 4]), (1, [1, 3])):
+        moved = boxes[:, columns] * (how.scaled[axis] / picture[axis]) + (how.place[axis] - how.start[axis])
+        found[:, columns] = moved
+    whole = (found[:, 3:5] - found[:, 1:3]).prod(1)
+    for axis, columns in ((0, [2, 4]), (1, [1, 3])):
+        low, high = how.place[axis], how.place[axis] + how.kept[axis]
+        found[:, columns] = found[:, columns].clip(low, high)
+    left = (found[:, 3:5] - found[:, 1:3]).prod(1)
+    kept: Array = found[left >= _LEAST * np.maximum(whole, 1e-12)]
+    return kept

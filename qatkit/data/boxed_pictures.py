@@ -1,0 +1,288 @@
+"""Pictures with boxes of objects, as Pascal VOC and COCO publish them.
+
+    voc_boxes     ROOT/JPEGImages/NAME.jpg  ROOT/Annotations/NAME.xml  ROOT/ImageSets/Main/{trainval,test}.txt
+    coco_boxes    ROOT/annotations/instances_{train,val}*.json  ROOT/{train,val}*/NAME.jpg
+                  ROOT/{train,test}/_annotations.coco.json among the pictures
+
+`trainval` trains and `test` verifies, or `train` and `val` where one of these is not there. All annotations are read
+before anything long: one that names a missing picture ends the run, and so do boxes without area or outside of their
+picture, unless data.bad=skip leaves those boxes out. Objects that VOC calls difficult are ignored, as are COCO's
+crowds: what finds them is neither right nor wrong.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from xml.etree import ElementTree
+
+from PIL import Image
+
+from qatkit.config.data_folders import FOLDERS, data_folder
+from qatkit.config.schema.model import COCO_BOXES, VOC_BOXES
+from qatkit.data.image_files import ImageFiles
+from qatkit.data.sources import Splits
+from qatkit.progress import shown
+from qatkit.tasks.average_precision import CROWD, IGNORED
+from qatkit_verify.errors import ConfigError, first_line
+from qatkit_verify.pictures import open_regular_file
+
+if TYPE_CHECKING:
+    from qatkit.data.request import Request
+
+_THREADS, _PART, _MANY = 8, 64, 2000
+_SHOWN, _EDGE = 3, 1.0  # pixels that a box may reach beyond its picture: VOC counts them from 1
+_VOC_PARTS = ((("trainval", "train"), ("test", "val")), (("train",), ("val",)))
+_TRAIN, _TEST = ("train",), ("test", "val", "valid")
+_OWN_FILE = "_annotations.coco.json"
+
+
+@dataclass(frozen=True)
+class _Box:
+    name: str
+    corners: tuple[float, float, float, float]
+    ignored: int
+
+
+@dataclass(frozen=True)
+class _Picture:
+    path: Path
+    size: tuple[int, int]  # width, height
+    boxes: list[_Box] = field(default_factory=list)
+
+
+def voc_boxes(root: str | None, download: bool, seed: int, request: Request | None = None) -> Splits:
+    """Pictures and annotations in Pascal VOC's layout; classes in alphabetical order.
+
+    Raises:
+        ConfigError: no such folder, an annotation that can't be read or names no picture, or boxes that are wrong.
+    """
+    top = _voc_folder(data_folder(VOC_BOXES, root))
+    for trains, tests in _VOC_PARTS:
+        train, test = _voc_list(top, trains), _voc_list(top, tests)
+        if train and test and train != test:
+            break
+    if not train or not test:
+        part = "test or val" if train else "train"
+        raise ConfigError("data.root", root, f"{FOLDERS[VOC_BOXES]}; there is no {part} among ImageSets/Main")
+    parts = [[_voc_picture(top, name) for name in names] for names in (train, test)]
+    names = sorted({box.name for part in parts for picture in part for box in picture.boxes})
+    return _splits(str(top), parts[0], parts[1], names, _skips(request))
+
+
+def coco_boxes(root: str | None, download: bool, seed: int, request: Request | None = None) -> Splits:
+    """Pictures and annotations in COCO's layout; classes in the order of their numbers.
+
+    Raises:
+        ConfigError: as `voc_boxes`, or categories that differ between the splits.
+    """
+    top = data_folder(COCO_BOXES, root)
+    found = [_coco_file(top, part) for part in (_TRAIN, _TEST)]
+    for file, part in zip(found, ("train", "test or val"), strict=True):
+        if file is None:
+            raise ConfigError("data.root", root, f"{FOLDERS[COCO_BOXES]}; there are no annotations of {part}")
+    (train, names), (test, others) = (_coco_pictures(top, file) for file in found if file is not None)
+    if names != others:
+        told = ", ".join(sorted(set(names) ^ set(others))[:_SHOWN]) or "their order"
+        raise ConfigError("data.root", str(top), f"the same categories in both splits; {told} differs")
+    return _splits(str(top), train, test, names, _skips(request))
+
+
+def _skips(request: Request | None) -> bool:
+    return request is not None and request.settings.bad == "skip"
+
+
+def _splits(
+    top: str, train: Sequence[_Picture], test: Sequence[_Picture], names: Sequence[str], skip: bool
+) -> Splits:
+    """The splits of pictures whose annotations were read.
+
+    Raises:
+        ConfigError: a picture that is not there, wrong boxes, or a class of the test split that none trains.
+    """
+    every = [*train, *test]
+    missing = [picture.path.name for picture in every if not picture.path.is_file()]
+    if missing:
+        told = ", ".join(missing[:_SHOWN]) + (", ..." if len(missing) > _SHOWN else "")
+        raise ConfigError(
+            "data.root", top, f"a picture for each annotation; {len(missing)} are missing: {told}"
+        )
+    _check_sizes(top, every)
+    wrong = [f"{picture.path.name} ({problem})" for picture in every for problem in _problems(picture)]
+    told = ", ".join(wrong[:_SHOWN]) + (", ..." if len(wrong) > _SHOWN else "")
+    if wrong and not skip:
+        allowed = f"boxes with an area within their pictures; {len(wrong)} are not: {told}"
+        raise ConfigError("data.root", top, f"{allowed}; data.bad=skip leaves them out")
+    trained = {box.name for picture in train for box in picture.boxes}
+    if unknown := sorted({box.name for picture in test for box in picture.boxes} - trained):
+        allowed = (
+            f"objects of each class in the training pictures; there are none of {', '.join(unknown[:_SHOWN])}"
+        )
+        raise ConfigError("data.root", top, allowed)
+    notes = (f"data.bad=skip: {len(wrong)} boxes are left out: {told}",) if wrong else ()
+    labels = {name: label for label, name in enumerate(names)}
+    return Splits(_files(train, labels), _files(test, labels), tuple(names), notes=notes)
+
+
+def _check_sizes(top: str, pictures: Sequence[_Picture]) -> None:
+    """Looks at the headers of all pictures; what can't be read is for the survey of all files.
+
+    Raises:
+        ConfigError: a picture of another size than its annotation says.
+    """
+
+    def look(picture: _Picture) -> str:
+        with suppress(OSError, ValueError, SyntaxError), open_regular_file(str(picture.path)) as stream:
+            with Image.open(stream) as image:
+                width, height = image.size
+            if (width, height) != picture.size:
+                own = "{} x {}".format(*picture.size)
+                return f"{picture.path.name} has {width} x {height} pixels, its annotation says {own}"
+        return ""
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        parts = [pictures[start : start + _PART] for start in range(0, len(pictures), _PART)]
+        bar = len(pictures) >= _MANY
+        for part, _ in shown([(part, part) for part in parts], "looking at pictures", bar, "files"):
+            for told in pool.map(look, part):
+                if told:
+                    raise ConfigError("data.root", top, f"annotations of their pictures' sizes: {told}")
+
+
+def _files(pictures: Iterable[_Picture], labels: Mapping[str, int]) -> ImageFiles:
+    samples: list[Any] = [
+        (
+            str(picture.path),
+            tuple(
+                (labels[box.name], *_clipped(box, picture), box.ignored)
+                for box in picture.boxes
+                if not _problem(box, picture)
+            ),
+        )
+        for picture in pictures
+    ]
+    return ImageFiles(samples)
+
+
+def _clipped(box: _Box, picture: _Picture) -> tuple[float, ...]:
+    width, height = picture.size
+    return tuple(
+        min(max(value, 0.0), float(end))
+        for value, end in zip(box.corners, (width, height, width, height), strict=True)
+    )
+
+
+def _problems(picture: _Picture) -> list[str]:
+    return [told for box in picture.boxes if (told := _problem(box, picture))]
+
+
+def _problem(box: _Box, picture: _Picture) -> str:
+    """What is wrong with a box; "" for nothing."""
+    x1, y1, x2, y2 = box.corners
+    width, height = picture.size
+    corners = f"{x1:g}, {y1:g}, {x2:g}, {y2:g}"
+    if min(x1, y1) < -_EDGE or x2 > width + _EDGE or y2 > height + _EDGE:
+        return f"{corners} is outside of {width} x {height}"
+    low_x, low_y, high_x, high_y = _clipped(box, picture)
+    return "" if low_x < high_x and low_y < high_y else f"{corners} has no area"
+
+
+def _voc_folder(top: Path) -> Path:
+    """The folder itself, or the only one below it that has annotations (VOCdevkit/VOC2012)."""
+    for depth in ("Annotations", "*/Annotations", "*/*/Annotations"):
+        found = sorted(path.parent for path in top.glob(depth) if path.is_dir())
+        if len(found) == 1:
+            return found[0]
+    raise ConfigError("data.root", str(top), f"{FOLDERS[VOC_BOXES]}; there is no one folder Annotations")
+
+
+def _voc_list(top: Path, parts: Sequence[str]) -> list[str]:
+    """Names of the first part that there is a list of."""
+    for part in parts:
+        path = top / "ImageSets" / "Main" / f"{part}.txt"
+        if path.is_file():
+            lines = path.read_text(encoding="utf-8").splitlines()
+            return [line.split()[0] for line in lines if line.split()]
+    return []
+
+
+def _voc_picture(top: Path, name: str) -> _Picture:
+    """The picture of an annotation.
+
+    Raises:
+        ConfigError: the annotation can't be read.
+    """
+    path = top / "Annotations" / f"{name}.xml"
+    try:
+        page = ElementTree.parse(path).getroot()  # noqa: S314  expat bounds the expansion of entities
+        size = (int(_text(page, "size/width")), int(_text(page, "size/height")))
+        boxes = [_voc_box(one) for one in page.findall("object")]
+    except (OSError, ElementTree.ParseError, ValueError) as error:
+        reason = f"the annotation can't be read ({first_line(error)})"
+        raise ConfigError("data.root", str(path), reason=reason) from error
+    picture = next((one for one in (top / "JPEGImages").glob(f"{name}.*")), None)
+    return _Picture(picture or top / "JPEGImages" / f"{name}.jpg", size, boxes)
+
+
+def _voc_box(page: ElementTree.Element) -> _Box:
+    """An object; its first pixel is number 1."""
+    x1, y1, x2, y2 = (float(_text(page, f"bndbox/{key}")) for key in ("xmin", "ymin", "xmax", "ymax"))
+    difficult = (page.findtext("difficult") or "0").strip() == "1"
+    return _Box(_text(page, "name").strip(), (x1 - 1, y1 - 1, x2, y2), IGNORED if difficult else 0)
+
+
+def _text(page: ElementTree.Element, path: str) -> str:
+    found = page.findtext(path)
+    if found is None:
+        raise ValueError(f"{path} is missing")
+    return found
+
+
+def _coco_file(top: Path, parts: Sequence[str]) -> Path | None:
+    """The annotations of the first part that has some."""
+    for part in parts:
+        own = top / part / _OWN_FILE
+        found = [own] if own.is_file() else sorted(top.glob(f"annotations/instances_{part}*.json"))
+        if found:
+            return found[0]
+    return None
+
+
+def _coco_pictures(top: Path, path: Path) -> tuple[list[_Picture], list[str]]:
+    """Pictures of a file of annotations, and the names of the categories that have objects or none above them.
+
+    Raises:
+        ConfigError: the file can't be read.
+    """
+    try:
+        page = json.loads(path.read_text(encoding="utf-8"))
+        names = {one["id"]: str(one["name"]) for one in sorted(page["categories"], key=lambda one: one["id"])}
+        used = {one["category_id"] for one in page["annotations"]}
+        folder = path.parent if path.name == _OWN_FILE else _coco_folder(top, path)
+        pictures = {
+            one["id"]: _Picture(folder / one["file_name"], (int(one["width"]), int(one["height"])))
+            for one in page["images"]
+        }
+        for one in page["annotations"]:
+            x, y, width, height = map(float, one["bbox"])
+            box = _Box(
+                names[one["category_id"]], (x, y, x + width, y + height), CROWD * one.get("iscrowd", 0)
+            )
+            pictures[one["image_id"]].boxes.append(box)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        told = f"{type(error).__name__}: {first_line(error)}"
+        raise ConfigError("data.root", str(path), reason=f"the annotations can't be read ({told})") from error
+    roots = {one.get("supercategory") for one in page["categories"]}
+    kept = [name for key, name in names.items() if key in used or name not in roots]
+    return list(pictures.values()), kept
+
+
+def _coco_folder(top: Path, path: Path) -> Path:
+    """The folder of the pictures: instances_val2017.json speaks of val2017/, or images/val2017/."""
+    part = path.stem.removeprefix("instances_")
+    return next((one for one in (top / part, top / "images" / part) if one.is_dir()), top / part)

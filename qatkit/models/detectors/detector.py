@@ -1,0 +1,41 @@
+"""The form of a detector that `task=detection` trains, quantizes and exports."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from qatkit.tasks.average_precision import IGNORED
+
+
+class Detector(nn.Module):
+    """A detector: images [N, C, H, W] to corners [N, boxes, 4], scores [N, boxes, classes], and what its loss takes.
+
+    Attributes:
+        inference_outputs: how many outputs, the first ones, a file has: corners and scores.
+    """
+
+    inference_outputs = 2
+
+    @property
+    @abstractmethod
+    def criterion(self) -> Callable[[Sequence[Tensor], Tensor], Tensor]:
+        """The loss: (further outputs, labelled boxes [N, n, 6] as `qatkit.data.box_targets` has them) to a scalar."""
+
+
+def boxes_of(targets: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Returns the corners [n, 4] and classes [n] of each picture, without those that are ignored."""
+    found = []
+    for rows in targets:
+        kept = rows[(rows[:, 0] >= 0) & (rows[:, 5] < IGNORED)]
+        found.append((kept[:, 1:5], kept[:, 0].long()))
+    return found
+
+
+def grid(height: int, width: int, stride: int) -> Tensor:
+    """Returns the top left corners of cells, row by row, in pixels: float32 [height * width, 2], x and y."""
+    y, x = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+    return torch.stack([x, y], -1).reshape(-1, 2).float() * stride

@@ -1,0 +1,138 @@
+"""torchvision's one-stage detectors as graphs: SSD, SSDlite, RetinaNet and FCOS, with their own losses.
+
+torchvision's models normalise and resize pictures and choose boxes in Python. Here the network and the arithmetic of
+boxes are one graph of tensors; pictures are prepared by the data, and boxes are chosen by non-maximum suppression
+behind the graph. Parameters keep torchvision's names, so that its checkpoints load.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchvision.models.detection.anchor_utils import DefaultBoxGenerator
+from torchvision.models.detection.fcos import FCOS
+from torchvision.models.detection.image_list import ImageList
+from torchvision.models.detection.retinanet import RetinaNet
+from torchvision.models.detection.ssd import SSD
+from torchvision.ops import box_iou
+
+from qatkit.models.detectors.detector import Detector, boxes_of
+from qatkit_verify.errors import ConfigError
+
+_LARGEST_LOG = math.log(1000.0 / 16)  # of a side in those of its anchor, as torchvision's coder has it
+_HEADS = ("cls_logits", "bbox_regression", "bbox_ctrness")
+
+
+class TorchvisionDetector(Detector):
+    """A detector of torchvision.
+
+    Args:
+        model: torchvision's model; its `backbone`, `head` and `anchor_generator` are those of this one.
+        ratios: of an SSD: sides of the smallest and of the largest anchors as shares of the input's; None: its own.
+
+    Raises:
+        ConfigError: a model of two stages, whose second one depends on values of the first.
+    """
+
+    def __init__(self, model: nn.Module, ratios: Sequence[float] | None = None) -> None:
+        super().__init__()
+        if not isinstance(model, (SSD, RetinaNet, FCOS)):
+            allowed = "a detector of one stage (ssd..., ssdlite..., retinanet..., fcos...)"
+            raise ConfigError("model.name", type(model).__name__, allowed)
+        if ratios is not None:
+            _check_ratios(model, ratios)
+            shapes = model.anchor_generator.aspect_ratios
+            model.anchor_generator = DefaultBoxGenerator(shapes, min_ratio=ratios[0], max_ratio=ratios[1])
+        self.backbone, self.head, self.anchor_generator = model.backbone, model.head, model.anchor_generator
+        self._model: tuple[Any, ...] = (model,)  # in a tuple: its parameters are those above
+        self._known: dict[
+            int, tuple[Tensor, list[int]]
+        ] = {}  # anchors and cells of each level, by their number
+
+    def forward(self, images: Tensor) -> dict[str, Tensor]:
+        """Returns boxes and scores, and beside them what the heads gave."""
+        found = self.backbone(images)
+        features = [found] if isinstance(found, Tensor) else list(found.values())
+        heads = self.head(features)
+        anchors = self.anchors(images, features)
+        (model,) = self._model
+        logits, offsets = heads["cls_logits"], heads["bbox_regression"]
+        if isinstance(model, FCOS):
+            boxes = _from_distances(offsets, anchors)
+            scores = (logits.sigmoid() * heads["bbox_ctrness"].sigmoid()).sqrt()
+        else:
+            boxes = _from_offsets(offsets, anchors, model.box_coder.weights)
+            scores = logits.softmax(2)[..., 1:] if isinstance(model, SSD) else logits.sigmoid()
+        return {"boxes": boxes, "scores": scores} | {name: heads[name] for name in _HEADS if name in heads}
+
+    def anchors(self, images: Tensor, features: Sequence[Tensor]) -> Tensor:
+        """Returns the corners of all anchors, [boxes, 4], which depend on sizes alone."""
+        sizes = [(int(one.shape[2]), int(one.shape[3])) for one in (images, *features)]
+        like = [torch.empty(1, 1, *size) for size in sizes]
+        with torch.no_grad():
+            (found,) = self.anchor_generator(ImageList(like[0], [sizes[0]]), like[1:])
+        self._known[len(found)] = (found, [height * width for height, width in sizes[1:]])
+        anchors: Tensor = found.to(images.device)
+        return anchors
+
+    @property
+    def criterion(self) -> Callable[[Sequence[Tensor], Tensor], Tensor]:
+        return self._loss
+
+    def _loss(self, outputs: Sequence[Tensor], targets: Tensor) -> Tensor:
+        """The sum of torchvision's own losses."""
+        (model,) = self._model
+        heads = dict(zip(_HEADS, outputs, strict=False))
+        anchors, cells = self._known[outputs[0].shape[1]]
+        anchors = anchors.to(outputs[0].device)
+        background = int(isinstance(model, SSD))  # whose class 0 is nothing
+        wanted = [{"boxes": boxes, "labels": labels + background} for boxes, labels in boxes_of(targets)]
+        rows = [anchors] * len(wanted)
+        if isinstance(model, RetinaNet):
+            parts = model.compute_loss(wanted, heads, rows)
+        else:
+            matched = (
+                cells if isinstance(model, FCOS) else [self._matched(one["boxes"], anchors) for one in wanted]
+            )
+            parts = model.compute_loss(wanted, heads, rows, matched)
+        return torch.stack(list(parts.values())).sum()
+
+    def _matched(self, boxes: Tensor, anchors: Tensor) -> Tensor:
+        if not len(boxes):
+            return torch.full((len(anchors),), -1, dtype=torch.int64, device=anchors.device)
+        found: Tensor = self._model[0].proposal_matcher(box_iou(boxes, anchors))
+        return found
+
+
+def classes_with_background(name: str, classes: int) -> int:
+    """Returns the `num_classes` that torchvision builds a detector with: an SSD counts the background."""
+    return classes + int(name.startswith("ssd"))
+
+
+def _check_ratios(model: nn.Module, ratios: Sequence[float]) -> None:
+    if not isinstance(model, SSD):
+        raise ConfigError("model.kwargs", {"anchor_ratios": list(ratios)}, "an SSD for anchor_ratios")
+    if len(ratios) != 2 or not 0 < ratios[0] < ratios[1] <= 1:
+        allowed = "[SMALLEST, LARGEST] sides of anchors as shares of the input's, in 0..1"
+        raise ConfigError("model.kwargs", {"anchor_ratios": list(ratios)}, allowed)
+
+
+def _from_offsets(offsets: Tensor, anchors: Tensor, weights: Sequence[float]) -> Tensor:
+    """Corners [N, boxes, 4] of centres and logarithms of sides, relative to anchors."""
+    sides = anchors[:, 2:] - anchors[:, :2]
+    centers = anchors[:, :2] + 0.5 * sides
+    places = offsets[..., :2] * (sides / torch.tensor(weights[:2])) + centers
+    half = (offsets[..., 2:] / torch.tensor(weights[2:])).clamp(max=_LARGEST_LOG).exp() * (0.5 * sides)
+    return torch.cat([places - half, places + half], 2)
+
+
+def _from_distances(distances: Tensor, anchors: Tensor) -> Tensor:
+    """Corners [N, boxes, 4] of distances to the sides, in sides of anchors."""
+    sides = anchors[:, 2:] - anchors[:, :2]
+    centers = anchors[:, :2] + 0.5 * sides
+    low, high = (distances[..., start : start + 2] * sides for start in (0, 2))
+    return torch.cat([centers - low, centers + high], 2)

@@ -1,0 +1,193 @@
+"""Average precision of detectors: detections of a picture against its labelled boxes, and what all pictures add up to.
+
+    rows of a picture ── detections ──> boxes by score ── matched ──> a row of values ── precisions ──> AP by class
+
+The protocol is COCO's: at most 100 detections a picture, matched in the order of their scores to the labelled box of
+their class that they overlap most, at ten thresholds of overlap; the precision at a recall is the best one at that
+recall or a higher one, its mean is over 101 recalls. Labelled boxes that are ignored (difficult ones, crowds) make what
+they match neither right nor wrong.
+
+Source: Lin et al., "Microsoft COCO: Common Objects in Context", 2014, and the code of pycocotools.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qatkit.tasks.decisions.matched_boxes import Boxes, overlap
+
+Array = NDArray[Any]
+OVERLAPS = np.arange(50, 100, 5) / 100  # at which a detection is right
+DETECTIONS = 100  # of a picture, at most
+LEAST_SCORE = 0.01
+MOST_OVERLAP = 0.6  # of two detections of a class
+IGNORED, CROWD = (
+    1,
+    2,
+)  # of a labelled box: one that does not count; a group, which any number of detections match
+CLASS, SCORE, RIGHT, LEFT_OUT, OVERLAP = range(
+    5
+)  # of a detection's values; of a class its boxes are the first
+_BINS = 400  # of scores, of histograms
+_CANDIDATES = 500  # detections of a picture before suppression
+_RECALLS = np.linspace(0, 1, 101)
+
+
+def detections(
+    rows: Array, least: float = LEAST_SCORE, most: float = MOST_OVERLAP, count: int = DETECTIONS
+) -> Boxes:
+    """Returns the boxes of a picture that non-maximum suppression leaves, class by class, best first.
+
+    Args:
+        rows: corners and the score of each class, [boxes, 4 + classes].
+        least: score of a detection.
+        most: overlap of two detections of a class.
+        count: of detections, at most.
+    """
+    scores = np.asarray(rows[:, 4:], np.float64)
+    places = np.flatnonzero(scores > least)
+    order = places[np.argsort(-scores.ravel()[places], kind="stable")][:_CANDIDATES]
+    boxes, classes = np.divmod(order, scores.shape[1])
+    corners = np.asarray(rows[boxes, :4], np.float64)
+    near = (overlap(corners, corners) > most) & (classes[:, None] == classes)
+    alive, kept = np.ones(len(order), np.bool_), list[int]()
+    for place in range(len(order)):
+        if alive[place]:
+            kept.append(place)
+            alive &= ~near[place]
+    chosen = np.asarray(kept[:count], np.int64)
+    return Boxes(corners[chosen], scores.ravel()[order[chosen]], classes[chosen])
+
+
+def picture_values(found: Boxes, truth: Array, classes: int) -> Array:
+    """Returns what a picture contributes, [DETECTIONS + classes, 5].
+
+    A detection's row has its class, its score, the thresholds at which it is right and those at which it is left out
+    (a bit each), and its overlap with the box that it matches at the lowest one; -1 is no detection's class. A class's
+    row begins with the number of its labelled boxes.
+
+    Args:
+        found: by descending score.
+        truth: labelled boxes, [n, 6]: class, corners, and 0, `IGNORED` or `CROWD`; rows of class -1 are none.
+        classes: how many there are.
+    """
+    values = np.zeros((DETECTIONS + classes, 5))
+    values[:DETECTIONS, CLASS] = -1
+    truth = truth[truth[:, 0] >= 0]
+    counted = truth[truth[:, 5] == 0, 0].astype(np.int64)
+    values[DETECTIONS:, 0] = np.bincount(counted, minlength=classes)
+    values[: found.count, CLASS], values[: found.count, SCORE] = found.classes, found.scores
+    for label in np.unique(found.classes):
+        places = np.flatnonzero(found.classes == label)
+        values[places, RIGHT:] = _matched(found.corners[places], truth[truth[:, 0] == label])
+    return values
+
+
+def _matched(corners: Array, truth: Array) -> Array:
+    """[detections, 3] of one class, best first: the bits of right and of left out, and the overlap."""
+    found = np.zeros((len(corners), 3))
+    truth = truth[np.argsort(truth[:, 5] > 0, kind="stable")]  # those that count first
+    near, ignored, crowd = _overlaps(corners, truth), truth[:, 5] > 0, truth[:, 5] == CROWD
+    for bit, least in enumerate(OVERLAPS):
+        free = np.ones(len(truth), np.bool_)
+        for place, row in enumerate(near):
+            best = _best(row, free | crowd, ignored, least)
+            if best is None:
+                continue
+            free[best] = False
+            found[place, int(ignored[best])] += 1 << bit
+            if bit == 0 and not ignored[best]:
+                found[place, 2] = row[best]
+    return found
+
+
+def _best(row: Array, free: Array, ignored: Array, least: float) -> int | None:
+    """The free box that is overlapped most, of those that count where one of them is overlapped enough."""
+    for those in (free & ~ignored, free & ignored):
+        near = np.where(those, row, -1.0)
+        if len(near) and near.max() >= least:
+            return int(near.argmax())
+    return None
+
+
+def _overlaps(corners: Array, truth: Array) -> Array:
+    """[detections, boxes]; with a crowd the share of the detection that lies in it."""
+    near = overlap(corners, truth[:, 1:5])
+    low = np.maximum(corners[:, None, :2], truth[None, :, 1:3])
+    high = np.minimum(corners[:, None, 2:], truth[None, :, 3:5])
+    areas = (corners[:, 2:] - corners[:, :2]).clip(min=0).prod(1)
+    inside = (high - low).clip(min=0).prod(2) / np.maximum(areas, 1e-12)[:, None]
+    return np.where(truth[:, 5] == CROWD, inside, near)
+
+
+def precisions(values: Array) -> Array:
+    """Returns the average precision of each class at each threshold, [classes, thresholds]; NaN of a class without
+    labelled boxes.
+
+    Args:
+        values: of pictures, [N, DETECTIONS + classes, 5].
+    """
+    boxes = values[:, DETECTIONS:, 0].sum(0)
+    rows = values[:, :DETECTIONS].reshape(-1, values.shape[2])
+    rows = rows[rows[:, CLASS] >= 0]
+    found = np.full((len(boxes), len(OVERLAPS)), np.nan)
+    for label, count in enumerate(boxes):
+        if count:
+            own = rows[rows[:, CLASS] == label]
+            found[label] = _average(own[np.argsort(-own[:, SCORE], kind="stable")], count)
+    return found
+
+
+def _average(rows: Array, count: float) -> Array:
+    """The average precision at each threshold, from the detections of a class, best first."""
+    bits = 1 << np.arange(len(OVERLAPS))
+    right, left_out = ((rows[:, column, None].astype(np.int64) & bits) > 0 for column in (RIGHT, LEFT_OUT))
+    hits, misses = right.cumsum(0), (~right & ~left_out).cumsum(0)
+    recalls, shares = hits / count, hits / np.maximum(hits + misses, 1)
+    shares = np.maximum.accumulate(shares[::-1])[::-1]
+    return np.array([_at_recalls(recalls[:, one], shares[:, one]) for one in range(len(OVERLAPS))])
+
+
+def _at_recalls(recalls: Array, shares: Array) -> float:
+    places = np.searchsorted(recalls, _RECALLS, side="left")
+    reached = places < len(shares)
+    return float(np.where(reached, np.append(shares, 0.0)[places.clip(max=len(shares))], 0.0).mean())
+
+
+def mean_precision(found: Array) -> float:
+    """Returns the mean over classes that have labelled boxes, in percent; 0 where there are none."""
+    return 100 * float(np.nanmean(found)) if np.isfinite(found).any() else 0.0
+
+
+def histograms(values: Array) -> Array:
+    """Returns sums that can be added, [classes, 1 + 2 thresholds, bins]: labelled boxes in the first place; right and
+    wrong detections by score.
+    """
+    boxes, thresholds = values[:, DETECTIONS:, 0].sum(0), len(OVERLAPS)
+    found = np.zeros((len(boxes), 1 + 2 * thresholds, _BINS))
+    found[:, 0, 0] = boxes
+    rows = values[:, :DETECTIONS].reshape(-1, values.shape[2])
+    rows = rows[rows[:, CLASS] >= 0]
+    labels = rows[:, CLASS].astype(np.int64)
+    bins = ((1 - rows[:, SCORE]) * _BINS).astype(np.int64).clip(0, _BINS - 1)
+    for bit in range(thresholds):
+        right, left_out = ((rows[:, one].astype(np.int64) >> bit) & 1 for one in (RIGHT, LEFT_OUT))
+        np.add.at(found[:, 1 + bit], (labels, bins), right)
+        np.add.at(found[:, 1 + thresholds + bit], (labels, bins), (1 - right) * (1 - left_out))
+    return found
+
+
+def mean_of_histograms(counts: Array) -> float:
+    """Returns the mean average precision of sums of `histograms`, in percent, exact but for the width of a bin."""
+    thresholds, averages = len(OVERLAPS), list[float]()
+    for of_class in counts:
+        boxes = of_class[0, 0]
+        for bit in range(thresholds if boxes else 0):
+            hits, misses = (of_class[1 + bit + shift].cumsum() for shift in (0, thresholds))
+            shares = hits / np.maximum(hits + misses, 1)
+            shares = np.maximum.accumulate(shares[::-1])[::-1]
+            averages.append(_at_recalls(hits / boxes, shares))
+    return mean_precision(np.array(averages)) if averages else 0.0

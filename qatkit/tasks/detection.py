@@ -1,0 +1,281 @@
+"""Boxes of objects: corners [N, boxes, 4] in pixels of the input and scores [N, boxes, classes].
+
+The main metric is COCO's mean average precision (`average_precision.py`). It is no mean over pictures: its standard
+errors are those of the jackknife over groups of pictures. A detector knows its own loss: a model has an attribute
+`criterion`, called with the outputs that it has for training alone and with the labelled boxes
+(`qatkit.models.detectors`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from qatkit.tasks.base import NO_TARGET, Agreement, Meter, Task
+from qatkit.tasks.decisions import undecided
+from qatkit.tasks.decisions.box_layouts import CORNERS, Layout
+from qatkit.tasks.decisions.boxes import BoxRequest, MatchedBoxes
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.records import Metric, Scores, TaskNames
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from qatkit.config.schema import ScheduleConfig
+    from qatkit.tasks.base import Array
+
+Criterion = Callable[..., Any]
+VALUES = 6  # of a labelled box: class, corners, and whether it is ignored (`average_precision`)
+_GROUPS = 20  # of pictures, of which one is left out at a time
+
+
+class Detection(Task):
+    """Mean average precision, agreement by matched boxes.
+
+    Args:
+        criterion: of the model that is trained: (outputs for training alone, labelled boxes [N, n, 6]) to a scalar.
+    """
+
+    names = TaskNames(
+        "detection",
+        "object detection",
+        (Metric("mAP"), Metric("mAP@0.5"), Metric("overlap of matches")),
+        decision="boxes (F1 at IoU 0.5)",
+        outputs="boxes",
+        compared="values within a step",
+    )
+    augmentations: ClassVar[Sequence[str] | None] = ("none", "flip", "scale_flip")
+    boxes = True
+
+    def __init__(self, criterion: Criterion | None = None) -> None:
+        self._criterion = criterion
+        self._decision = MatchedBoxes(BoxRequest(), Layout("pair", (0, 1), form=CORNERS))
+
+    def of_model(self, model: Any) -> Task:
+        return Detection(getattr(model, "criterion", None))
+
+    def trained(self, outputs: Sequence[Tensor]) -> Tensor:
+        import torch
+
+        return torch.cat([outputs[0].float(), outputs[1].float()], 2)
+
+    def whole_loss(
+        self, output: Tensor, auxiliary: Sequence[Tensor], targets: Tensor, schedule: ScheduleConfig
+    ) -> Tensor:
+        """Returns the loss of the model's own criterion.
+
+        Raises:
+            ConfigError: the model has none.
+        """
+        if self._criterion is None or not auxiliary:
+            allowed = (
+                "a detector that can be trained: one with `criterion` and `inference_outputs`, as those of "
+                "qatkit.models.detectors have; schedule.distill=1 learns from the float model alone"
+            )
+            raise ConfigError("model.name", "detection", allowed)
+        found: Tensor = self._criterion([one.float() for one in auxiliary], targets.to(output.device))
+        return found
+
+    def loss(self, output: Tensor, targets: Tensor, schedule: ScheduleConfig) -> Tensor:
+        return self.whole_loss(output, (), targets, schedule)
+
+    def distillation(self, output: Tensor, teacher: Tensor, temperature: float) -> Tensor:
+        """Returns the divergence of the scores, as so many yes and no, and 1 - IoU of the boxes by the teacher's score;
+        both over the sum of the teacher's scores.
+        """
+        from torch.nn import functional as F
+        from torchvision.ops import generalized_box_iou_loss
+
+        wanted, weights = teacher[..., 4:], teacher[..., 4:].amax(2)
+        total = weights.sum().clamp(min=1)
+        scores = F.binary_cross_entropy(output[..., 4:].clamp(0, 1), wanted.clamp(0, 1), reduction="sum")
+        scores = scores - F.binary_cross_entropy(wanted.clamp(0, 1), wanted.clamp(0, 1), reduction="sum")
+        apart = generalized_box_iou_loss(output[..., :4], teacher[..., :4])
+        loss: Tensor = (scores + (weights * apart).sum()) / total
+        return loss
+
+    def total(self, output: Tensor, targets: Tensor) -> Tensor:
+        """Returns labelled boxes and detections by class, threshold and score: sums that can be added, of which
+        `figure` makes an average precision that is exact but for the width of a bin.
+        """
+        import torch
+
+        from qatkit.tasks.average_precision import histograms
+
+        values = self.values(output.detach().float().cpu().numpy(), targets.cpu().numpy())
+        return torch.from_numpy(histograms(values)).to(output.device)
+
+    def figure(self, total: Any, images: int) -> Any:
+        import numpy as np
+
+        from qatkit.tasks.average_precision import mean_of_histograms
+
+        counts = np.asarray(total.cpu() if hasattr(total, "cpu") else total, np.float64)
+        return mean_of_histograms(counts)
+
+    def values(self, outputs: Array, targets: Any) -> Array:
+        """Returns what each picture contributes, [N, detections + classes, 5] (`average_precision.picture_values`)."""
+        import numpy as np
+
+        from qatkit.tasks.average_precision import detections, picture_values
+
+        classes, truth = outputs.shape[2] - 4, np.asarray(targets, np.float64)
+        pairs = zip(outputs, truth, strict=True)
+        return np.stack([picture_values(detections(rows), one, classes) for rows, one in pairs])
+
+    def mean(self, values: Array) -> float:
+        from qatkit.tasks.average_precision import mean_precision, precisions
+
+        return mean_precision(precisions(values))
+
+    def meter(self) -> Meter:
+        return _Meter(self)
+
+    def noise(self, first: Array, second: Array) -> float:
+        """Returns the standard error of the difference, by the jackknife over groups of the same pictures.
+
+        Source: Efron and Tibshirani, "An Introduction to the Bootstrap", 1993, chapter 11.
+        """
+        import numpy as np
+
+        groups = min(_GROUPS, len(first))
+        if groups < 2:
+            return 0.0
+        group = np.arange(len(first)) % groups
+        apart = [self.mean(first[group != one]) - self.mean(second[group != one]) for one in range(groups)]
+        return math.sqrt((groups - 1) * float(np.var(apart)))
+
+    def spread(self, score: float, images: int, values: Array | None) -> float:
+        if values is None:
+            return 0.0
+        nothing = values * 0
+        nothing[..., 0] = values[..., 0]  # every detection is wrong
+        return self.noise(values, nothing)
+
+    def worse(self, first: Array, second: Array, sure: float) -> str:
+        lost = self.mean(first) - self.mean(second)
+        return f"loses {lost:.3g} points" if lost > sure * self.noise(first, second) else ""
+
+    def decision(self, outputs: Array) -> Array:
+        return self._decision.decide(outputs)
+
+    def agree(self, exact: Array, found: Array) -> Array:
+        return self._decision.agree(exact, found)
+
+    def agreement(self) -> Agreement:
+        return self._decision.agreement()
+
+    @property
+    def rule(self) -> Callable[[Array], Any]:
+        return undecided
+
+    def joined(self, outputs: Sequence[Array]) -> Array:
+        """Returns corners and scores, float32 [N, boxes, 4 + classes]."""
+        return self._decision.joined(outputs)
+
+    def errors(self, exact: Array, found: Array) -> Array:
+        """Returns squared errors of scores, and of boxes as shares of their sides by their scores."""
+        scores = ((found[..., 4:] - exact[..., 4:]) ** 2).sum(2)
+        sides = (exact[..., 2:4] - exact[..., :2]).clip(min=1).prod(2)
+        places = ((found[..., :4] - exact[..., :4]) ** 2).mean(2) / sides
+        errors: Array = (scores + exact[..., 4:].max(2) ** 2 * places).mean(1)
+        return errors
+
+    def power(self, outputs: Array) -> float:
+        return float((outputs[..., 4:] ** 2).sum(2).mean())
+
+    def answers(self, outputs: Array) -> Array:
+        """Returns the boxes of a teacher above a score of 0.3 as labelled boxes."""
+        import numpy as np
+
+        boxes = self._decision.boxes(outputs)
+        found = np.full((len(outputs), max([one.count for one in boxes] + [1]), VALUES), -1.0)
+        for rows, one in zip(found, boxes, strict=True):
+            rows[: one.count] = np.column_stack([one.classes, one.corners, np.zeros(one.count)])
+        return found
+
+    def labelled(self, classes: Sequence[str], targets: Sequence[Any]) -> bool:
+        return bool(classes)
+
+    def target(self, value: Any) -> Any:
+        """Returns labelled boxes as a tuple of (class, x1, y1, x2, y2, 0, `IGNORED` or `CROWD`), in pixels of the
+        picture.
+        """
+        if value == NO_TARGET:
+            return value
+        try:
+            found = tuple((int(one[0]), *map(float, one[1:5]), int(one[5])) for one in value)
+        except (TypeError, ValueError, IndexError) as error:
+            wanted = "targets must be tuples of boxes (class, x1, y1, x2, y2, 0 or 1 where it is ignored)"
+            raise TypeError(wanted) from error
+        return found
+
+    def check_targets(self, part: str, classes: Sequence[str], targets: Sequence[Any]) -> str:
+        if not classes:
+            return ""
+        for place, boxes in enumerate(targets):
+            if boxes == NO_TARGET:
+                return f"image {place} of {part} has no labelled boxes: give () for a picture without objects"
+            for label, x1, y1, x2, y2, _ in boxes:
+                if not 0 <= label < len(classes):
+                    return (
+                        f"a box of image {place} of {part} has the class {label}, not 0..{len(classes) - 1}"
+                    )
+                if not (x1 < x2 and y1 < y2):
+                    return f"a box of image {place} of {part} has no area: {x1:g}, {y1:g}, {x2:g}, {y2:g}"
+        return "" if any(targets) else f"no image of {part} has a box"
+
+    def group(self, target: Any) -> Any:
+        """Returns the classes of a picture's boxes."""
+        return 0 if target == NO_TARGET else tuple(sorted({box[0] for box in target}))
+
+    def width(self, classes: Sequence[str]) -> int | None:
+        return len(classes) or None
+
+    def width_of(self, shape: Sequence[int]) -> int | None:
+        return None
+
+    def fits(self, shape: Sequence[int], images: int, width: int | None) -> bool:
+        return len(shape) == 3 and shape[0] == images and shape[2] == 4
+
+    def shape_text(self, width: int | None) -> str:
+        scores = "classes" if width is None else width
+        return (
+            f"[N, boxes, 4], corners in pixels of the input, beside scores [N, boxes, {scores}] within 0..1"
+        )
+
+
+class _Meter:
+    """Keeps what each picture contributes, batch by batch.
+
+    Attributes:
+        images: seen so far.
+    """
+
+    def __init__(self, task: Detection) -> None:
+        self.images, self._task = 0, task
+        self._values: list[Array] = []
+
+    def add(self, outputs: Array, targets: Any) -> None:
+        """Takes one batch: rows [N, boxes, 4 + classes] and labelled boxes [N, n, 6]."""
+        self._values.append(self._task.values(outputs, targets))
+        self.images += len(outputs)
+
+    def result(self) -> Scores:
+        """Returns the scores of at least one image; of each class its labelled boxes, and its average precision as so
+        many of them.
+        """
+        import numpy as np
+
+        from qatkit.tasks.average_precision import DETECTIONS, OVERLAP, mean_precision, precisions
+
+        values = np.concatenate(self._values)
+        found, overlaps = precisions(values), values[:, :DETECTIONS, OVERLAP]
+        near = 100 * float(overlaps[overlaps > 0].mean()) if (overlaps > 0).any() else 0.0
+        names = self._task.names.metrics
+        figures = (mean_precision(found), mean_precision(found[:, 0]), near)
+        boxes = values[:, DETECTIONS:, 0].sum(0)
+        right = np.nan_to_num(found.mean(1)) * boxes
+        metrics = tuple(metric.of(value) for metric, value in zip(names, figures, strict=True))
+        return Scores(metrics, self.images, tuple(map(int, boxes)), tuple(map(float, right)))

@@ -1,0 +1,157 @@
+"""A detector from a folder of pictures with boxes to a bundle, against ONNX Runtime, torchvision and pycocotools."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+import torch
+from boxed_pictures import voc_folder
+from command_line import CONF
+from tiny_run import report_of
+from torch import Tensor, nn
+from torchvision.ops import batched_nms, box_iou
+
+from qatkit.config.compose import compose_config
+from qatkit.config.schema import Config
+from qatkit.jobs import pipeline
+from qatkit.models.detectors.detector import Detector, grid
+from qatkit.models.detectors.yolox import decoded
+from qatkit.models.detectors.yolox_loss import YoloxLoss
+from qatkit.run.build import data_of
+from qatkit_verify.command import main as verify_bundle
+
+
+class TinyDetector(Detector):
+    """Cells of 8 pixels, each with a box, as YOLOX has them at one level."""
+
+    def __init__(self, num_classes: int = 2) -> None:
+        super().__init__()
+        layers = []
+        for inputs, outputs, stride in ((3, 16, 2), (16, 32, 2), (32, 32, 2), (32, 32, 1)):
+            layers += [
+                nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False),
+                nn.BatchNorm2d(outputs),
+                nn.ReLU(),
+            ]
+        self.backbone, self.head = nn.Sequential(*layers), nn.Conv2d(32, 4 + 1 + num_classes, 1)
+        nn.init.constant_(self.head.bias[4:], -2.0)  # type: ignore[index]
+
+    def forward(self, images: Tensor) -> dict[str, Tensor]:
+        rows = self.head(self.backbone(images)).flatten(2).transpose(1, 2)
+        offsets, objectness, logits = rows[..., :4], rows[..., 4:5], rows[..., 5:]
+        cells = grid(images.shape[2] // 8, images.shape[3] // 8, 8)
+        boxes = decoded(offsets, cells, torch.full((len(cells), 1), 8.0))
+        scores = logits.sigmoid() * objectness.sigmoid()
+        return {
+            "boxes": boxes,
+            "scores": scores,
+            "logits": logits,
+            "objectness": objectness,
+            "offsets": offsets,
+        }
+
+    @property
+    def criterion(self):  # type: ignore[no-untyped-def]
+        cells, strides = grid(6, 8, 8), torch.full((48, 1), 8.0)
+        return lambda found, targets: YoloxLoss(cells, strides)(
+            found[0], found[1], decoded(found[2], cells, strides), targets
+        )
+
+
+def asked(run: Path, root: Path, *changes: str) -> Config:
+    return compose_config(
+        CONF,
+        [
+            "data=voc_boxes", f"data.root={root}", "data.image_size=[48,64]", "data.workers=0", "data.batch_size=4",
+            "data.augment=flip", "task=detection", f"model.name={__name__}.TinyDetector", "model.num_classes=null",
+            f"output_dir={run}", "calibration.images=16", "calibration.batch_size=4", "verify.latency_runs=2",
+            "verify.max_drop=8", "trainer.progress=false", "schedule.float_epochs=25", "schedule.float_lr=0.02",
+            "schedule.optimizer=adamw", "schedule.epochs=1", "schedule.warmup=0.1", "schedule.lr=1e-4", *changes,
+        ],
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The folder of a run that trains float and QAT, and that of the pictures."""
+    top = tmp_path_factory.mktemp("detector")
+    root = voc_folder(top / "pictures", 48, 12)
+    assert pipeline.train(asked(top / "run", root, "export.bundle=true")) == 0
+    return top / "run", root
+
+
+def test_its_file_finds_the_objects(made: tuple[Path, Path]) -> None:
+    run, root = made
+    report, data = report_of(run), data_of(asked(run, root))
+    assert report["shortfalls"] == [] and report["classes"] == ["brick", "leaf"]
+    session, seen, found = ort.InferenceSession(run / "model.int8.onnx"), 0, 0
+    for images, targets in data.test_batches():
+        boxes, scores = session.run(None, {"input": images.numpy()})
+        for picture, truth in enumerate(targets):
+            best = scores[picture].argmax(0)  # of each class
+            for label, *corners, _ in truth.tolist():
+                near = box_iou(
+                    torch.tensor([corners]), torch.from_numpy(boxes[picture, best[int(label)]])[None]
+                )
+                seen, found = seen + 1, found + int(near.item() > 0.5)
+    assert seen == 24 and found >= 20
+    int8, exact = (report["accuracy"][name] for name in ("int8", "float"))
+    assert int8["map@0.5"] > 75 and abs(int8["map"] - exact["map"]) < 8 and int8["overlap_of_matches"] > 60
+    assert report["fidelity"]["int8"]["agreement"] > 0.85
+
+
+def test_boxes_stay_float_and_the_rest_is_int8(made: tuple[Path, Path]) -> None:
+    report = report_of(made[0])
+    assert report["audit"]["problems"] == []
+    model = onnx.load(made[0] / "model.int8.onnx")
+    assert [one.name for one in model.graph.output] == ["boxes", "scores"]
+    assert model.opset_import[0].version == 13
+
+
+def test_suppression_in_the_file_is_torchvisions(made: tuple[Path, Path]) -> None:
+    run, root = made
+    data = data_of(asked(run, root))
+    plain, whole = (ort.InferenceSession(run / name) for name in ("model.int8.onnx", "model.int8.nms.onnx"))
+    images, _ = next(iter(data.test_batches()))
+    boxes, scores = (torch.from_numpy(one) for one in plain.run(None, {"input": images.numpy()}))
+    rows = torch.from_numpy(whole.run(["detections"], {"input": images.numpy()})[0])
+    assert rows.shape[1] == 7 and len(rows) > 12
+    for picture in range(len(images)):
+        places, labels = (scores[picture] > 0.05).nonzero(as_tuple=True)
+        values = scores[picture][places, labels]
+        kept = batched_nms(boxes[picture][places], values, labels, 0.6)
+        found = rows[rows[:, 0] == picture]
+        found = found[found[:, 5].argsort(descending=True)]
+        torch.testing.assert_close(found[:, 5], values[kept])
+        # Boxes of equal scores may be in another order.
+        near = box_iou(found[:, 1:5], boxes[picture][places[kept]])
+        same = (near > 0.99) & (found[:, 6, None].long() == labels[kept])
+        assert same.any(0).all() and same.any(1).all()
+    measured = report_of(run)["measured"]["detections"]
+    assert 2 * measured["matched"] == measured["boxes"] > 24
+    onnx.checker.check_model(onnx.load(run / "model.int8.nms.onnx"), full_check=True)
+
+
+def test_its_bundle_is_checked_without_torch(made: tuple[Path, Path]) -> None:
+    bundle = made[0] / "bundle"
+    assert verify_bundle([str(bundle), "--min-speedup", "0.01"]) == 0
+    assert (bundle / "model.nms.onnx").is_file()
+    card = (bundle / "card.md").read_text()
+    assert "pipeline_tag: object-detection" in card and "mAP@0.5" in card
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ssdlite320_mobilenet_v3_large", "yolox"])
+def test_detectors_by_name_run(name: str, tmp_path: Path) -> None:
+    root = voc_folder(tmp_path / "pictures", 8, 4)
+    own = "qatkit.models.detectors.yolox.yolox_nano" if name == "yolox" else name
+    changes = (f"model.name={own}", "data.image_size=64", "schedule.float_epochs=1", "verify.max_drop=100")
+    config = asked(tmp_path / "run", root, *changes, "verify.audit=false", "verify.min_agreement=0.9")
+    assert pipeline.train(config) == 0
+    session = ort.InferenceSession(tmp_path / "run" / "model.int8.onnx")
+    boxes, scores = session.run(None, {"input": np.zeros((1, 3, 64, 64), np.float32)})
+    assert boxes.shape[:2] == scores.shape[:2] and scores.shape[2] == 2
