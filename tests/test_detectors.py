@@ -1,0 +1,165 @@
+"""Detectors: torchvision's own post-processing and losses, YOLOX's assignment, and what they refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchvision.models.detection.image_list import ImageList
+
+from qatkit.config.schema import ModelConfig
+from qatkit.graph.trace import trace
+from qatkit.models import build
+from qatkit.models.detectors.yolox import decoded, yolox_nano, yolox_tiny
+from qatkit.models.detectors.yolox_loss import YoloxLoss
+from qatkit.tasks.average_precision import detections
+from qatkit_verify.errors import ConfigError
+
+NAMES = ("ssdlite320_mobilenet_v3_large", "retinanet_resnet50_fpn", "fcos_resnet50_fpn")
+HEIGHT, WIDTH = 128, 160
+
+
+def made(name: str, **kwargs: Any) -> Any:
+    torch.manual_seed(0)
+    return build(ModelConfig(name=name, kwargs=kwargs), 3, "detection")
+
+
+def targets() -> Tensor:
+    """Boxes of two pictures, one of them ignored."""
+    found = torch.full((2, 3, 6), -1.0)
+    found[0, 0] = torch.tensor([1, 20, 30, 90, 100, 0])
+    found[0, 1] = torch.tensor([2, 60, 20, 150, 120, 0])
+    found[1, 0] = torch.tensor([0, 10, 10, 60, 70, 0])
+    found[1, 1] = torch.tensor([0, 80, 10, 120, 70, 1])
+    return found
+
+
+@pytest.mark.parametrize(("name", "spread"), zip(NAMES, (0.05, 0.01, 0.01), strict=True))
+def test_boxes_are_those_of_torchvisions_postprocessing(name: str, spread: float) -> None:
+    model = made(name)
+    (original,) = model._model
+    generator = torch.Generator().manual_seed(1)
+    for parameter in original.head.parameters():  # boxes and scores far apart
+        parameter.data += spread * torch.randn(parameter.shape, generator=generator)
+    images = torch.randn(2, 3, HEIGHT, WIDTH, generator=generator)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.momentum = None
+    model.train()(images)  # else a random backbone's features have no end
+    model.eval()
+    original.nms_thresh, original.topk_candidates, original.detections_per_img = 0.5, 400, 60
+    with torch.no_grad():
+        found = model(images)
+        original.score_thresh = least = float(found["scores"].flatten().sort(descending=True).values[200])
+        features = list(original.backbone(images).values())
+        heads, listed = original.head(features), ImageList(images, [(HEIGHT, WIDTH)] * 2)
+        anchors = original.anchor_generator(listed, features)
+        if "ssd" not in name:
+            cells = [one.shape[2] * one.shape[3] for one in features]
+            counts = [heads["cls_logits"].shape[1] // sum(cells) * one for one in cells]
+            heads = {key: list(value.split(counts, 1)) for key, value in heads.items()}
+            anchors = [list(one.split(counts)) for one in anchors]
+        wanted = original.postprocess_detections(heads, anchors, listed.image_sizes)
+    for picture, one in enumerate(wanted):
+        boxes = found["boxes"][picture].clone()
+        boxes[:, 0::2], boxes[:, 1::2] = boxes[:, 0::2].clamp(0, WIDTH), boxes[:, 1::2].clamp(0, HEIGHT)
+        own = detections(torch.cat([boxes, found["scores"][picture]], 1).numpy(), least, 0.5, 60)
+        assert own.count == len(one["scores"]) > 5
+        torch.testing.assert_close(torch.from_numpy(own.scores).float(), one["scores"], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(torch.from_numpy(own.corners).float(), one["boxes"], atol=1e-2, rtol=1e-4)
+        assert torch.equal(torch.from_numpy(own.classes) + int("ssd" in name), one["labels"])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_losses_are_torchvisions(name: str) -> None:
+    model = made(name).train()
+    (original,) = model._model
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.eval()
+    images, truth = torch.randn(2, 3, HEIGHT, WIDTH), targets()
+    loss = model.criterion(list(model(images).values())[2:], truth)
+    boxes = [
+        {"boxes": rows[keep, 1:5], "labels": rows[keep, 0].long() + int("ssd" in name)}
+        for rows in truth
+        for keep in [(rows[:, 0] >= 0) & (rows[:, 5] == 0)]
+    ]
+    original.training = True
+    original.transform.forward = lambda given, known: (
+        ImageList(torch.stack(given), [(HEIGHT, WIDTH)] * 2),
+        known,
+    )
+    wanted = sum(original(list(images), boxes).values())
+    torch.testing.assert_close(loss, wanted)
+    loss.backward()
+    assert all(p.grad is not None for p in model.head.parameters())
+
+
+def test_yolox_has_the_parameters_of_its_paper() -> None:
+    counts = [sum(p.numel() for p in make(80).parameters()) / 1e6 for make in (yolox_nano, yolox_tiny)]
+    assert counts == pytest.approx([0.91, 5.06], abs=0.01)
+
+
+def test_a_graph_gives_boxes_and_scores_alone() -> None:
+    torch.manual_seed(0)
+    model = yolox_nano(3, "relu").eval()
+    graph = trace(model, torch.randn(2, 3, 64, 96))
+    x = torch.randn(3, 3, 64, 96)
+    with torch.no_grad():
+        found, wanted = graph.eval()(x), model(x)
+        torch.testing.assert_close(found, (wanted["boxes"], wanted["scores"]))
+        assert len(graph.train()(x)) == 5
+    assert graph.meta["outputs"] == ("boxes", "scores")
+
+
+def test_yolox_assigns_boxes_to_cells_around_centres() -> None:
+    torch.manual_seed(0)
+    model = yolox_nano(3, "relu")
+    outputs = model(torch.randn(2, 3, HEIGHT, WIDTH))
+    cells, strides = model._known[outputs["boxes"].shape[1]]
+    truth = targets()[0, :2]
+    rows = [outputs[part][0] for part in ("logits", "objectness", "boxes")]
+    chosen, owner = YoloxLoss(cells, strides)._assigned(*rows, truth[:, 1:5], truth[:, 0].long())
+    assert set(owner.tolist()) == {0, 1} and len(set(chosen.tolist())) == len(chosen)
+    middles = (truth[owner, 1:3] + truth[owner, 3:5]) / 2
+    near = (cells[chosen] + strides[chosen] / 2 - middles).abs() / strides[chosen]
+    assert float(near.max()) < 1.5
+
+
+@pytest.mark.slow
+def test_yolox_learns_a_picture_by_heart() -> None:
+    torch.manual_seed(0)
+    model = yolox_nano(3, "relu").train()
+    images, truth = torch.randn(2, 3, 64, 96), targets()
+    truth[..., 1:5] *= 0.6
+    optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
+    for _ in range(60):
+        outputs = list(model(images).values())
+        loss = model.criterion(outputs[2:], truth)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    found = detections(torch.cat(outputs[:2], 2)[0].detach().numpy(), 0.3)
+    for label, *corners, _ in truth[0, :2].tolist():
+        best = found.corners[found.classes == int(label)][0]
+        torch.testing.assert_close(torch.from_numpy(best).float(), torch.tensor(corners), atol=4, rtol=0)
+
+
+def test_cells_are_decoded_as_yolox_says() -> None:
+    offsets = torch.tensor([[[0.5, 0.25, 0.0, 1.0]]])
+    boxes = decoded(offsets, torch.tensor([[16.0, 8.0]]), torch.tensor([[8.0]]))
+    height = 8 * 2.718281828
+    torch.testing.assert_close(boxes[0, 0], torch.tensor([16.0, 10 - height / 2, 24.0, 10 + height / 2]))
+
+
+def test_mistakes_are_told_in_one_line() -> None:
+    with pytest.raises(ConfigError, match=r"data.image_size=\[72, 96\]: expected multiples of 32"):
+        yolox_nano(3)(torch.zeros(1, 3, 72, 96))
+    with pytest.raises(ConfigError, match="expected activation one of silu, relu"):
+        yolox_nano(3, "gelu")
+    with pytest.raises(ConfigError, match="a detector of one stage"):
+        made("fasterrcnn_mobilenet_v3_large_fpn")
+    with pytest.raises(ConfigError, match="sides of anchors as shares"):
+        made(NAMES[0], anchor_ratios=[0.9, 0.1])
