@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import zipfile
+from pathlib import Path
 from typing import Any
 
+import onnx
+import onnxruntime as ort
 import pytest
 import torch
+from command_line import ROOT
+from onnx import numpy_helper
 from torch import Tensor, nn
 from torchvision.models.detection.image_list import ImageList
 
@@ -19,6 +25,7 @@ from qatkit_verify.errors import ConfigError
 
 NAMES = ("ssdlite320_mobilenet_v3_large", "retinanet_resnet50_fpn", "fcos_resnet50_fpn")
 HEIGHT, WIDTH = 128, 160
+ARCHIVE = ROOT.parent / "shared" / "data" / "onnx_models.zip"
 
 
 def made(name: str, **kwargs: Any) -> Any:
@@ -36,7 +43,7 @@ def targets() -> Tensor:
     return found
 
 
-@pytest.mark.parametrize(("name", "spread"), zip(NAMES, (0.05, 0.01, 0.01), strict=True))
+@pytest.mark.parametrize(("name", "spread"), list(zip(NAMES, (0.05, 0.01, 0.01), strict=True)))
 def test_boxes_are_those_of_torchvisions_postprocessing(name: str, spread: float) -> None:
     model = made(name)
     (original,) = model._model
@@ -100,6 +107,36 @@ def test_losses_are_torchvisions(name: str) -> None:
 def test_yolox_has_the_parameters_of_its_paper() -> None:
     counts = [sum(p.numel() for p in make(80).parameters()) / 1e6 for make in (yolox_nano, yolox_tiny)]
     assert counts == pytest.approx([0.91, 5.06], abs=0.01)
+
+
+@pytest.mark.skipif(not ARCHIVE.is_file(), reason="no ../shared/data/onnx_models.zip")
+def test_yolox_computes_what_its_published_file_does(tmp_path: Path) -> None:
+    with zipfile.ZipFile(ARCHIVE) as archive:
+        (name,) = (one for one in archive.namelist() if one.endswith("yolox_nano.onnx"))
+        path = archive.extract(name, tmp_path)
+    file = onnx.load(path)
+    values = {one.name: torch.tensor(numpy_helper.to_array(one)) for one in file.graph.initializer}
+    convs = [[values[one] for one in node.input[1:]] for node in file.graph.node if node.op_type == "Conv"]
+    model, order = yolox_nano().eval(), list[str]()
+    for path_, module in model.named_modules():
+        if isinstance(module, nn.Conv2d):
+            module.register_forward_hook(lambda *_, path_=path_: order.append(path_))
+    images = torch.rand(1, 3, 416, 416, generator=torch.Generator().manual_seed(0)) * 255
+    with torch.no_grad():
+        model(images)
+        for path_, (weight, bias) in zip(order, convs, strict=True):
+            conv = model.get_submodule(path_)
+            conv.weight.copy_(weight)
+            if conv.bias is not None:
+                conv.bias.copy_(bias)
+                continue
+            norm = model.get_submodule(path_.removesuffix("conv") + "bn")  # folded in the file
+            norm.bias.copy_(bias)
+            norm.running_var.fill_(1 - norm.eps)
+        found = model(images)
+    (wanted,) = ort.InferenceSession(path).run(None, {"images": images.numpy()})
+    parts = (found["offsets"], found["objectness"].sigmoid(), found["logits"].sigmoid())
+    torch.testing.assert_close(torch.cat(parts, 2), torch.from_numpy(wanted), atol=2e-4, rtol=1e-4)
 
 
 def test_a_graph_gives_boxes_and_scores_alone() -> None:

@@ -67,14 +67,31 @@ def detector_builder(name: str) -> Callable[..., nn.Module]:
     def build(
         num_classes: int = 90, anchor_ratios: list[float] | None = None, weights: Any = None, **kwargs: Any
     ) -> nn.Module:
-        classes = classes_with_background(name, num_classes)
-        backbone = None if weights is None else kwargs.pop("weights_backbone", None)
+        # RetinaNet's and FCOS's own weights have a class for the background, too, which is never found.
+        classes = num_classes + 1 if weights is not None else classes_with_background(name, num_classes)
         model = torchvision.models.get_model(
-            name, weights=weights, weights_backbone=backbone, num_classes=classes, **kwargs
+            name, weights=weights, weights_backbone=None, num_classes=classes, **kwargs
         )
         return TorchvisionDetector(model, anchor_ratios)
 
     return build
+
+
+def _pretrained_detector(
+    name: str, weights: WeightsEnum, classes: int | None, kwargs: dict[str, Any]
+) -> nn.Module:
+    """A detector with torchvision's weights; what depends on the number of classes is drawn where the data have
+    another one.
+    """
+    build, named = detector_builder(name), len(weights.meta["categories"])  # with a background
+    trained = build(named - 1, weights=weights, **kwargs)
+    if classes in (None, named - 1 if name.startswith("ssd") else named):
+        return trained
+    model, known = build(classes, **kwargs), trained.state_dict()
+    own = model.state_dict()
+    fitting = {key: value for key, value in known.items() if key in own and own[key].shape == value.shape}
+    model.load_state_dict(fitting, strict=False)
+    return model
 
 
 def pretrained(config: ModelConfig, classes: int | None) -> nn.Module:
@@ -88,6 +105,8 @@ def pretrained(config: ModelConfig, classes: int | None) -> nn.Module:
     name = Path(weights.url).name
     folder = Path(torch.hub.get_dir(), "checkpoints")
     try:
+        if config.name in _detectors():
+            return _pretrained_detector(config.name, weights, classes, kwargs)
         model: nn.Module = torchvision.models.get_model(config.name, weights=weights, **kwargs)
     except OSError as error:  # URLError and HTTPError are OSErrors
         reason = f"the weights cannot be fetched ({first_line(error)}); put {name} from {weights.url} into {folder}"

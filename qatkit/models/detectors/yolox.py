@@ -174,7 +174,8 @@ class _CSPLayer(nn.Module):
         self.m = nn.Sequential(*(_Bottleneck(hidden, shortcut, act, conv) for _ in range(count)))
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.conv3(torch.cat([self.m(self.conv1(x)), self.conv2(x)], 1))
+        first, second = self.conv1(x), self.conv2(x)
+        found: Tensor = self.conv3(torch.cat([self.m(first), second], 1))
         return found
 
 
@@ -276,8 +277,8 @@ class _Head(nn.Module):
         found = []
         for level, features in enumerate(levels):
             x = self.stems[level](features)
-            classes, boxes = self.cls_convs[level](x), self.reg_convs[level](x)
-            found.append(
-                (self.cls_preds[level](classes), self.obj_preds[level](boxes), self.reg_preds[level](boxes))
-            )
+            classes = self.cls_preds[level](self.cls_convs[level](x))
+            x = self.reg_convs[level](x)
+            offsets = self.reg_preds[level](x)
+            found.append((classes, self.obj_preds[level](x), offsets))
         return found
