@@ -125,12 +125,12 @@ def test_yolox_computes_what_its_published_file_does(tmp_path: Path) -> None:
     with torch.no_grad():
         model(images)
         for path_, (weight, bias) in zip(order, convs, strict=True):
-            conv = model.get_submodule(path_)
+            conv: Any = model.get_submodule(path_)
             conv.weight.copy_(weight)
             if conv.bias is not None:
                 conv.bias.copy_(bias)
                 continue
-            norm = model.get_submodule(path_.removesuffix("conv") + "bn")  # folded in the file
+            norm: Any = model.get_submodule(path_.removesuffix("conv") + "bn")  # folded in the file
             norm.bias.copy_(bias)
             norm.running_var.fill_(1 - norm.eps)
         found = model(images)
@@ -157,8 +157,9 @@ def test_yolox_assigns_boxes_to_cells_around_centres() -> None:
     outputs = model(torch.randn(2, 3, HEIGHT, WIDTH))
     cells, strides = model._known[outputs["boxes"].shape[1]]
     truth = targets()[0, :2]
-    rows = [outputs[part][0] for part in ("logits", "objectness", "boxes")]
-    chosen, owner = YoloxLoss(cells, strides)._assigned(*rows, truth[:, 1:5], truth[:, 0].long())
+    logits, objectness, boxes = (outputs[part][0] for part in ("logits", "objectness", "boxes"))
+    loss = YoloxLoss(cells, strides)
+    chosen, owner = loss._assigned(logits, objectness, boxes, truth[:, 1:5], truth[:, 0].long())
     assert set(owner.tolist()) == {0, 1} and len(set(chosen.tolist())) == len(chosen)
     middles = (truth[owner, 1:3] + truth[owner, 3:5]) / 2
     near = (cells[chosen] + strides[chosen] / 2 - middles).abs() / strides[chosen]

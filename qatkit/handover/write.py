@@ -166,11 +166,7 @@ def _fill(source: BundleSource, new: Path) -> None:
     for name in _COPIED:
         if (source.run / name).is_file():
             shutil.copyfile(source.run / name, new / name)
-    suppressed = nms_file(source.int8)
-    if suppressed.is_file():
-        _copied(suppressed, new / nms_file(Path(INT8_FILE)).name)
-    if source.export.decoder and (source.run / DECODER_FOLDER).is_dir():
-        shutil.copytree(source.run / DECODER_FOLDER, new / DECODER_FOLDER)
+    _copy_larger_files(source, new)
     if source.cache is not None and source.cache.is_file():
         _copied(source.cache, new / _CACHE)
     step = (report.get("parity") or {}).get("step")
@@ -182,12 +178,23 @@ def _fill(source: BundleSource, new: Path) -> None:
     else:
         prepared = source.data.preprocessing.as_dict()
         name, told = PREPROCESS_FILE, preprocess_json(source.int8, prepared, source.threads)
+        if source.data.task.boxes:
+            told["task"] = source.data.task.names.name
     (new / name).write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
     if source.data.config.source in TEXTS:
         save_tokenizer(source.data.config, source.data.request.about, new)
     if source.data.classes:
         (new / LABELS_FILE).write_text(_lines(source.data.classes), encoding="utf-8")
     _fill_for_programs(source, new, report)
+
+
+def _copy_larger_files(source: BundleSource, new: Path) -> None:
+    """What ships beside the file of some tasks: the decoder, the file with non-maximum suppression."""
+    suppressed = nms_file(source.int8)
+    if suppressed.is_file():
+        _copied(suppressed, new / nms_file(Path(INT8_FILE)).name)
+    if source.export.decoder and (source.run / DECODER_FOLDER).is_dir():
+        shutil.copytree(source.run / DECODER_FOLDER, new / DECODER_FOLDER)
 
 
 def _fill_for_programs(source: BundleSource, new: Path, report: Mapping[str, Any]) -> None:

@@ -104,7 +104,7 @@ def fine_tune(
     if teach is not None:
         teach(module)
     lightning.seed_everything(config.seed, verbose=False)
-    module.task = data.task  # which knows of the data what `Task.of_data` learned
+    module.learn(data.task)  # which knows of the data what `Task.of_data` learned
     classes = data.num_classes or _own_width(module, config.model)
     if config.schedule.epochs and config.schedule.optimizer == "sgd" and module.of_stage(OBSERVED):
         warnings.warn(_SGD_AND_SCALES, stacklevel=2)

@@ -13,7 +13,7 @@ text_embedding.py   sentences as vectors, by how related pairs of them are
 segmentation.py     a class for each pixel
 embedding.py        vectors of samples with class labels, by their nearest neighbours
 regression.py       numbers for a sample
-detection.py        boxes of objects; average_precision.py counts which are right
+detection.py        boxes of objects; average_precision.py counts which are right, drawn_boxes.py draws them
 outputs.py          outputs of any meaning, compared with the float model's
 decisions/          what two such outputs have the same where they agree
 

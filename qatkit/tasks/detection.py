@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from qatkit.config.schema import ScheduleConfig
     from qatkit.tasks.base import Array
+    from qatkit.tasks.drawing import Drawing
 
 Criterion = Callable[..., Any]
 VALUES = 6  # of a labelled box: class, corners, and whether it is ignored (`average_precision`)
@@ -194,6 +195,11 @@ class Detection(Task):
         for rows, one in zip(found, boxes, strict=True):
             rows[: one.count] = np.column_stack([one.classes, one.corners, np.zeros(one.count)])
         return found
+
+    def drawing(self) -> Drawing:
+        from qatkit.tasks.drawn_boxes import DrawnBoxes
+
+        return DrawnBoxes()
 
     def labelled(self, classes: Sequence[str], targets: Sequence[Any]) -> bool:
         return bool(classes)

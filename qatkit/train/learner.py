@@ -61,10 +61,17 @@ class Learner(lightning.LightningModule):
         self.best: dict[str, Tensor] | None = None
         self.finished = False
         self.told: list[str] = []  # of the last training, for the report
+        self._original: tuple[
+            nn.Module, ...
+        ] = ()  # the float model, whose loss a task may ask for; no submodule
         self._rng: Tensor | None = None
         self._device_rng: Tensor | None = None
         self._validated: AbstractContextManager[None] = nullcontext()
         self._stored_average: dict[str, Tensor] | None = None
+
+    def learn(self, task: Task) -> None:
+        """Makes `task` what is learned."""
+        self.task = task.of_model(self._original[0]) if self._original else task
 
     def heads(self, outputs: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Returns what is trained of the outputs of a call, and the outputs for training alone (auxiliary heads)."""
@@ -238,8 +245,9 @@ class FloatModule(Learner):
     keys = "schedule.float_"
 
     def __init__(self, model: nn.Module, schedule: ScheduleConfig, task: Task = CLASSIFICATION) -> None:
-        super().__init__(schedule, schedule.float_lr, task.of_model(model))
-        self.graph = model.train()
+        super().__init__(schedule, schedule.float_lr)
+        self.graph, self._original = model.train(), (model,)
+        self.learn(task)
 
     def forward(self, batch: Example) -> Any:
         """What the model yields for an image, or for what else it is called with."""

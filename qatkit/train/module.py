@@ -116,7 +116,9 @@ class QATModule(FineTuning):
         original = model.model if isinstance(model, Captured) else model
         model, given = in_single_precision(original)
         example = in_float32(example)
-        super().__init__(schedule, example, quantize=quantize, task=task.of_model(original))
+        super().__init__(schedule, example, quantize=quantize)
+        self._original = (original,)
+        self.learn(task)
         self.backend, self.overrides = backend, dict(overrides or {})
         self.quantizers, self.algorithms = quantizers, tuple(algorithms)
         types = (str(dtype).removeprefix("torch.") for dtype in given)

@@ -21,12 +21,19 @@ from typing import Any
 
 from qatkit.handover.demo.runtime import WebRuntime
 from qatkit.handover.javascript import modules
-from qatkit_verify.bundle.manifest import FLOAT_FILE, GOLDEN_FILE, INT8_FILE, LABELS_FILE, PREPROCESS_FILE
+from qatkit_verify.bundle.manifest import (
+    FLOAT_FILE,
+    GOLDEN_FILE,
+    INT8_FILE,
+    LABELS_FILE,
+    PREPROCESS_FILE,
+    REPORT_FILE,
+)
 from qatkit_verify.files import write_text
 
 PAGE_FILE, ASSETS = "demo.html", "demo"
-_PROGRAM = ("archive.mjs", "preprocess.mjs", "golden.mjs")
-_OWN = ("exif.mjs", "page.mjs")
+_PROGRAM = ("archive.mjs", "preprocess.mjs", "golden.mjs", "boxes.mjs")
+_OWN = ("exif.mjs", "views.mjs", "page.mjs")
 _IMPORT = re.compile(r"^import .*\n", re.MULTILINE)
 
 
@@ -75,7 +82,9 @@ def _page(bundle: Path, runtime: WebRuntime, name: str, options: Mapping[str, st
 def _facts(bundle: Path, options: Mapping[str, str]) -> Mapping[str, Any]:
     """What the page has to know of the model."""
     labels = bundle / LABELS_FILE
+    report = json.loads((bundle / REPORT_FILE).read_text(encoding="utf-8"))
     return {
+        "task": report["task"]["name"],
         "preprocess": json.loads((bundle / PREPROCESS_FILE).read_text(encoding="utf-8")),
         "session_options": dict(options),
         "labels": labels.read_text(encoding="utf-8").splitlines() if labels.is_file() else [],

@@ -1,4 +1,5 @@
-// The demo page: a picture in, the five likeliest classes out, all of it computed here.
+// The demo page: a picture in; the five likeliest classes, boxes or the class of each pixel out, all of it computed
+// here.
 //
 // A page that is opened from a folder may fetch nothing that lies beside it, but it may load scripts. So whatever it
 // needs is in scripts below demo/: `demoParts[name]` is a file, gzipped, in base64. The imports are for the reader: the
@@ -6,12 +7,12 @@
 
 import { readNpz, unpacked } from "./archive.mjs";
 import { turned, withoutExif } from "./exif.mjs";
-import { best, logits, run, runGolden } from "./golden.mjs";
+import { run, runGolden } from "./golden.mjs";
 import { bothSides, preprocess } from "./preprocess.mjs";
+import { colour, view } from "./views.mjs";
 
 const facts = JSON.parse(document.getElementById("model-facts").textContent);
 const element = (id) => document.getElementById(id);
-const SHOWN = 5;
 const MOST_PIXELS = 89_000_000; // as `qatkit.data` takes them
 const TIMED = { runs: 9, ms: 400 };
 const WAYS = [
@@ -103,13 +104,14 @@ async function answer(picture, name, mine) {
     const loaded = await session(way.name);
     const found = await timed(loaded, preprocess(picture, way.how), way.how);
     if (mine !== newest) return;
-    element("answers").append(drawn(way, found));
-    said.push(`${way.title}: ${found.top[0].label}, ${percent(found.top[0].share)}`);
+    element("answers").append(drawn(way, found, picture));
+    const [first] = found.top;
+    said.push(`${way.title}: ${first ? `${label(first.label)}, ${percent(first.share)}` : "nothing found"}`);
   }
   say(`${said.join(". ")}.`);
 }
 
-/** The likeliest classes and the median time of a run, in milliseconds. */
+/** What is shown of an answer, and the median time of a run, in milliseconds. */
 async function timed(loaded, tensor, how) {
   const times = [];
   const feeds = { [loaded.inputNames[0]]: tensor };
@@ -119,12 +121,8 @@ async function timed(loaded, tensor, how) {
     found = await run(ort, loaded, feeds, how.input.shape[0]);
     times.push(found.ms);
   } while (times.length < TIMED.runs && performance.now() < end);
-  const scores = logits(found.answers[loaded.outputNames[0]], how);
-  const most = Math.max(...scores);
-  const shares = scores.map((score) => Math.exp(score - most));
-  const total = shares.reduce((a, b) => a + b, 0);
-  const top = best(scores, Math.min(SHOWN, scores.length)).map((i) => ({ label: label(i), share: shares[i] / total }));
-  return { top, ms: times.sort((a, b) => a - b)[times.length >> 1] };
+  const shown = view(facts.task, found.answers, loaded.outputNames, how);
+  return { ...shown, ms: times.sort((a, b) => a - b)[times.length >> 1] };
 }
 
 /** ImageNet's folder names are read as words. */
@@ -132,18 +130,28 @@ function label(i) {
   return (facts.labels[i] ?? `class ${i}`).replace(/^n\d{8}_/, "").replaceAll("_", " ");
 }
 
-function drawn({ name, title }, { top, ms }) {
+function drawn({ name, title }, { top, draw, ms }, picture) {
   const box = make("div", `answer ${name}`);
   const head = box.appendChild(make("header"));
   head.append(make("b", "", title), make("span", "", `${ms < 10 ? ms.toFixed(2) : ms.toFixed(0)} ms, ${megabytes(facts[name].bytes)}`));
+  if (draw) {
+    const canvas = box.appendChild(make("canvas", "drawn"));
+    canvas.role = "img";
+    canvas.ariaLabel = `What ${title} finds in the picture`;
+    paint(canvas, picture);
+    draw(canvas.getContext("2d"));
+  }
   const list = box.appendChild(make("ol"));
-  for (const { label: words, share } of top) {
+  for (const { label: number, share } of top) {
     const item = list.appendChild(make("li"));
     const bar = make("div", "bar");
     bar.ariaHidden = "true";
-    bar.appendChild(make("i")).style.width = `${100 * share}%`;
-    item.append(make("span", "label", words), make("span", "share", percent(share)), bar);
+    const filled = bar.appendChild(make("i"));
+    filled.style.width = `${100 * share}%`;
+    if (draw) filled.style.background = colour(number);
+    item.append(make("span", "label", label(number)), make("span", "share", percent(share)), bar);
   }
+  if (!top.length) box.append(make("p", "soft", "Nothing found."));
   return box;
 }
 
@@ -195,7 +203,7 @@ async function check(golden) {
   try {
     const found = await runGolden(ort, await session("int8"), golden, facts.preprocess);
     const passed = found.passed ? make("p", "good", "Yes") : make("p", "bad", "No");
-    passed.append(`: ${found.same} of ${found.images} pictures have the same top-1. An answer may lie ${found.tolerance.toFixed(2)} of a step away.`);
+    passed.append(`: ${found.same} of ${found.images} pictures have the same answer. An answer may lie ${found.tolerance.toFixed(2)} of a step away.`);
     const table = make("table");
     for (const [name, value] of [
       ["Steps from ONNX Runtime without optimizations, at most", found.off.toFixed(3)],
