@@ -5,11 +5,12 @@ from __future__ import annotations
 from torch import nn
 
 from qatkit.config.schema import Config
+from qatkit.tasks import task_of
 from qatkit_verify.errors import ConfigError
 
 
 def check_trains(model: nn.Module, config: Config) -> None:
-    """Refuses a model that is to be trained and has every parameter frozen.
+    """Refuses a model that is to be trained and has every parameter frozen, or no loss that its task knows.
 
     Raises:
         ConfigError: as said.
@@ -25,6 +26,9 @@ def check_trains(model: nn.Module, config: Config) -> None:
             " quantized by schedule=calibrate_only alone"
         )
         raise ConfigError("model.name", config.model.name, allowed)
+    of_targets = schedule.float_epochs or (schedule.epochs and schedule.distill < 1)
+    if of_targets and (wanted := task_of(config.task).of_model(model).untrainable):
+        raise ConfigError("model.name", config.model.name, wanted)
 
 
 def check_head(model: nn.Module, config: Config) -> None:

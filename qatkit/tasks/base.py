@@ -157,6 +157,11 @@ class Task(ABC):
         """
         return self
 
+    @property
+    def untrainable(self) -> str:
+        """The reason why the model of `of_model` can't be trained on targets, as what is expected; "" where it can."""
+        return ""
+
     def trained(self, outputs: Sequence[Tensor]) -> Tensor:
         """Returns what of all outputs of a model `loss`, `distillation` and `total` take; by default the first one."""
         return outputs[0]

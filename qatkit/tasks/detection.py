@@ -56,6 +56,15 @@ class Detection(Task):
     def of_model(self, model: Any) -> Task:
         return Detection(getattr(model, "criterion", None))
 
+    @property
+    def untrainable(self) -> str:
+        if self._criterion is not None:
+            return ""
+        return (
+            "a detector that can be trained: one with `criterion` and `inference_outputs`, as those of "
+            "qatkit.models.detectors have; schedule.distill=1 learns from the float model alone"
+        )
+
     def trained(self, outputs: Sequence[Tensor]) -> Tensor:
         import torch
 
@@ -70,11 +79,7 @@ class Detection(Task):
             ConfigError: the model has none.
         """
         if self._criterion is None or not auxiliary:
-            allowed = (
-                "a detector that can be trained: one with `criterion` and `inference_outputs`, as those of "
-                "qatkit.models.detectors have; schedule.distill=1 learns from the float model alone"
-            )
-            raise ConfigError("model.name", "detection", allowed)
+            raise ConfigError("model.name", "detection", Detection().untrainable)
         found: Tensor = self._criterion([one.float() for one in auxiliary], targets.to(output.device))
         return found
 
