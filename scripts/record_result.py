@@ -21,13 +21,16 @@ RESULTS = Path(__file__).parent.parent / "recipes" / "results"
 def short(report: dict[str, Any]) -> dict[str, Any]:
     """The figures of a report.json."""
     parity, audit, config = report["parity"], report["audit"], report["config"]
-    metric = names_of(report).main.key
+    metric, *further = (one.key for one in names_of(report).metrics)
     decided = "top1" if metric == "top1" else "decision"
     measured = {key: report["measured"][key] for key in _MEASURED if key in report["measured"]}
     return {
         "recipe": report["name"],
         "model": _without_path(report["model"]),
         metric: {name: round(found[metric], 2) for name, found in report["accuracy"].items()},
+        **{
+            one: {name: round(found[one], 2) for name, found in report["accuracy"].items()} for one in further
+        },
         "images": report["accuracy"]["int8"]["images"],
         "fine_tuning": {
             key: config["schedule"][key] for key in ("epochs", "max_steps", "optimizer", "lr", "float_epochs")

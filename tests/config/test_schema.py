@@ -75,7 +75,7 @@ def test_a_recipe_names_what_exists(recipe: str) -> None:
     if config.model.weights is not None:
         assert config.model.weights in torchvision.models.get_model_weights(config.model.name).__members__
     if "." not in config.model.name:
-        kinds = (torchvision.models, torchvision.models.segmentation)
+        kinds = (torchvision.models, torchvision.models.segmentation, torchvision.models.detection)
         assert any(config.model.name in torchvision.models.list_models(module=kind) for kind in kinds)
 
 
