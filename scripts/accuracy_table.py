@@ -16,17 +16,26 @@ _TITLES = {
 }  # fmt: skip
 _HEAD = """# Accuracy, speed and size
 
-Written by `uv run scripts/accuracy_table.py` from recipes/results/*.json; do not edit. Each row is one command, the first line of recipes/NAME.yaml, whose header says which data it needs. Accuracy is that of the ONNX files in ONNX Runtime on all test samples; "change" is INT8 minus float, with two standard errors over the same samples where they are known. Speed is float's median latency over INT8's, batch 1, in interleaved rounds, with the 10th and 90th percentile over rounds; a machine that is shared makes it uncertain, and another CPU another number.
+Written by `uv run scripts/accuracy_table.py` from recipes/results/*.json; do not edit.
 
-| recipe | model | metric | float | INT8 | dynamic int8 | change | speed | size | int8 share of the work | test samples | CPU, threads |
-|---|---|---|---|---|---|---|---|---|---|---|---|
+- Each row is one command, the first line of recipes/NAME.yaml, whose header says which data it needs.
+- Accuracy is that of the ONNX files in ONNX Runtime on all test samples. "change" is INT8 minus float, with two
+  standard errors over the same samples where they are known.
+- "speed" is float's median latency over INT8's, batch 1, in interleaved rounds, with the 10th and 90th percentile over
+  rounds. A machine that is shared makes it uncertain, and another CPU makes it another number.
+
 """
+_COLUMNS = (
+    "recipe", "model", "metric", "float", "INT8", "dynamic int8", "change", "speed", "size",
+    "int8 share of the work", "test samples", "CPU, threads",
+)  # fmt: skip
 
 
 def page() -> str:
     """Returns the page."""
     found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RECIPES.glob("results/*.json"))]
-    return _HEAD + "".join(f"| {' | '.join(_row(one))} |\n" for one in found)
+    rows = [_COLUMNS, ["---"] * len(_COLUMNS), *map(_row, found)]
+    return _HEAD + "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
 def _row(result: dict[str, Any]) -> list[str]:
