@@ -112,6 +112,15 @@ def test_boxes_stay_float_and_the_rest_is_int8(made: tuple[Path, Path]) -> None:
     assert model.opset_import[0].version == 13
 
 
+def test_the_report_draws_boxes(made: tuple[Path, Path]) -> None:
+    examples = report_of(made[0])["examples"]
+    assert [name for name, _ in examples["legend"]] == ["brick", "leaf"]
+    for row in examples["rows"]:
+        assert [panel["title"] for panel in row["panels"]] == ["truth", "float", "INT8"]
+        assert len(row["panels"][0]["shapes"]) == 2
+    assert "of the boxes of float and INT8 have no match" in (made[0] / "report.html").read_text()
+
+
 def test_suppression_in_the_file_is_torchvisions(made: tuple[Path, Path]) -> None:
     run, root = made
     data = data_of(asked(run, root))

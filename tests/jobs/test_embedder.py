@@ -32,6 +32,7 @@ class Net(nn.Module):
         return found
 
 
+@pytest.mark.slow
 def test_an_embedder_goes_from_digits_to_a_bundle(tmp_path: Path) -> None:
     config = compose_config(
         CONF,

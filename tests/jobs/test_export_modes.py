@@ -138,7 +138,7 @@ def test_a_checkpoint_has_no_other_mode(tmp_path: Path) -> None:
         export_checkpoint.export(config)
 
 
-@pytest.mark.parametrize("images", [1, 3])
+@pytest.mark.parametrize("images", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_fixed_batch_is_that_of_the_latency(images: int, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     config = tiny(folder, export=ExportConfig(dynamic_batch=False))

@@ -21,6 +21,7 @@ def resizable(folder: Path) -> Config:
     return config
 
 
+@pytest.mark.slow
 def test_a_run_checks_its_file_at_other_sizes(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     assert pipeline.train(resizable(folder)) == 0

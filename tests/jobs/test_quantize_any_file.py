@@ -342,6 +342,7 @@ def test_samples_that_do_not_fit_the_file_are_one_line(mode: str, tmp_path: Path
         quantize_file.quantize(config)
 
 
+@pytest.mark.slow
 def test_the_command_line_takes_arrays_and_fixed_inputs(tmp_path: Path) -> None:
     source, given = several(tmp_path / "two.onnx")
     root = samples(tmp_path / "data", {key: value for key, value in given.items() if key != "vector"})
