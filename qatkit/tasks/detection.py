@@ -43,7 +43,7 @@ class Detection(Task):
         "object detection",
         (Metric("mAP"), Metric("mAP@0.5"), Metric("overlap of matches")),
         decision="boxes (F1 at IoU 0.5)",
-        outputs="boxes",
+        outputs="detections",
         compared="values within a step",
     )
     augmentations: ClassVar[Sequence[str] | None] = ("none", "flip", "scale_flip")

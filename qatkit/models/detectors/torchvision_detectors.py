@@ -125,8 +125,8 @@ def _from_offsets(offsets: Tensor, anchors: Tensor, weights: Sequence[float]) ->
     """Corners [N, boxes, 4] of centres and logarithms of sides, relative to anchors."""
     sides = anchors[:, 2:] - anchors[:, :2]
     centers = anchors[:, :2] + 0.5 * sides
-    places = offsets[..., :2] * (sides / torch.tensor(weights[:2])) + centers
-    half = (offsets[..., 2:] / torch.tensor(weights[2:])).clamp(max=_LARGEST_LOG).exp() * (0.5 * sides)
+    places = offsets[..., :2] * (sides / sides.new_tensor(weights[:2])) + centers
+    half = (offsets[..., 2:] / sides.new_tensor(weights[2:])).clamp(max=_LARGEST_LOG).exp() * (0.5 * sides)
     return torch.cat([places - half, places + half], 2)
 
 
