@@ -11,11 +11,12 @@ import pytest
 import torch
 from chain import noise, run_ort, run_torch, settle, ship
 
+from qatkit.models.ds_cnn import DSCNN
 from qatkit.verify.audit import audit
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from docs.examples.keyword_spotting import DSCNN, main, spectrograms
+from docs.examples.keyword_spotting import KEYWORDS, main, spectrograms
 from docs.examples.residual import ScaledResNet
 from docs.examples.two_inputs import blobs
 from docs.examples.two_inputs import main as two_inputs
@@ -37,7 +38,7 @@ def test_the_keyword_model_takes_spectrograms_of_any_shape() -> None:
     sounds, labels = spectrograms(8, seed=3)
     assert sounds.shape == (8, 1, 49, 40) and labels.shape == (8,)
     torch.manual_seed(0)
-    case = ship(settle(DSCNN(), 1, 49, 40), sounds, "dscnn")
+    case = ship(settle(DSCNN(len(KEYWORDS)), 1, 49, 40), sounds, "dscnn")
     assert audit(case.path).int8_share == 1.0
     expected = run_torch(case.converted, sounds)
     np.testing.assert_allclose(

@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import cast
 
 import lightning
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from qatkit.config.schema import ScheduleConfig
 from qatkit.export.torch_to_onnx import export_onnx
 from qatkit.graph.convert.simplify import float_baseline
+from qatkit.models.ds_cnn import DSCNN
 from qatkit.train.learner import FloatModule
 from qatkit.train.module import QATModule
 from qatkit.verify.accuracy import accuracy
@@ -30,37 +30,6 @@ from qatkit_verify.session import open_session
 
 KEYWORDS = ("rising", "falling", "steady", "pulsed")
 RATE, SAMPLES, FFT, HOP, BINS = 8000, 8000, 256, 160, 40
-
-
-class SeparableBlock(nn.Sequential):
-    """A depthwise and a pointwise convolution, each with its BatchNorm and ReLU."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__(
-            nn.Conv2d(channels, channels, 3, padding=1, groups=channels, bias=False),
-            nn.BatchNorm2d(channels),
-            nn.ReLU(),
-            nn.Conv2d(channels, channels, 1, bias=False),
-            nn.BatchNorm2d(channels),
-            nn.ReLU(),
-        )
-
-
-class DSCNN(nn.Module):
-    """Spectrograms [N, 1, frames, bins] to logits [N, keywords]."""
-
-    def __init__(self, keywords: int = len(KEYWORDS), channels: int = 64, blocks: int = 4) -> None:
-        super().__init__()
-        self.stem = nn.Sequential(
-            nn.Conv2d(1, channels, (10, 4), stride=2, padding=(5, 1), bias=False),
-            nn.BatchNorm2d(channels),
-            nn.ReLU(),
-        )
-        self.blocks = nn.Sequential(*(SeparableBlock(channels) for _ in range(blocks)))
-        self.classify = nn.Linear(channels, keywords)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return cast(Tensor, self.classify(self.blocks(self.stem(x)).mean((2, 3))))
 
 
 def spectrograms(count: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -90,7 +59,7 @@ def main(folder: Path) -> dict[str, float]:
         lightning.Trainer(max_epochs=epochs, accelerator="cpu", logger=False, enable_checkpointing=False,
                           enable_model_summary=False).fit(module, loader)  # fmt: skip
 
-    model = DSCNN()
+    model = DSCNN(len(KEYWORDS))
     fit(FloatModule(model, schedule), 4)
     model.eval()
 

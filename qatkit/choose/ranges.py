@@ -134,7 +134,7 @@ def _key(data: DataModule, config: Config) -> statistics.Key:
     """What the statistics depend on, but for the model: the images and how they are prepared, the settings."""
     chosen = config.calibration
     if chosen.random:
-        images = not data.of_arrays and data.preprocessing.pixels == LEVELS
+        images = data.of_pictures and data.preprocessing.pixels == LEVELS
         kind = [data.preprocessing.as_dict()] if images else []
         of_data = statistics.fingerprint("random", config.seed, data.inputs.shape, *kind)
     else:
@@ -238,7 +238,7 @@ def _layerwise(graph: fx.GraphModule, batches: ImageLoader, progress: bool) -> N
 def _noise(data: DataModule, config: CalibrationConfig, seed: int) -> Iterator[tuple[Batch, Tensor]]:
     """Batches of noise as `Preprocessing` or the inputs draw it, with labels that say nothing."""
     generator = torch.Generator().manual_seed(seed)
-    draw = data.inputs.noise if data.of_arrays else data.preprocessing.noise
+    draw = data.preprocessing.noise if data.of_pictures else data.inputs.noise
     for start in range(0, config.images, config.batch_size):
         count = min(config.batch_size, config.images - start)
         yield draw(count, generator), torch.zeros(count, dtype=torch.int64)

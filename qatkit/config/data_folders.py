@@ -44,6 +44,10 @@ FOLDERS = {
         "a folder of .tsv files with pairs of sentences and scores: those with 'test' in their names verify, at least "
         "one other calibrates"
     ),
+    "qatkit.data.spoken_digits.spoken_digits": (
+        "a folder with LABEL_SPEAKER_N.wav recordings, those with N from 0 to 4 to verify and others to train"
+    ),
+    "qatkit.data.speech_commands.speech_commands": "a folder with CLASS/*.wav recordings, as Speech Commands has",
     "qatkit.data.text.text": (
         "a folder of .txt files: those with 'test' in their names verify, the others calibrate and train"
     ),

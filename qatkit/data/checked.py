@@ -12,10 +12,11 @@ from PIL import Image
 from torch import Tensor
 
 from qatkit.config.schema import DataConfig
-from qatkit.config.schema.model import AUDIO
+from qatkit.config.schema.model import AUDIO, RECORDINGS, SOUND_AUGMENTATIONS
 from qatkit.data.arrays import ArrayBatches
 from qatkit.data.image_files import printable
 from qatkit.data.preprocessing import Preprocessing, is_image_tensor
+from qatkit.data.recordings import Recordings
 from qatkit.data.request import Request, check_own_settings, is_asked
 from qatkit.data.sources import ImageDataset, Source, Splits
 from qatkit.tasks import CLASSIFICATION, Task
@@ -34,7 +35,7 @@ class CheckedImages:
         part: "train" or "test", for messages.
         source: dotted path of the source, for messages.
         task: whose targets they are.
-        arrays: checks items that are arrays by name; None: they are images.
+        arrays: checks items that are arrays by name, or recordings; None: they are images.
 
     Attributes:
         targets: the target of each image, as the task has it; plain ints of labels.
@@ -50,7 +51,7 @@ class CheckedImages:
         part: str,
         source: str,
         task: Task = CLASSIFICATION,
-        arrays: ArrayBatches | None = None,
+        arrays: ArrayBatches | Recordings | None = None,
     ) -> None:
         self.dataset, self.part, self.source, self.task, self.arrays = dataset, part, source, task, arrays
         with calling("data.source", source, dataset):
@@ -145,7 +146,7 @@ def splits_of(source: Source, config: DataConfig, seed: int, request: Request | 
 
 
 def checked_splits(
-    splits: Splits, source: str, task: Task = CLASSIFICATION, arrays: ArrayBatches | None = None
+    splits: Splits, source: str, task: Task = CLASSIFICATION, arrays: ArrayBatches | Recordings | None = None
 ) -> tuple[CheckedImages, CheckedImages]:
     """Train and test of what a source returned.
 
@@ -200,6 +201,21 @@ def check_array_settings(config: DataConfig) -> None:
             raise ConfigError(
                 f"data.{key}", value, f"{told} with data.source={config.source}, which gives arrays"
             )
+
+
+def check_kind(config: DataConfig, task: Task, *, pictures: bool) -> None:
+    """Raises ConfigError for pictures where a task or an augmentation is made for recordings."""
+    if not pictures:
+        return
+    if task.names.samples == "recordings":
+        names = ", ".join(one.rpartition(".")[2] for one in RECORDINGS)
+        allowed = f"recordings ({names}), or arrays, for {task.names.description}"
+        raise ConfigError("data.source", config.source, allowed)
+    if config.augment in SOUND_AUGMENTATIONS:
+        allowed = (
+            f"none | flip | crop_flip | resized_crop with data.source={config.source}, which gives images"
+        )
+        raise ConfigError("data.augment", config.augment, allowed)
 
 
 def check_augmentation(config: DataConfig, task: Task) -> None:

@@ -34,6 +34,7 @@ from qatkit.data.inputs import Batch as Inputs
 from qatkit.data.label_maps import LabelMaps
 from qatkit.data.pace import Pass
 from qatkit.data.preprocessing import Preprocessing
+from qatkit.data.recordings import Recordings
 from qatkit.data.sources import ImageDataset
 from qatkit.tasks import CLASSIFICATION, Task
 from qatkit.tasks.base import NO_TARGET
@@ -128,7 +129,7 @@ class EvalImages(Dataset[Batch]):
         self,
         images: ImageDataset,
         indices: Sequence[int],
-        preprocessing: Preprocessing | ArrayBatches,
+        preprocessing: Preprocessing | ArrayBatches | Recordings,
         task: Task = CLASSIFICATION,
     ) -> None:
         self.images, self.indices, self.preprocessing, self.task = images, indices, preprocessing, task
@@ -150,7 +151,7 @@ class TrainImages(Dataset[Batch]):
     def __init__(
         self,
         images: ImageDataset,
-        preprocessing: Preprocessing | ArrayBatches,
+        preprocessing: Preprocessing | ArrayBatches | Recordings,
         augment: str,
         seed: int,
         policy: str = "none",
@@ -180,7 +181,7 @@ class TrainImages(Dataset[Batch]):
 
 
 def _placing(
-    preprocessing: Preprocessing | ArrayBatches, task: Task, images: ImageDataset
+    preprocessing: Preprocessing | ArrayBatches | Recordings, task: Task, images: ImageDataset
 ) -> LabelMaps | BoxTargets | None:
     """The preparation of targets that lie in their pictures; None for a task with others."""
     if not isinstance(preprocessing, Preprocessing):

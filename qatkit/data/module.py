@@ -16,7 +16,13 @@ import lightning
 from qatkit.config.fields import COUNT, check_limits
 from qatkit.config.schema import DataConfig
 from qatkit.data.arrays import ArrayBatches, Port
-from qatkit.data.checked import check_array_settings, check_augmentation, checked_splits, splits_of
+from qatkit.data.checked import (
+    check_array_settings,
+    check_augmentation,
+    check_kind,
+    checked_splits,
+    splits_of,
+)
 from qatkit.data.fingerprint import digest, fingerprint
 from qatkit.data.image_files import ImageFiles
 from qatkit.data.image_loader import ImageLoader, at_once
@@ -34,6 +40,7 @@ from qatkit.data.loading import (
 from qatkit.data.pace import pace_of
 from qatkit.data.preprocessing import Preprocessing
 from qatkit.data.ram_cache import Block, cached_images, check_cache
+from qatkit.data.recordings import Recordings, recordings_of
 from qatkit.data.request import Request
 from qatkit.data.resolve import resolve_preprocessing
 from qatkit.data.rollout import Rollout, States, rolled_out
@@ -71,6 +78,7 @@ class DataModule(lightning.LightningDataModule):
         notes: what the report is to say of the images.
         fingerprint: what tells those that train or are held out, their order and their labels from others: hex digits.
         held_out: their indices in `splits.train`, in ascending order.
+        recordings: the preparation of recordings; None of other samples.
 
     Raises:
         ConfigError: a value out of range, a source that does not give what it should, or files that can't be read.
@@ -108,7 +116,10 @@ class DataModule(lightning.LightningDataModule):
             check_array_settings(config)
         if states is not None:
             self.splits = rolled_out(self.splits, states, ports, config.source, task, progress)
-        self._train_images, self._test_images = checked_splits(self.splits, config.source, task, arrays)
+        self.recordings = recordings_of(config) if getattr(self.splits, "recordings", False) else None
+        check_kind(config, task, pictures=arrays is None and self.recordings is None)
+        checks = arrays or self.recordings
+        self._train_images, self._test_images = checked_splits(self.splits, config.source, task, checks)
         self.task = task.of_data(self._train_images.targets)
         check_cache(config.cache, config.workers)
         self._block = Block(config.cache_mb) if config.cache == "ram" else None
@@ -118,7 +129,7 @@ class DataModule(lightning.LightningDataModule):
         test = self.splits.test
         upright = isinstance(test, ImageFiles) and test.upright  # how files are opened is up to the source
         self._arrays, self._images = arrays, None
-        if arrays is None:
+        if self.of_pictures:
             if image_size is not None and weights_preprocessing is None:
                 config = replace(config, image_size=as_typed(image_size))
             self._images = replace(resolve_preprocessing(config, base), upright=upright)
@@ -135,20 +146,27 @@ class DataModule(lightning.LightningDataModule):
         self._resume: dict[str, Any] | None = None
 
     def _inputs(self) -> Inputs:
+        if self.recordings is not None:
+            return self.recordings.inputs()
         if self._arrays is None:
             return ImageInputs(self.input_shape)
         few = self._train[:2] if self._arrays.batched else self._train[:1]
         return self._arrays.inputs([self._train_images[index][0] for index in few])
 
     @property
-    def _prepared(self) -> Preprocessing | ArrayBatches:
+    def _prepared(self) -> Preprocessing | ArrayBatches | Recordings:
         """Returns what makes a batch of items."""
-        return self.preprocessing if self._arrays is None else self._arrays
+        return self._arrays or self.recordings or self.preprocessing
 
     @property
     def of_arrays(self) -> bool:
         """Returns whether samples are arrays by name, and no images."""
         return self._arrays is not None
+
+    @property
+    def of_pictures(self) -> bool:
+        """Returns whether samples are images, which `preprocessing` prepares."""
+        return self._arrays is None and self.recordings is None
 
     def one_at_a_time(self) -> bool:
         """Makes every batch one sample from here on; returns whether there were larger ones before."""
@@ -188,7 +206,8 @@ class DataModule(lightning.LightningDataModule):
     def eval_rows(self) -> int:
         """Number of test samples read at a time: `data.eval_batch_size`, or as many pictures as 64 MiB hold."""
         wanted = self.rows(self.config.eval_batch_size)
-        return wanted if self._images is None else at_once(wanted, self._images.shape)
+        prepared = self._images or self.recordings
+        return wanted if prepared is None else at_once(wanted, prepared.shape)
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -212,7 +231,7 @@ class DataModule(lightning.LightningDataModule):
 
     @property
     def preprocessing(self) -> Preprocessing:
-        """What is done to every image; samples of arrays have none."""
+        """What is done to every image; samples of arrays and recordings have none."""
         assert self._images is not None
         return self._images
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from qatkit.config.schema.model import AUDIO, DRAWN, LABELLED, MAPS, PAIRS, TEXT
+from qatkit.config.schema.model import AUDIO, DRAWN, LABELLED, MAPS, PAIRS, RECORDINGS, TEXT
 from qatkit_verify.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 # Settings that few of our sources read; a source of the user's may read any of them.
 _OWN: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("rate", "frame", "hop", "axes", "scale"), (AUDIO,)),
+    **dict.fromkeys(("axes", "scale"), (AUDIO,)),
+    **dict.fromkeys(("rate", "frame", "hop"), (AUDIO, *RECORDINGS)),
+    **dict.fromkeys(("seconds", "features", "features_in", "mels", "coefficients", "log_offset"), RECORDINGS),
     **dict.fromkeys(("count", "sizes", "ranges"), (DRAWN,)),
     **dict.fromkeys(("context", "tokenizer"), (TEXT, PAIRS, LABELLED)),
     "columns": (LABELLED,),

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 import torch.nn.functional as nn_functional
+from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 from torchvision import datasets
@@ -31,8 +32,8 @@ _SYNTHETIC_CLASSES, _SYNTHETIC_TRAIN, _SYNTHETIC_TEST = 10, 2000, 500
 
 
 class ImageDataset(Protocol):
-    """A map-style dataset of (image, or arrays by name; target); `targets` are all of them in order, without opening an
-    image.
+    """A map-style dataset of (image, arrays by name or samples of a recording; target); `targets` are all of them in
+    order, without opening an image.
 
     What a target is, the task says: the label of a class, unless another task is asked for.
     """
@@ -44,7 +45,9 @@ class ImageDataset(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int, /) -> tuple[Image.Image | Tensor | Mapping[str, Any], Any]: ...
+    def __getitem__(
+        self, index: int, /
+    ) -> tuple[Image.Image | Tensor | Mapping[str, Any] | NDArray[Any], Any]: ...
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,8 @@ class Splits:
             (`qatkit.data.arrays`).
         batched: whether a batch may hold several samples; False where what the model's file declares as the batch is
             something else.
+        recordings: whether items are (samples [T] of a recording at `data.rate`, target) instead of images: float32
+            in -1..1, or int16 (`qatkit.data.recordings`).
         drawn: whether samples were drawn at random, so that no figure says anything of real data.
     """
 
@@ -72,6 +77,7 @@ class Splits:
     arrays: bool = False
     batched: bool = True
     drawn: bool = False
+    recordings: bool = False
 
 
 Source = Callable[[str | None, bool, int], Splits]

@@ -29,7 +29,7 @@ def card(
         report: report.json.
         labels: names of the classes, in the order of the outputs; empty without labels.
         snippets: how the file is loaded, as Markdown.
-        arrays: model.json of a model whose samples are arrays.
+        arrays: model.json of a model whose samples are arrays, or preprocess.json of one that takes recordings.
     """
     sections = (
         _head(report, labels, arrays),
@@ -64,6 +64,9 @@ def _head(report: Report, labels: Sequence[str], arrays: Mapping[str, Any] | Non
         size, channels = prepared["image_size"], prepared["channels"]
         kind = "grey" if channels == 1 else prepared.get("channel_order", "RGB")
         rows.append(("Input", f"{by_sides(size)} {kind}, prepared as preprocess.json says"))
+    if arrays and "features" in arrays:
+        told = f"{arrays['samples']} samples at {arrays['rate']} Hz as {arrays['features']}"
+        rows.append(("Input", f"{_plain(told)}, prepared as preprocess.json says"))
     for key, kind in (("inputs", "Input"), ("outputs", "Output")):
         rows += [(kind, _plain(Port.from_dict(one))) for one in (arrays or {}).get(key, ())]
     return f"# {_plain(report['name'])}\n\n{_table(('', ''), rows)}"

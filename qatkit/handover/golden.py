@@ -1,6 +1,6 @@
 """The golden vectors of a bundle: a few test samples, and the answers of the file that ships.
 
-images   as they were decoded and as the file takes them, all at once
+images   as they were decoded and as the file takes them, all at once; recordings alike
 arrays   run by run, each what `InferenceSession.run` is given: sizes may differ from sample to sample
 """
 
@@ -52,7 +52,9 @@ def golden_of(
     }
     steps = {name: _step([found["on"][name]], step if name == names[0] else None) for name in names}
     own, other = tolerances(found["off"], found["on"], steps)
-    return Golden(tuple(map(decoded, images)), inputs, found["off"], found["on"], steps, own, other)
+    raw = tuple(map(np.asarray, images)) if data.recordings else tuple(map(decoded, images))
+    pixels, sounds = ((), raw) if data.recordings else (raw, ())
+    return Golden(pixels, inputs, found["off"], found["on"], steps, own, other, sounds=sounds)
 
 
 def _outputs(session: Any, inputs: Mapping[str, Array]) -> Sequence[Array]:

@@ -41,7 +41,7 @@ from qatkit.records.run_files import (
     changed_since_its_report,
 )
 from qatkit.report.page import for_bundle
-from qatkit.report.run_code import Loading, arrays_program, as_markdown
+from qatkit.report.run_code import Loading, arrays_program, as_markdown, sound_program
 from qatkit.verify.checks.exact import LEVEL
 from qatkit_verify.bundle.archive import write_zip
 from qatkit_verify.bundle.golden import write_golden
@@ -175,6 +175,12 @@ def _fill(source: BundleSource, new: Path) -> None:
     write_golden(new / GOLDEN_FILE, golden)
     if source.data.of_arrays:
         name, told = ARRAYS_FILE, arrays_json(source.int8, source.data, source.threads)
+    elif source.data.recordings is not None:
+        prepared, shape = source.data.recordings.as_dict(), source.data.recordings.shape
+        name, told = (
+            PREPROCESS_FILE,
+            {"format": 1, **prepared, **ends_json(source.int8, shape, source.threads)},
+        )
     else:
         prepared = source.data.preprocessing.as_dict()
         name, told = PREPROCESS_FILE, preprocess_json(source.int8, prepared, source.threads)
@@ -205,6 +211,13 @@ def _fill_for_programs(source: BundleSource, new: Path, report: Mapping[str, Any
         )
         (new / CARD_FILE).write_text(text, encoding="utf-8")
         return
+    if source.data.recordings is not None:
+        text = card(
+            report, source.data.classes, sound_program(new, source.options), read_json(new / PREPROCESS_FILE)
+        )
+        (new / CARD_FILE).write_text(text, encoding="utf-8")
+        write_javascript(new)
+        return
     loading = Loading.of_bundle(new, source.options)
     (new / CARD_FILE).write_text(card(report, source.data.classes, as_markdown(loading)), encoding="utf-8")
     if (new / PAGE_FILE).is_file():
@@ -227,9 +240,6 @@ def _lines(labels: Iterable[str]) -> str:
 
 def preprocess_json(int8: Path, preprocessing: Mapping[str, Any], threads: int) -> dict[str, Any]:
     """What preprocess.json says: the images' way to the tensor, and what the file takes and gives."""
-    session = open_session(int8, threads=threads)
-    ends = integer_io(session)
-    (taken, *_), (given, *_) = session.get_inputs(), session.get_outputs()
     channels = int(preprocessing["channels"])
     order, layout = preprocessing.get("channel_order", "RGB"), preprocessing.get("layout", "NCHW")
     size = sides(preprocessing["image_size"])
@@ -241,10 +251,20 @@ def preprocess_json(int8: Path, preprocessing: Mapping[str, Any], threads: int) 
         "crop": "center" if preprocessing.get("fit", "crop") == "crop" else "none",
         "channel_order": {1: "L", 3: order}.get(channels, str(channels)),
         "layout": layout,
+        **ends_json(int8, image, threads),
+    }
+
+
+def ends_json(int8: Path, sample: Iterable[int], threads: int) -> dict[str, Any]:
+    """Returns what preprocess.json says of the file's ends, for samples of a shape."""
+    session = open_session(int8, threads=threads)
+    ends = integer_io(session)
+    (taken, *_), (given, *_) = session.get_inputs(), session.get_outputs()
+    return {
         "input": {
             "name": taken.name,
             "dtype": "uint8" if ends else "float32",
-            "shape": [*_shape(taken.shape[:1]), *image],  # also where the file takes other sizes
+            "shape": [*_shape(taken.shape[:1]), *sample],  # also where the file takes other sizes
         },
         "output": {"name": given.name, "shape": _shape(given.shape), **_meaning(ends)},
     }

@@ -172,7 +172,7 @@ def finish(run: Run, data: DataModule, made: Made) -> int:
         str(folder),
         notes=made.notes,
         classes=data.classes,
-        preprocessing=None if data.of_arrays else data.preprocessing.as_dict(),
+        preprocessing=data.preprocessing.as_dict() if data.of_pictures else None,
         config={key: value for key, value in asdict(config).items() if key not in made.without},
     )
     name = file_name(made.mode)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from qatkit import models, report
+from qatkit import report
 from qatkit.choose.placement.measured import with_placement_of
 from qatkit.config.compose import load_config
 from qatkit.config.schema import Config
@@ -17,7 +17,7 @@ from qatkit.jobs.accuracy_level import level_of_run
 from qatkit.jobs.hand_over import bundle_line, bundled, check_hand_over, same_file, source_of
 from qatkit.jobs.packed_weights import check_form
 from qatkit.records.run_files import CONFIG_FILE, REPORT_FILE, file_name, write_model_json
-from qatkit.run.build import captured, data_of, qat_module
+from qatkit.run.build import captured, data_of, float_model, qat_module
 from qatkit.run.export import check_integer_ends, check_weights, finish_file, write_file
 from qatkit.run.find import output_dir
 from qatkit.run.folder import read_checkpoint, say
@@ -107,7 +107,7 @@ def restored(config: Config, checkpoint: str, stored: dict[str, Any]) -> QATModu
     inputs = inputs_of(stored["qatkit"])
     module = qat_module(
         config,
-        captured(config, models.build(blank, task=config.task), inputs),
+        captured(config, float_model(config, blank), inputs),
         inputs,
         QATModule,
         algorithms=stored["qatkit"].get("algorithms"),

@@ -29,7 +29,7 @@ from qatkit.choose.contest import Contest, Judged
 from qatkit.choose.verdict import aim
 from qatkit.config.argv import typing
 from qatkit.config.compose import save_config
-from qatkit.config.schema import Config, TargetConfig
+from qatkit.config.schema import Config, DataConfig, TargetConfig
 from qatkit.data import DataModule
 from qatkit.data.preprocessing import KEYS, Preprocessing
 from qatkit.encryption.vault import readable, secret
@@ -84,23 +84,27 @@ def _from_float(config: Config, data: DataModule, model: nn.Module, folder: Path
     path.parent.mkdir(parents=True, exist_ok=True)
     with secret(path) as temporary, temporary.open("wb") as stream:
         torch.save(model.state_dict(), stream)
-    used = data.preprocessing
+    trained = replace(config.model, weights=None, checkpoint=str(path))
+    schedule = replace(config.schedule, float_epochs=0)
+    prepared = _prepared(config.data, data.preprocessing) if data.of_pictures else config.data
+    return replace(config, model=trained, data=prepared, schedule=schedule)
+
+
+def _prepared(config: DataConfig, used: Preprocessing) -> DataConfig:
+    """Returns the data group with what is done to images written out."""
     further = {
         key: getattr(used, name)
         for name, key in KEYS.items()
         if getattr(used, name) != getattr(Preprocessing, name)
     }
-    prepared = replace(
-        config.data,
+    return replace(
+        config,
         image_size=as_typed(used.image_size),
         resize=as_typed(used.resize) if used.fit == "crop" else None,
         mean=list(used.mean),
         std=list(used.std),
         **further,
     )
-    trained = replace(config.model, weights=None, checkpoint=str(path))
-    schedule = replace(config.schedule, float_epochs=0)
-    return replace(config, model=trained, data=prepared, schedule=schedule)
 
 
 _Rung = Judged[Config, RungResult]  # a rung that was climbed: its configuration, and what it came to

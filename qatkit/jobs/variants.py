@@ -37,7 +37,7 @@ def variants(config: Config) -> int:
         )
     with pipeline.begun(config) as (run, data, model):
         folder, inputs = run.folder, data.inputs
-        if data.of_arrays:
+        if not data.of_pictures:
             allowed = (
                 f"fixed or measured with data.source={config.data.source}: variants are timed on pictures"
             )

@@ -175,7 +175,7 @@ def conclude_module(state: State) -> int:
         notes=(*run.notes, *data.notes, *state.calibrated.notes, *written.notes, *told_jumps),
         classes=data.classes,
         measured={"oscillation": jumps} if followed else {},
-        preprocessing=None if data.of_arrays else data.preprocessing.as_dict(),
+        preprocessing=data.preprocessing.as_dict() if data.of_pictures else None,
         config=asdict(run.asked or config),
     )
     told = told.with_measured(GUARDS, _guards(config, module))

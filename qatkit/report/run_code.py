@@ -126,6 +126,25 @@ def arrays_program(bundle: Path, session_options: Mapping[str, str]) -> str:
     return f"{text}\n\n{_of_text(ports)}" if (bundle / TOKENIZER_FILE).is_file() else text
 
 
+def sound_program(bundle: Path, session_options: Mapping[str, str]) -> str:
+    """Returns programs for a bundle of recordings as a model card shows them, in Python and JavaScript."""
+    prepare = json.loads((bundle / PREPROCESS_FILE).read_text(encoding="utf-8"))
+    loading = Loading(INT8_FILE, {}, session_options=session_options)
+    filled = {
+        "file": INT8_FILE,
+        "rate": prepare["rate"],
+        "input": prepare["input"]["name"],
+        "labels": LABELS_FILE,
+        "options": _entries(loading, _PYTHON_ENTRY),
+        "js_options": _javascript_options(loading),
+    }
+    parts = (("python", "run_sound.py.txt"), ("js", "run_sound.mjs.txt"))
+    return "\n\n".join(
+        f"```{language}\n{Template((_PROGRAMS / name).read_text(encoding='utf-8')).substitute(filled)}```"
+        for language, name in parts
+    )
+
+
 def _of_text(ports: Sequence[Port]) -> str:
     """Markdown that shows how a text becomes the inputs of a bundle with a tokenizer."""
     known = {"input_ids": "ids", "attention_mask": "attention_mask", "token_type_ids": "type_ids"}

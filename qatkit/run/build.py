@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from qatkit import models
 from qatkit.algorithms.base import algorithms_of
 from qatkit.config.float_overrides import float_overrides
-from qatkit.config.schema import CalibrationConfig, Config
+from qatkit.config.schema import CalibrationConfig, Config, ModelConfig
 from qatkit.config.schema.model import TEXT
 from qatkit.data import DataModule
 from qatkit.data.inputs import ArrayInputs, Batch, Inputs
@@ -32,6 +32,7 @@ from qatkit.run.declared_images import check_channels, other_images
 from qatkit.run.folder import main_process, say
 from qatkit.run.loop.fit import batches_a_step
 from qatkit.run.memory import Cost, check_inputs, check_model, check_weights_fit, measured
+from qatkit.run.sound import features_overrides, with_features
 from qatkit.run.trainable import check_head, check_trains
 from qatkit.tasks import task_of
 from qatkit.train.module import QATModule
@@ -55,7 +56,7 @@ def data_of(config: Config) -> DataModule:
         say(f"note: {note}")
     if not data.labelled:
         check_unlabelled(config)
-    if data.of_arrays:
+    if not data.of_pictures:
         check_arrays(config)
     if config.schedule.epochs or config.schedule.float_epochs:
         data.steps_per_epoch(batches_a_step(config.trainer))  # at least one
@@ -92,7 +93,7 @@ def opened_data(config: Config) -> DataModule:
     )
     if config.data.source == TEXT and isinstance(data.inputs, ArrayInputs):
         data.inputs = replace(data.inputs, lengths=_short(config, data.inputs))
-    if not data.of_arrays:
+    if data.of_pictures:
         check_channels(config, told.image, data.preprocessing)
         data.notes = (*other_images(config.model, told.preprocessing, data.preprocessing), *data.notes)
     return data
@@ -153,7 +154,7 @@ def built(config: Config, data: DataModule) -> nn.Module:
         ConfigError: nothing of it trains where it is to; whatever the forward raises, or other outputs.
     """
     check_weights_fit(config, models.parameters(config.model))
-    model = models.build(config.model, data.num_classes, config.task)
+    model = float_model(config, config.model, data.num_classes)
     check_trains(model, config)
     check_head(model, config)
     try:
@@ -188,6 +189,15 @@ def naming_the_file(model: nn.Module) -> Iterator[None]:
         if not isinstance(model, ImportedModel) or error.value != type(model).__name__:
             raise
         raise ConfigError("onnx", model.file, reason=error.problem) from error
+
+
+def float_model(config: Config, wanted: ModelConfig, classes: int | None = None) -> nn.Module:
+    """Returns the float model of a run, with the features of recordings in front of it where the graph has them.
+
+    Raises:
+        ConfigError: as `models.build`.
+    """
+    return with_features(config.data, models.build(wanted, classes, config.task))
 
 
 def _fits(outputs: Mapping[str, Tensor], config: Config, data: DataModule) -> bool:
@@ -303,7 +313,7 @@ def qat_module(
         inputs.example(2),
         config.schedule,
         backend_of(config),
-        {**config.backend.overrides, **float_overrides(floats)},
+        {**features_overrides(config.data), **config.backend.overrides, **float_overrides(floats)},
         quantizers_of(config),
         algorithms=[one for name, one in known.items() if algorithms is None or name in algorithms],
         quantize=quantize,

@@ -141,8 +141,8 @@ def check_inputs(config: Config, data: DataModule) -> None:
 
 def _too_large(config: Config, data: DataModule, room: int, each: int) -> ConfigError:
     """Returns the error of a sample of `each` bytes that does not fit into `room`."""
-    told = f"{_bytes(each)} for one {'sample' if data.of_arrays else 'image'}, {_bytes(room)} available"
-    if data.of_arrays:
+    told = f"{_bytes(each)} for one {'image' if data.of_pictures else 'sample'}, {_bytes(room)} available"
+    if not data.of_pictures:
         return ConfigError("data.source", config.data.source, f"samples that fit into memory ({told})")
     size = as_typed(data.preprocessing.image_size)
     pixels = room // (8 * data.preprocessing.channels)

@@ -10,6 +10,7 @@ classification.py   one of a number of classes
 causal_lm.py        the next token of a text
 text_classification.py  one of a number of classes for a text or a pair of texts
 text_embedding.py   sentences as vectors, by how related pairs of them are
+audio_classification.py  one of a number of classes for a recording
 segmentation.py     a class for each pixel
 embedding.py        vectors of samples with class labels, by their nearest neighbours
 regression.py       numbers for a sample
@@ -38,6 +39,7 @@ TASKS = {
     "causal_lm": "qatkit.tasks.causal_lm.CausalLM",
     "text_classification": "qatkit.tasks.text_classification.TextClassification",
     "text_embedding": "qatkit.tasks.text_embedding.TextEmbedding",
+    "audio_classification": "qatkit.tasks.audio_classification.AudioClassification",
     "segmentation": "qatkit.tasks.segmentation.Segmentation",
     "embedding": "qatkit.tasks.embedding.Embedding",
     "regression": "qatkit.tasks.regression.Regression",

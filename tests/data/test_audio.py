@@ -16,7 +16,7 @@ from state_net import gru_run, gru_weights, save_gru
 from qatkit import models
 from qatkit.config.schema import DataConfig, ModelConfig
 from qatkit.config.schema.model import AUDIO
-from qatkit.data import audio as audio_module
+from qatkit.data import sound_survey
 from qatkit.data.arrays import Port
 from qatkit.data.audio import AudioFrames, audio
 from qatkit.data.module import DataModule
@@ -211,7 +211,7 @@ def test_a_file_is_a_sequence_of_a_model_with_states(tmp_path: Path) -> None:
 def test_what_memory_does_not_hold_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _files(tmp_path, 30, 40, 50, 60)
     wanted = [np.concatenate(_frames(_data(tmp_path), part)) for part in ("train", "test")]
-    monkeypatch.setattr(audio_module, "KEPT", 4 * 70)
+    monkeypatch.setattr(sound_survey, "KEPT", 4 * 70)
     data = _data(tmp_path)
     assert isinstance(data.splits.train, AudioFrames)
     assert [file.kept is None for file in data.splits.train.files] == [False, True]

@@ -9,6 +9,7 @@ from qatkit.config.fields import BITS, BLOCK, COUNT, PLACE, POSITIVE, SCALES, SW
 from qatkit.config.sizes import SIZE
 from qatkit.quant.spec import ACTIVATIONS, SCALE_TYPES, SIGNED
 from qatkit_verify.fitting import ALIGNMENTS, FITS, LAYOUTS, ORDERS, PIXELS
+from qatkit_verify.sound_limits import LARGEST_MELS, LEAST_OFFSET, LOG_MEL, MFCC
 
 WAVE_AXES, WAVE_SCALES = ("nt", "n1t", "nt1", "t"), ("unit", "int16")  # of sound
 # Sources with settings of their own.
@@ -16,6 +17,11 @@ AUDIO, DRAWN, TEXT = "qatkit.data.audio.audio", "qatkit.data.drawn.drawn", "qatk
 PAIRS, LABELLED = "qatkit.data.sentence_pairs.sentence_pairs", "qatkit.data.labelled_text.labelled_text"
 MAPS = "qatkit.data.label_pictures.label_pictures"
 VOC_BOXES, COCO_BOXES = "qatkit.data.boxed_pictures.voc_boxes", "qatkit.data.boxed_pictures.coco_boxes"
+DIGITS_SPOKEN = "qatkit.data.spoken_digits.spoken_digits"
+COMMANDS, TONES = "qatkit.data.speech_commands.speech_commands", "qatkit.data.tones.tones"
+RECORDINGS = (DIGITS_SPOKEN, COMMANDS, TONES)  # sources of recordings with a label each
+PICTURE_AUGMENTATIONS = ("flip", "crop_flip", "resized_crop", "scale_flip")
+SOUND_AUGMENTATIONS = ("shift", "shift_gain", "shift_gain_noise")
 TEXTS = (TEXT, PAIRS, LABELLED)  # sources that read texts with a tokenizer
 
 
@@ -103,7 +109,10 @@ class DataConfig:
         None, "range of the pixels that mean and std are of (default 0..1)", Choices(PIXELS)
     )
     augment: str = setting(
-        "none", "of training images", Choices(("none", "flip", "crop_flip", "resized_crop", "scale_flip"))
+        "none",
+        "of training images; of recordings: shift by up to 100 ms each way, gain of up to 6 dB each way, noise 10 to "
+        "40 dB below",
+        Choices(("none", *PICTURE_AUGMENTATIONS, *SOUND_AUGMENTATIONS)),
     )
     policy: str = setting(
         "none",
@@ -141,15 +150,21 @@ class DataConfig:
     download: bool = setting(True, "fetch a data set that is not in root, where the source can")
     rate: int | None = setting(
         None,
-        "data=audio: samples per second of the model's input, to which files of other rates are resampled; null: what "
-        "the model's file says (metadata, or a fixed input such as sr), else 16000",
+        "of sound: samples per second of the model's input, to which files of other rates are resampled; null: what "
+        "the model's file says (metadata, or a fixed input such as sr), else 16000; of data=spoken_digits and tones "
+        "8000",
         COUNT,
     )
     frame: int | None = setting(
-        None, "data=audio: audio samples of an input, where the model takes any number of them", COUNT
+        None,
+        "data=audio: audio samples of an input, where the model takes any number of them; of recordings: samples of a "
+        "window (default 40 ms)",
+        COUNT,
     )
     hop: int | None = setting(
-        None, "data=audio: audio samples from the start of a frame to that of the next; null: frame", COUNT
+        None,
+        "of sound: audio samples from the start of a frame to that of the next; null: frame, of recordings half of it",
+        COUNT,
     )
     axes: str | None = setting(
         None,
@@ -160,6 +175,36 @@ class DataConfig:
         None,
         "data=audio: unit: samples in -1..1 (default of a float input); int16: in -32768..32767 (default of integers)",
         Choices(WAVE_SCALES),
+    )
+    seconds: float | None = setting(
+        None,
+        "of recordings: longer ones are cut off, shorter ones get zeros behind them (default 1)",
+        POSITIVE,
+    )
+    features: str | None = setting(
+        None,
+        "of recordings: log_mel (default), logarithms of the power in bands of the mel scale, or mfcc, the first "
+        "coefficients of their DCT",
+        Choices((LOG_MEL, MFCC)),
+    )
+    features_in: str | None = setting(
+        None,
+        "of recordings: data (default), the file takes features; graph: it takes samples [N, T] and computes features "
+        "in float",
+        Choices(("data", "graph")),
+    )
+    mels: int | None = setting(
+        None, "of recordings: bands of the mel scale (default 40)", Range(1, LARGEST_MELS, whole=True)
+    )
+    coefficients: int | None = setting(
+        None,
+        "of features=mfcc: coefficients of the DCT, at most mels (default 10)",
+        Range(1, LARGEST_MELS, whole=True),
+    )
+    log_offset: float | None = setting(
+        None,
+        "of recordings: added to the power of a band before the logarithm (default 1e-6)",
+        Range(LEAST_OFFSET, 1),
     )
     count: int | None = setting(None, "data=drawn: samples of each split (default 64)", COUNT)
     sizes: Any | None = setting(

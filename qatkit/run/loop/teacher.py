@@ -11,6 +11,7 @@ from qatkit.config.schema import Config, ModelConfig
 from qatkit.data import DataModule
 from qatkit.graph.phase import inference
 from qatkit.graph.signature import call, output_leaves
+from qatkit.run.sound import with_features
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.foreign import described
 
@@ -35,7 +36,9 @@ def teacher_of(config: Config, data: DataModule) -> nn.Module | None:
         if wanted.weights is not None:
             _check_classes(models.weights_classes(wanted), data, key, shown)
         classes = None if wanted.weights else data.num_classes
-        teacher = models.build(replace(wanted, checkpoint=file), classes, config.task)
+        teacher = with_features(
+            config.data, models.build(replace(wanted, checkpoint=file), classes, config.task)
+        )
     except ConfigError as error:
         if not error.key.startswith("model."):
             raise

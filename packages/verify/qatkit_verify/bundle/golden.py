@@ -1,6 +1,7 @@
 """golden.npz: a few samples, what the file is given for them, and what it must answer.
 
     pixels_0 ..        uint8 [H, W, C], before any preprocessing (of models of images)
+    samples_0 ..       float32 or int16 [T], before any preprocessing (of models of recordings)
     input:NAME         what the file takes, [N, ...], by the names of its inputs
     off:NAME, on:NAME  its outputs where it was made: ONNX Runtime without optimizations, and with all
     runs               integer: of a model of arrays, which may have the batch on any axis or on none, and other sizes
@@ -41,6 +42,7 @@ class Golden:
         steps: of each output.
         tolerance, tolerance_other: steps.
         runs: of a model of arrays, the inputs of each run by name; else empty.
+        sounds: samples of each recording [T]; empty where the inputs are no recordings.
     """
 
     pixels: tuple[Array, ...]
@@ -51,6 +53,12 @@ class Golden:
     tolerance: float
     tolerance_other: float
     runs: tuple[Mapping[str, Array], ...] = ()
+    sounds: tuple[Array, ...] = ()
+
+    @property
+    def raw(self) -> tuple[Array, ...]:
+        """Returns pictures or recordings before any preprocessing; none of a model of arrays."""
+        return self.pixels or self.sounds
 
 
 @dataclass(frozen=True)
@@ -107,6 +115,7 @@ def run_named(runs: Sequence[Mapping[str, Array]]) -> dict[str, Array]:
 def write_golden(path: Path, golden: Golden) -> None:
     """Writes golden.npz: the same arrays give the same bytes."""
     arrays = {f"pixels_{index}": one for index, one in enumerate(golden.pixels)}
+    arrays |= {f"samples_{index}": one for index, one in enumerate(golden.sounds)}
     inputs = run_named(golden.runs) or golden.inputs
     arrays |= {f"input:{name}": one for name, one in inputs.items()}
     if golden.runs:
@@ -141,13 +150,15 @@ def _golden(arrays: Mapping[str, Array]) -> Golden:
     def part(prefix: str) -> dict[str, Array]:
         return {key.removeprefix(prefix): one for key, one in arrays.items() if key.startswith(prefix)}
 
-    count = len(part("pixels_"))
+    def raw(prefix: str) -> tuple[Array, ...]:
+        return tuple(arrays[f"{prefix}{index}"] for index in range(len(part(prefix))))
+
     runs = tuple(part(f"input:{place}/") for place in range(_runs(arrays)))
     found = Golden(
-        tuple(arrays[f"pixels_{index}"] for index in range(count)),
+        raw("pixels_"),
         runs[0] if runs else part("input:"),
         part("off:"), part("on:"), {key: float(one) for key, one in part("step:").items()},
-        float(arrays["tolerance"]), float(arrays["tolerance_other"]), runs,
+        float(arrays["tolerance"]), float(arrays["tolerance_other"]), runs, raw("samples_"),
     )  # fmt: skip
     if (
         not found.inputs
@@ -160,8 +171,8 @@ def _golden(arrays: Mapping[str, Array]) -> Golden:
         _check_runs(found)
         return found
     lengths = {len(one) for part in (found.inputs, found.on, found.off) for one in part.values()}
-    if len(lengths) != 1 or lengths == {0} or (found.pixels and lengths != {count}):
-        raise ValueError(f"{sorted(lengths)} answers for {count} images")
+    if len(lengths) != 1 or lengths == {0} or (found.raw and lengths != {len(found.raw)}):
+        raise ValueError(f"{sorted(lengths)} answers for {len(found.raw)} images")
     return found
 
 

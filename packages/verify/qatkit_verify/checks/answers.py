@@ -1,43 +1,56 @@
-"""Does the file answer here what it answered where it was made? Pixels to tensor, and tensor to answer.
+"""Does the file answer here what it answered where it was made? Pixels or samples to tensor, and tensor to answer.
 
 A model of arrays has no preprocessing: there its inputs are held against model.json.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 
-from qatkit_verify.bundle.golden import Away, away
+from qatkit_verify.bundle.golden import Away, Golden, away
 from qatkit_verify.bundle.manifest import ARRAYS_FILE, PREPROCESS_FILE
 from qatkit_verify.bundle.ports import Port
 from qatkit_verify.checks.base import OK, OPEN, SHORT, CheckInputs, Found
 from qatkit_verify.classification import names_of
+from qatkit_verify.feeds import Array
 from qatkit_verify.runtimes.base import REFERENCE, load_runtimes
 from qatkit_verify.session import open_session
 from qatkit_verify.untrusted import read_json
 
 
 def preprocessing(asked: CheckInputs) -> Found:
-    """The golden pixels through the preprocessing, bit for bit."""
+    """The golden pixels or samples through the preprocessing, bit for bit."""
     golden, path = asked.golden, asked.folder / PREPROCESS_FILE
     if golden.runs:
         return _inputs(asked)
-    if not golden.pixels or not path.is_file():
+    if not golden.raw or not path.is_file():
         return Found("preprocessing", OPEN, "the inputs are no images")
-    from qatkit_verify.preprocess import Preprocess
-
-    made = Preprocess.from_dict(read_json(path)).batch(golden.pixels)
+    made, raw = _prepared(golden, path)
     wanted = next(iter(golden.inputs.values()))
     if made.shape == wanted.shape and made.dtype == wanted.dtype and made.tobytes() == wanted.tobytes():
-        sizes = {f"{one.shape[1]}x{one.shape[0]}" for one in golden.pixels}
-        return Found(
-            "preprocessing", OK, f"{len(made)} images ({', '.join(sorted(sizes)[:3])}) equal bit for bit"
-        )
+        return Found("preprocessing", OK, f"{len(made)} {raw} equal bit for bit")
     apart = (
         float(np.abs(made.astype(np.float64) - wanted).max()) if made.shape == wanted.shape else float("inf")
     )
     fix = "the same versions of numpy and qatkit-verify as in manifest.json"
     return Found("preprocessing", SHORT, f"differs by up to {apart:.3g}", fix, {"max_abs_diff": apart})
+
+
+def _prepared(golden: Golden, path: Path) -> tuple[Array, str]:
+    """The golden pixels or samples as preprocess.json says, and what they are in words."""
+    how = read_json(path)
+    if golden.sounds:
+        from qatkit_verify.sound import SoundPreprocess
+
+        lengths = sorted({len(one) for one in golden.sounds})
+        told = f"recordings ({', '.join(map(str, lengths[:3]))} samples)"
+        return SoundPreprocess.from_dict(how).batch(golden.sounds), told
+    from qatkit_verify.preprocess import Preprocess
+
+    sizes = {f"{one.shape[1]}x{one.shape[0]}" for one in golden.pixels}
+    return Preprocess.from_dict(how).batch(golden.pixels), f"images ({', '.join(sorted(sizes)[:3])})"
 
 
 def _inputs(asked: CheckInputs) -> Found:

@@ -31,11 +31,16 @@ def pictures(asked: CheckInputs) -> Found:
     if not (asked.folder / PREPROCESS_FILE).is_file():
         allowed = "no folder for this bundle, whose model takes arrays and no pictures"
         raise ConfigError("pictures", asked.pictures, allowed)
+    how = read_json(asked.folder / PREPROCESS_FILE)
+    if isinstance(how, dict) and "features" in how:
+        raise ConfigError(
+            "pictures", asked.pictures, "no folder for this bundle, whose model takes recordings"
+        )
     labels = (
         read_text(asked.folder / LABELS_FILE).splitlines() if (asked.folder / LABELS_FILE).is_file() else []
     )
     files = _labelled(asked.pictures, labels)
-    prepare = Preprocess.from_dict(read_json(asked.folder / PREPROCESS_FILE))
+    prepare = Preprocess.from_dict(how)
     session = open_session(asked.int8, threads=asked.threads, options=asked.options)
     (port,) = session.get_inputs()
     right = 0

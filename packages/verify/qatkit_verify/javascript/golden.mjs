@@ -4,6 +4,7 @@
 // ("on"), in steps of the output's quantization; it has to be within the bundle's tolerance of one of the two.
 
 import { preprocess, shapeOf } from "./preprocess.mjs";
+import { prepareSound, soundShape } from "./sound.mjs";
 
 const WARM = 3;
 
@@ -14,8 +15,8 @@ const WARM = 3;
  * @param {Object<string, {data: ArrayLike<number>, dims: number[], type: string}>} golden the arrays of golden.npz.
  * @param {?object} how what preprocess.json holds; null of a model that takes no pictures.
  * @returns {Promise<object>} images; off, on: the largest distance in steps; same: images with the same top-1 as
- *   "on" in the first output; levels: the largest distance of a preprocessed pixel, in levels of 255, null without
- *   pixels; tolerance, passed; ms: the median time of a run.
+ *   "on" in the first output; levels: the largest distance of a preprocessed pixel, in levels of 255, or of a
+ *   feature of a recording, null without either; tolerance, passed; ms: the median time of a run.
  */
 export async function runGolden(ort, session, golden, how) {
   const inputs = named(golden, "input:");
@@ -29,6 +30,8 @@ export async function runGolden(ort, session, golden, how) {
     for (const way of ["off", "on"]) found[way] = Math.max(found[way], stepsOff(golden, way, i, answers));
     found.same += Number(how?.task === "detection" || decidesAlike(golden, i, answers)); // boxes have steps alone
     const pixels = golden[`pixels_${i}`];
+    const sound = golden[`samples_${i}`];
+    if (sound) found.levels = Math.max(found.levels ?? 0, featuresOff(sound, Object.values(feeds)[0].data, how));
     if (pixels) found.levels = Math.max(found.levels ?? 0, levelsOff(pixels, Object.values(feeds)[0].data, how));
   }
   found.ms = times.sort((a, b) => a - b)[times.length >> 1];
@@ -121,6 +124,12 @@ function levelsOff(pixels, expected, how) {
   return data.reduce((most, value, i) => Math.max(most, apart(value, expected[i]) * inLevels(channel(i))), 0);
 }
 
+/** How far the features of a recording are from the maker's. */
+function featuresOff(sound, expected, how) {
+  const { data } = prepareSound(sound.data, how);
+  return data.reduce((most, value, i) => Math.max(most, apart(value, expected[i])), 0);
+}
+
 /** The number of images; throws where the arrays do not belong together. */
 function countImages(golden, inputs, how) {
   const [first] = Object.values(inputs);
@@ -131,7 +140,7 @@ function countImages(golden, inputs, how) {
     const fit = Object.entries(outputs).every(([name, { dims }]) => dims[0] === images && golden[`step:${name}`]);
     if (!Object.keys(outputs).length || !fit) throw new Error(`golden.npz: no answers "${way}" for ${images} images`);
   }
-  const wanted = how && shapeOf(how);
+  const wanted = how && (how.features ? soundShape(how) : shapeOf(how));
   if (how && shape.join() !== wanted.join()) {
     throw new Error(`golden.npz: images of ${shape.join(" x ")}, but preprocess.json makes ${wanted.join(" x ")}`);
   }

@@ -1,0 +1,246 @@
+"""From the samples of a recording to the model's input in NumPy, the training's bit for bit.
+
+    float [T] in -1..1 ── cut, or zeros behind it ── int16 steps ── windows ── |DFT|^2 ── mel bands ── ln ── (DCT)
+    ── (x - mean) / std ── float32 [1, 1, frames, bands]
+
+Training calls this very code. So that it gives the same in every bit on every CPU, with every version of NumPy and in
+JavaScript (`javascript/sound.mjs`), nothing depends on the order of a sum or on a library of mathematics:
+
+- samples are whole steps of 2^-15 and the windowed cosines and sines whole steps of 2^-20, so each sum of the DFT is a
+  whole number below 2^53, which float64 holds exactly in whatever order it is added up;
+- bands and the DCT are float64 sums, each product and each sum rounded by itself, in ascending order;
+- cosines and logarithms are `exact_math`'s.
+
+Windows are Hann's (periodic) and lie within the recording. Bands are triangles over the mel scale of HTK,
+1127 ln(1 + f / 700), without normalisation. The DCT is the orthonormal DCT-II.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.exact_math import Doubles, cosine_of_turns, natural_log
+from qatkit_verify.sound_limits import (
+    FEATURES,
+    LARGEST_MELS,
+    LARGEST_WINDOW,
+    LEAST_OFFSET,
+    LOG_MEL,
+    LONGEST,
+    MFCC,
+    WAVEFORM,
+)
+
+_STEPS, _WEIGHT_STEPS = 2.0**15, 2.0**20
+
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class SoundPreprocess:
+    """The preparation of a recording, as preprocess.json and model.json hold it.
+
+    Args:
+        rate: samples per second that recordings have.
+        samples: that are kept: longer recordings are cut off behind them, shorter ones get zeros.
+        features: one of `FEATURES`; "waveform": the samples themselves, of which the model computes its features.
+        window, hop: samples of a window, and from the start of one to that of the next.
+        mels: bands from 0 to half of `rate`.
+        coefficients: of "mfcc", the first ones of the DCT.
+        log_offset: added to a band's power before the logarithm.
+        mean, std: of the features; those of "waveform" are not normalised.
+    """
+
+    rate: int
+    samples: int
+    features: str = LOG_MEL
+    window: int = 640
+    hop: int = 320
+    mels: int = 40
+    coefficients: int = 10
+    log_offset: float = 1e-6
+    mean: float = 0.0
+    std: float = 1.0
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> SoundPreprocess:
+        """Returns what `as_dict` described; other keys are left out.
+
+        Raises:
+            ConfigError: a value is missing or none that this version knows.
+        """
+        kind = values.get("features")
+        if kind not in FEATURES:
+            raise ConfigError("preprocess.json: features", kind, " | ".join(FEATURES))
+        known = {key: values.get(key) for key in _KEYS[kind]}
+        for key, value in known.items():
+            allowed, is_allowed = _ALLOWED[key]
+            if not is_allowed(value):
+                raise ConfigError(f"preprocess.json: {key}", value, allowed)
+        made = cls(features=kind, **known)  # type: ignore[arg-type]
+        if kind != WAVEFORM and made.window > made.samples:
+            raise ConfigError("preprocess.json: window", made.window, f"at most samples ({made.samples})")
+        if kind == MFCC and made.coefficients > made.mels:
+            raise ConfigError(
+                "preprocess.json: coefficients", made.coefficients, f"at most mels ({made.mels})"
+            )
+        return made
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns plain values for JSON, without those that the features don't use."""
+        return {"features": self.features} | {key: asdict(self)[key] for key in _KEYS[self.features]}
+
+    @property
+    def frames(self) -> int:
+        """Returns the number of windows."""
+        return 1 + (self.samples - self.window) // self.hop
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Returns the axes of one recording as the model takes it: [samples], or [1, frames, bands]."""
+        if self.features == WAVEFORM:
+            return (self.samples,)
+        return (1, self.frames, self.mels if self.features == LOG_MEL else self.coefficients)
+
+    def __call__(self, recording: NDArray[Any]) -> Floats:
+        """Returns the input for one recording, [1, *shape].
+
+        Args:
+            recording: samples [T] at `rate`, in -1..1; of integers in -32768..32767.
+
+        Raises:
+            ConfigError: it is no such array.
+        """
+        return self.batch([recording])
+
+    def batch(self, recordings: Sequence[NDArray[Any]]) -> Floats:
+        """Returns the input for recordings of any lengths, [N, *shape]."""
+        steps = np.stack([self._fitted(one) for one in recordings])
+        if self.features == WAVEFORM:
+            return (steps / _STEPS).astype(np.float32)
+        bands = natural_log(self._bands(steps) + self.log_offset)
+        if self.features == MFCC:
+            bands = _sums(bands, cosines(self.mels, self.coefficients))
+        return ((bands - self.mean) / self.std).astype(np.float32)[:, None]
+
+    def _fitted(self, recording: NDArray[Any]) -> Doubles:
+        """Returns whole steps of 2^-15, [samples]."""
+        found = np.asarray(recording)
+        if found.ndim != 1 or not found.size or not (found.dtype.kind == "f" or found.dtype == np.int16):
+            told = f"{found.dtype} {list(found.shape)}"
+            raise ConfigError("recording", told, "float [T] in -1..1, or int16 [T], of at least one sample")
+        steps = np.zeros(self.samples)
+        part = found[: self.samples].astype(np.float64)
+        if found.dtype.kind == "f":
+            part = np.rint(part * _STEPS)
+            if not np.isfinite(part).all():
+                raise ConfigError("recording", "NaN or infinity", "finite samples")
+        steps[: len(part)] = part.clip(-_STEPS, _STEPS - 1)
+        return steps
+
+    def _bands(self, steps: Doubles) -> Doubles:
+        """Returns the power of each band, [N, frames, mels], of samples [N, samples]."""
+        windows = np.lib.stride_tricks.sliding_window_view(steps, self.window, axis=1)[:, :: self.hop]
+        transform, powers = waves(self.window), list[Doubles]()
+        for part in transform:  # whole numbers, so the matrix product is exact
+            found = (np.ascontiguousarray(windows) @ part) * (1 / (_STEPS * _WEIGHT_STEPS))
+            powers.append(found * found)
+        return _gathered(powers[0] + powers[1], *triangles(self.rate, self.window, self.mels))
+
+
+@functools.lru_cache(4)
+def waves(window: int) -> tuple[Doubles, Doubles]:
+    """Returns the windowed cosines and sines in whole steps of 2^-20, [window, window // 2 + 1] each."""
+    times, bins = np.arange(window), np.arange(window // 2 + 1)
+    hann = 0.5 - 0.5 * cosine_of_turns(times, window)
+    turns = np.outer(times, bins) * 4
+    # sin(x) = cos(x - a quarter of a turn); a turn is 4 windows, so a quarter is a whole number of parts.
+    found = (cosine_of_turns(turns - shift, 4 * window) for shift in (0, window))
+    cosine, sine = (np.rint(hann[:, None] * one * _WEIGHT_STEPS) for one in found)
+    return cosine, sine
+
+
+@functools.lru_cache(4)
+def triangles(rate: int, window: int, mels: int) -> tuple[NDArray[np.int64], Doubles]:
+    """Returns the bins that each band adds up, [mels, K] in ascending order, and their weights, 0 where fewer."""
+    bins = window // 2 + 1
+    hertz: Doubles = np.arange(bins, dtype=np.float64) * (rate / window)
+    place = natural_log(1.0 + hertz / 700.0) * 1127.0
+    step = natural_log(np.array([1.0 + (rate / 2) / 700.0]))[0] * 1127.0 / (mels + 1)
+    edges = np.arange(mels)[:, None] * step  # where each band begins
+    rising, falling = (place - edges) / step, (edges + 2.0 * step - place) / step
+    weight = np.maximum(0.0, np.minimum(rising, falling))
+    first = np.where(weight.any(1), (weight > 0).argmax(1), 0)
+    ends = ((weight > 0) * (np.arange(bins) + 1)).max(1)
+    width = max(1, int((ends - first).max()))
+    index = first[:, None] + np.arange(width)
+    inside = index < bins
+    index = np.minimum(index, bins - 1)
+    return index, np.where(inside, np.take_along_axis(weight, index, 1), 0.0)
+
+
+@functools.lru_cache(4)
+def cosines(mels: int, coefficients: int) -> Doubles:
+    """Returns the orthonormal DCT-II, [mels, coefficients]."""
+    odd, order = 2 * np.arange(mels)[:, None] + 1, np.arange(coefficients)
+    scale = np.where(order == 0, math.sqrt(1.0 / mels), math.sqrt(2.0 / mels))
+    return cosine_of_turns(odd * order, 4 * mels) * scale
+
+
+def _gathered(power: Doubles, index: NDArray[np.int64], weight: Doubles) -> Doubles:
+    """Returns weighted sums of bins, tap by tap."""
+    total = power[..., index[:, 0]] * weight[:, 0]
+    for tap in range(1, index.shape[1]):
+        total += power[..., index[:, tap]] * weight[:, tap]
+    return np.asarray(total)
+
+
+def _sums(values: Doubles, weight: Doubles) -> Doubles:
+    """Returns the product of [..., n] and [n, m], summed in ascending order."""
+    total = values[..., :1] * weight[0]
+    for place in range(1, len(weight)):
+        total += values[..., place : place + 1] * weight[place]
+    return np.asarray(total)
+
+
+def _whole(most: int, least: int = 1) -> tuple[str, Callable[[Any], bool]]:
+    return (
+        f"a whole number from {least} to {most}",
+        lambda value: type(value) is int and least <= value <= most,
+    )
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
+
+
+def _is_positive(value: Any) -> bool:
+    return _is_number(value) and value > 0
+
+
+def _is_offset(value: Any) -> bool:
+    return _is_number(value) and LEAST_OFFSET <= value <= 1
+
+
+# Of each key: what it may be, in words, and as a question.
+_ALLOWED: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "rate": _whole(400_000),
+    "samples": _whole(LONGEST),
+    "window": _whole(LARGEST_WINDOW, 2),
+    "hop": _whole(LONGEST),
+    "mels": _whole(LARGEST_MELS),
+    "coefficients": _whole(LARGEST_MELS),
+    "log_offset": (f"a number from {LEAST_OFFSET:g} to 1", _is_offset),
+    "mean": ("a number", _is_number),
+    "std": ("a positive number", _is_positive),
+}
+_OF_BANDS = ("rate", "samples", "window", "hop", "mels", "log_offset", "mean", "std")
+_KEYS = {WAVEFORM: ("rate", "samples"), LOG_MEL: _OF_BANDS, MFCC: (*_OF_BANDS, "coefficients")}

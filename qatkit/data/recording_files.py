@@ -1,0 +1,113 @@
+"""Splits of recordings that lie in files, each with the name of its class: read whole before anything long."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from qatkit.config.schema import DataConfig
+from qatkit.data.recordings import recordings_of
+from qatkit.data.request import Request
+from qatkit.data.sound_files import Samples
+from qatkit.data.sound_survey import Recording, SoundSurvey, repeated_note, resampling_note, samples_of
+from qatkit.data.sources import Splits
+from qatkit_verify.errors import ConfigError
+
+Named = Sequence[tuple[str, str]]  # (path, name of the class)
+_SHOWN = 5
+
+
+class RecordingFiles:
+    """A dataset of recordings; an item is (samples [T] in -1..1, label).
+
+    Args:
+        files: with their labels.
+        rate: that samples are brought to.
+
+    Attributes:
+        targets: the label of each.
+    """
+
+    def __init__(self, files: Sequence[tuple[Recording, int]], rate: int) -> None:
+        self.files, self.rate = [file for file, _ in files], rate
+        self.targets = [label for _, label in files]
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> tuple[Samples, int]:
+        file = self.files[index]
+        samples = file.kept if file.kept is not None else samples_of(file.path, self.rate).samples
+        return samples, self.targets[index]
+
+
+def recording_splits(
+    root: str, train: Named, test: Named, request: Request, notes: Sequence[str] = ()
+) -> Splits:
+    """Returns the splits of some files.
+
+    Args:
+        root: of the files, for messages.
+        train, test: files of each split.
+        request: whose settings say how long recordings are, and at which rate.
+        notes: lines for the report.
+
+    Raises:
+        ConfigError: one class alone, classes of one split alone, or files that can't be used.
+    """
+    classes = _classes(root, train, test)
+    settings: DataConfig = request.settings
+    prepared = recordings_of(settings)
+    rate, labels = prepared.sound.rate, {name: label for label, name in enumerate(classes)}
+    survey = SoundSurvey(root, rate, prepared.sound.window, settings.bad)
+    parts = list[RecordingFiles]()
+    for name, files in (("train", train), ("test", test)):
+        found = survey.usable([path for path, _ in files])
+        by_path = {file.path: file for file in found}
+        kept = [(by_path[path], labels[label]) for path, label in files if path in by_path]
+        lost = sorted({label for _, label in files} - {classes[label] for _, label in kept})
+        if lost:
+            raise ConfigError(
+                "data.root", root, f"usable recordings of every class; {name} has none of {_few(lost)}"
+            )
+        parts.append(RecordingFiles(kept, rate))
+    first, second = (part.files for part in parts)
+    long = sum(file.count > prepared.sound.samples for file in (*first, *second))
+    cut = (
+        [f"{long} of {len(first) + len(second)} recordings are longer than data.seconds and cut off"]
+        if long
+        else []
+    )
+    told = [
+        *notes,
+        *resampling_note([*first, *second], rate),
+        *cut,
+        *survey.notes(),
+        *repeated_note(first, second),
+    ]
+    return Splits(parts[0], parts[1], classes, notes=tuple(told), recordings=True)
+
+
+def _classes(root: str, train: Named, test: Named) -> tuple[str, ...]:
+    """The names of the classes, sorted.
+
+    Raises:
+        ConfigError: as `recording_splits`.
+    """
+    mine, other = ({label for _, label in part} for part in (train, test))
+    if mine != other:
+        parts = [
+            f"only {name} has {_few(sorted(own))}"
+            for name, own in (("train", mine - other), ("test", other - mine))
+            if own
+        ]
+        raise ConfigError("data.root", root, f"the same classes in both splits: {'; '.join(parts)}")
+    if len(mine) < 2:
+        raise ConfigError(
+            "data.root", root, f"recordings of at least two classes; all are of {_few(sorted(mine))}"
+        )
+    return tuple(sorted(mine))
+
+
+def _few(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

@@ -1,0 +1,197 @@
+"""Recordings in, batches of features out: as `Preprocessing` is for pictures, by `qatkit_verify.sound`.
+
+    data.rate, seconds, features, ... ── SoundPreprocess, which the bundle carries as JSON ──> [N, 1, frames, bands]
+    data.features_in=graph                                                                 ──> [N, samples]
+
+Random draws of a training recording come from a `random.Random` of its own, given by the caller, so that they depend
+neither on the batch nor on the worker that the recording falls into.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from qatkit.config.schema import DataConfig
+from qatkit.config.schema.model import DIGITS_SPOKEN, PICTURE_AUGMENTATIONS, TONES
+from qatkit.data.inputs import ImageInputs
+from qatkit.data.sound_files import Samples
+from qatkit.data.wave_input import RATE
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.sound import SoundPreprocess
+from qatkit_verify.sound_limits import LARGEST_WINDOW, LOG_MEL, LONGEST, MFCC, WAVEFORM
+
+_RATES = {DIGITS_SPOKEN: 8000, TONES: 8000}
+_WINDOW = 0.04  # seconds
+# Mean and deviation, about, of speech with zeros behind it: 300 spoken digits have -9.7 and 5.2, as MFCC -6.5 and 21.1.
+_USUAL = {LOG_MEL: (-9.0, 5.0), MFCC: (-6.0, 20.0)}
+_SHIFT, _GAIN, _NOISE = 0.1, 6.0, (10.0, 40.0)  # seconds and decibels each way; decibels below the recording
+
+
+@dataclass(frozen=True)
+class RecordingInputs(ImageInputs):
+    """Recordings as the model takes them: features [1, frames, bands], or samples [T]."""
+
+    said_by = "data.seconds and data.features say"
+
+    @property
+    def text(self) -> str:
+        return f"recordings [N, {', '.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True)
+class Recordings:
+    """Makes batches of recordings.
+
+    Attributes:
+        sound: the features; of a file that computes them itself all of them, too.
+        in_graph: whether the model takes samples and computes the features.
+    """
+
+    sound: SoundPreprocess
+    in_graph: bool = False
+
+    @property
+    def taken(self) -> SoundPreprocess:
+        """Returns the preparation before the model."""
+        return replace(self.sound, features=WAVEFORM) if self.in_graph else self.sound
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Returns the axes of one recording as the model takes it."""
+        return self.taken.shape
+
+    def inputs(self) -> RecordingInputs:
+        """Returns the inputs of the model."""
+        return RecordingInputs(self.shape)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns plain values for JSON."""
+        return self.taken.as_dict()
+
+    def checked(self, item: Any, name: str) -> NDArray[Any]:
+        """Returns an item of a source.
+
+        Raises:
+            ConfigError: it is no recording.
+        """
+        found = np.asarray(item)
+        right = found.ndim == 1 and found.size and (found.dtype.kind == "f" or found.dtype == np.int16)
+        if not right:
+            told = f"{name} is {found.dtype} {list(found.shape)}: recordings must be float or int16 [T]"
+            raise ConfigError("data.source", name, reason=told)
+        return found
+
+    def content(self, item: NDArray[Any]) -> bytes:
+        """Returns what tells a recording from others."""
+        return item.tobytes()
+
+    def eval_batch(self, recordings: Iterable[NDArray[Any]]) -> Tensor:
+        """Returns recordings as the model takes them in evaluation, float32 [N, *shape]."""
+        return torch.from_numpy(self.taken.batch(list(recordings)))
+
+    def train_batch(
+        self,
+        recordings: Iterable[NDArray[Any]],
+        augment: str,
+        draws: Sequence[random.Random],
+        policy: str = "none",
+    ) -> Tensor:
+        """Returns recordings as the model takes them in training.
+
+        Args:
+            recordings: of any lengths.
+            augment: one of the choices of `data.augment` for sound.
+            draws: one source of random numbers a recording.
+            policy: none.
+        """
+        pairs = zip(recordings, draws, strict=True)
+        return self.eval_batch(augmented(one, augment, draw, self.sound.rate) for one, draw in pairs)
+
+
+def augmented(recording: NDArray[Any], augment: str, draw: random.Random, rate: int) -> NDArray[Any]:
+    """Returns a recording, shifted in time, louder or softer, and with white noise, as far as `augment` says."""
+    if augment == "none":
+        return recording
+    samples = recording / np.float32(2**15) if recording.dtype == np.int16 else recording
+    changed = _shifted(samples.astype(np.float32), draw.randint(-int(_SHIFT * rate), int(_SHIFT * rate)))
+    if "gain" in augment:
+        changed = changed * np.float32(10 ** (draw.uniform(-_GAIN, _GAIN) / 20))
+    if "noise" in augment:
+        below, seed = draw.uniform(*_NOISE), draw.getrandbits(63)
+        level = float(np.sqrt(np.mean(np.square(samples, dtype=np.float64)))) * 10 ** (-below / 20)
+        noise = np.random.default_rng(seed).standard_normal(len(changed), dtype=np.float32)
+        changed = changed + np.float32(level) * noise
+    return changed.clip(-1, 1)
+
+
+def _shifted(samples: Samples, by: int) -> Samples:
+    """Returns samples that begin later, behind zeros, or earlier, with zeros behind; never none of the recording."""
+    if by >= 0:
+        return np.concatenate([np.zeros(by, np.float32), samples])
+    by = min(-by, len(samples) // 2)
+    return np.concatenate([samples[by:], np.zeros(by, np.float32)])
+
+
+def recordings_of(config: DataConfig) -> Recordings:
+    """Returns the preparation that the data group asks for.
+
+    Raises:
+        ConfigError: sizes that do not go together, or a setting of pictures.
+    """
+    _check_plain(config)
+    rate = rate_of(config)
+    kind, seconds = config.features or LOG_MEL, 1.0 if config.seconds is None else config.seconds
+    samples, window = round(rate * seconds), config.frame or round(rate * _WINDOW)
+    mels, coefficients = (
+        config.mels or SoundPreprocess.mels,
+        config.coefficients or SoundPreprocess.coefficients,
+    )
+    if not 2 <= window <= LARGEST_WINDOW:
+        raise ConfigError("data.frame", window, f"2 to {LARGEST_WINDOW} samples of a window")
+    if not window <= samples <= LONGEST:
+        allowed = (
+            f"{window / rate:g} to {LONGEST / rate:g} at {rate} Hz, at least a window of {window} samples"
+        )
+        raise ConfigError("data.seconds", seconds, allowed)
+    if config.coefficients is not None and kind != MFCC:
+        raise ConfigError("data.coefficients", coefficients, f"null with data.features={kind}")
+    if kind == MFCC and coefficients > mels:
+        raise ConfigError("data.coefficients", coefficients, f"at most data.mels ({mels})")
+    mean, std = _USUAL[kind] if config.mean is None or config.std is None else (config.mean[0], config.std[0])
+    hop, offset = config.hop or max(1, window // 2), config.log_offset or SoundPreprocess.log_offset
+    sound = SoundPreprocess(
+        rate, samples, kind, window, hop, mels, coefficients, offset, float(mean), float(std)
+    )
+    return Recordings(sound, config.features_in == "graph")
+
+
+def rate_of(config: DataConfig) -> int:
+    """Returns the sampling rate that recordings are brought to."""
+    return config.rate or _RATES.get(config.source, RATE)
+
+
+def _check_plain(config: DataConfig) -> None:
+    """Raises ConfigError for a setting of pictures."""
+    told = f"with data.source={config.source}, which gives recordings"
+    for key in ("image_size", "resize", "fit", "pad_value", "align", "channels", "layout", "pixels"):
+        if getattr(config, key) is not None:
+            raise ConfigError(f"data.{key}", getattr(config, key), f"null {told}")
+    for key in ("policy", "cache"):
+        if getattr(config, key) != "none":
+            raise ConfigError(f"data.{key}", getattr(config, key), f"none {told}")
+    if config.augment in PICTURE_AUGMENTATIONS:
+        raise ConfigError(
+            "data.augment", config.augment, f"none | shift | shift_gain | shift_gain_noise {told}"
+        )
+    for key in ("mean", "std"):
+        value = getattr(config, key)
+        if value is not None and len(value) != 1:
+            raise ConfigError(f"data.{key}", value, f"one number {told}")

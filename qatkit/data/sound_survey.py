@@ -1,0 +1,132 @@
+"""Sound files are read once before anything long: what can't be used, and as much of their samples as memory takes."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from qatkit.data.image_files import printable
+from qatkit.data.sound_files import Samples, read_sound, resampled
+from qatkit_verify.errors import ConfigError, one_line
+
+KEPT = 2**29  # bytes of samples in memory; those of other files are decoded again when they are asked for
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A file that was found whole.
+
+    Attributes:
+        path: of the file.
+        rate: its own.
+        count: samples at the model's rate.
+        digest: of these samples.
+        kept: these samples; None where memory has no room for them.
+    """
+
+    path: str
+    rate: int
+    count: int
+    digest: bytes
+    kept: Samples | None
+
+
+class SoundSurvey:
+    """Reads every file once, keeps samples as far as memory goes, and finds what can't be used.
+
+    Args:
+        root: of the data, for messages.
+        rate: that samples are brought to.
+        least: samples of a file that can be used.
+        bad: "refuse" or "skip" files that can't be used.
+    """
+
+    def __init__(self, root: str, rate: int, least: int, bad: str) -> None:
+        self.root, self.rate, self.least, self.bad = root, rate, least, bad
+        self.unusable: dict[str, str] = {}
+        self.seen, self._room = 0, KEPT
+
+    def usable(self, paths: Sequence[str]) -> list[Recording]:
+        """Returns the files that have enough samples.
+
+        Raises:
+            ConfigError: files that can't be used, of which nothing says to skip them; or none is left.
+        """
+        found = [one for one in map(self._recording, paths) if one is not None]
+        self.seen += len(paths)
+        if self.unusable and self.bad == "refuse":
+            raise ConfigError("data.root", self.root, reason=f"{self._told()}; data.bad=skip leaves them out")
+        if not found:
+            raise ConfigError("data.root", self.root, reason=self._told())
+        return found
+
+    def notes(self) -> list[str]:
+        """Returns what the report says of files that were left out."""
+        return [f"data.bad=skip: {self._told()}"] if self.unusable else []
+
+    def _told(self) -> str:
+        some = [
+            f"{printable(os.path.relpath(path, self.root))} ({why})"
+            for path, why in list(self.unusable.items())[:_SHOWN]
+        ]
+        more = f" and {len(self.unusable) - _SHOWN} more" if len(self.unusable) > _SHOWN else ""
+        return f"{len(self.unusable)} of {self.seen} audio files can't be used: {', '.join(some)}{more}"
+
+    def _recording(self, path: str) -> Recording | None:
+        try:
+            rate, samples = samples_of(path, self.rate)
+            if not np.ptp(samples):
+                raise ValueError("silent")
+            if len(samples) < self.least:
+                raise ValueError(
+                    f"{len(samples)} samples at {self.rate} Hz, fewer than a frame of {self.least}"
+                )
+        except ImportError as error:
+            name = printable(os.path.relpath(path, self.root))
+            told = f"{name} is FLAC, which needs the extra audio: pip install 'qatkit[audio]' ({one_line(error)})"
+            raise ConfigError("data.root", self.root, reason=told) from error
+        except Exception as error:  # of the disk, and whatever bytes make of decoders
+            strerror = error.strerror if isinstance(error, OSError) else None
+            self.unusable[path] = strerror.lower() if strerror else one_line(error)
+            return None
+        self._room -= samples.nbytes
+        kept = samples if self._room >= 0 else None
+        return Recording(path, rate, len(samples), hashlib.sha256(samples.tobytes()).digest(), kept)
+
+
+class _Read(NamedTuple):
+    rate: int
+    samples: Samples
+
+
+def samples_of(path: str, rate: int) -> _Read:
+    """Returns the own rate of a file, and its samples at another one."""
+    sound = read_sound(path)
+    return _Read(sound.rate, resampled(sound.samples, sound.rate, rate))
+
+
+def resampling_note(files: Sequence[Recording], rate: int) -> list[str]:
+    """Returns the report's note on files of other rates; none where there are none."""
+    others = sorted({file.rate for file in files} - {rate})
+    if not others:
+        return []
+    count = sum(file.rate != rate for file in files)
+    told = f"{count} of {len(files)} audio files were resampled to {rate} Hz from"
+    return [f"{told} {', '.join(map(str, others))} Hz"]
+
+
+def repeated_note(train: Sequence[Recording], test: Sequence[Recording]) -> list[str]:
+    """Returns the report's note on files that verify and have the samples of one that calibrates."""
+    known = {file.digest: file.path for file in train}
+    same = {file.path: known[file.digest] for file in test if file.digest in known}
+    if not same:
+        return []
+    pairs = (f"{os.path.basename(a)} is {os.path.basename(b)}" for a, b in list(same.items())[:_SHOWN])
+    told = f"{len(same)} of {len(test)} files that verify have the samples of one that calibrates"
+    return [f"{told}: {printable(', '.join(pairs))}"]

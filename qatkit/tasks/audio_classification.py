@@ -1,0 +1,22 @@
+"""One class of several for each recording: logits [N, classes] against labels [N].
+
+samples [T] ── features ── model ──> logits [N, classes] ── argmax ──> class
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from qatkit.config.schema.model import SOUND_AUGMENTATIONS
+from qatkit.tasks.classification import Classification
+from qatkit_verify.classification import TOP1, TOP5
+from qatkit_verify.records import TaskNames
+
+
+class AudioClassification(Classification):
+    """Cross entropy, top-1 and top-5, agreement by the largest logit."""
+
+    names = TaskNames(
+        "audio_classification", "audio classification", (TOP1, TOP5), "top-1", "logits", samples="recordings"
+    )
+    augmentations: ClassVar = ("none", *SOUND_AUGMENTATIONS)
