@@ -192,8 +192,10 @@ def _describes_a_run(stored: Mapping[str, Any]) -> bool:
     if not isinstance(about, dict) or not isinstance(weights, dict) or "loops" not in stored:
         return False
     sizes, classes = about.get("input_shape", [1, 1, 1]), about.get("num_classes")
-    numbers = [*sizes, 1 if classes is None else classes] if isinstance(sizes, list) else []
-    return len(numbers) == 4 and all(type(one) is int and 0 < one < _LARGEST_SIZE for one in numbers)
+    if not isinstance(sizes, list) or len(sizes) not in (1, 3):  # samples, or channels and two axes
+        return False
+    numbers = [*sizes, 1 if classes is None else classes]
+    return all(type(one) is int and 0 < one < _LARGEST_SIZE for one in numbers)
 
 
 def main_process() -> bool:
