@@ -1,4 +1,4 @@
-"""Small folders of recordings: words that are tones of their own pitch, written as WAV files."""
+"""Small folders of recordings: three "words", a steady, a pulsed and a rising tone in noise, written as WAV files."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from pathlib import Path
 import numpy as np
 from sounds import wav
 
-PITCHES = {"low": 0.03, "middle": 0.08, "high": 0.16}  # periods a sample
+WORDS = ("hum", "buzz", "rise")
 
 
 def word(name: str, seed: int, count: int = 3000) -> np.ndarray[tuple[int], np.dtype[np.int16]]:
-    """Returns int16 samples of a word: its tone, softer and softer, in noise."""
+    """Returns int16 samples of a word, softer and softer."""
     draw = np.random.default_rng(seed)
     time = np.arange(count)
-    tone = np.sin(2 * np.pi * (PITCHES[name] * draw.uniform(0.9, 1.1) * time + draw.uniform()))
+    turns = draw.uniform(0.04, 0.08) * time + (5e-5 * time**2 if name == "rise" else 0)
+    tone = np.sin(2 * np.pi * (turns + draw.uniform())) * ((time // 400) % 2 if name == "buzz" else 1)
     sound = 8000 * tone * np.exp(-time / count) + 800 * draw.standard_normal(count)
     return np.rint(sound).astype(np.int16)
 
@@ -23,9 +24,13 @@ def spoken(
     root: Path, numbers: int = 9, speakers: tuple[str, ...] = ("ann", "bob"), rate: int = 8000
 ) -> Path:
     """Writes WORD_SPEAKER_N.wav files; of each word and speaker `numbers` ones."""
-    for label, name in enumerate(PITCHES):
+    for label, name in enumerate(WORDS):
         for place, speaker in enumerate(speakers):
             for number in range(numbers):
-                seed = (label * 10 + place) * 1000 + number
-                wav(root / f"{name}_{speaker}_{number}.wav", word(name, seed), rate)
+                wav(root / f"{name}_{speaker}_{number}.wav", word(name, seed_of(label, place, number)), rate)
     return root
+
+
+def seed_of(label: int, speaker: int, number: int) -> int:
+    """Returns the seed of a recording of `spoken`, by the places of its word and speaker."""
+    return (label * 10 + speaker) * 1000 + number

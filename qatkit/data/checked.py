@@ -12,11 +12,11 @@ from PIL import Image
 from torch import Tensor
 
 from qatkit.config.schema import DataConfig
-from qatkit.config.schema.model import AUDIO, RECORDINGS, SOUND_AUGMENTATIONS
+from qatkit.config.schema.model import AUDIO, PICTURE_AUGMENTATIONS, RECORDINGS, SOUND_AUGMENTATIONS
 from qatkit.data.arrays import ArrayBatches
 from qatkit.data.image_files import printable
 from qatkit.data.preprocessing import Preprocessing, is_image_tensor
-from qatkit.data.recordings import Recordings
+from qatkit.data.recordings import Recordings, recordings_of
 from qatkit.data.request import Request, check_own_settings, is_asked
 from qatkit.data.sources import ImageDataset, Source, Splits
 from qatkit.tasks import CLASSIFICATION, Task
@@ -203,19 +203,28 @@ def check_array_settings(config: DataConfig) -> None:
             )
 
 
-def check_kind(config: DataConfig, task: Task, *, pictures: bool) -> None:
-    """Raises ConfigError for pictures where a task or an augmentation is made for recordings."""
-    if not pictures:
-        return
+def recordings_in(splits: Splits, config: DataConfig, task: Task) -> Recordings | None:
+    """Returns the preparation of recordings; None of splits of other samples.
+
+    Raises:
+        ConfigError: a setting that the samples have no use for, or pictures where the task or an augmentation is made
+            for recordings.
+    """
+    if getattr(splits, "recordings", False):
+        return recordings_of(config)
+    if getattr(splits, "arrays", False):
+        check_array_settings(config)
+        return None
     if task.names.samples == "recordings":
         names = ", ".join(one.rpartition(".")[2] for one in RECORDINGS)
         allowed = f"recordings ({names}), or arrays, for {task.names.description}"
         raise ConfigError("data.source", config.source, allowed)
     if config.augment in SOUND_AUGMENTATIONS:
         allowed = (
-            f"none | flip | crop_flip | resized_crop with data.source={config.source}, which gives images"
+            f"none | {' | '.join(PICTURE_AUGMENTATIONS)} with data.source={config.source}, which gives images"
         )
         raise ConfigError("data.augment", config.augment, allowed)
+    return None
 
 
 def check_augmentation(config: DataConfig, task: Task) -> None:

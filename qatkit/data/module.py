@@ -15,14 +15,8 @@ import lightning
 
 from qatkit.config.fields import COUNT, check_limits
 from qatkit.config.schema import DataConfig
+from qatkit.data import checked
 from qatkit.data.arrays import ArrayBatches, Port
-from qatkit.data.checked import (
-    check_array_settings,
-    check_augmentation,
-    check_kind,
-    checked_splits,
-    splits_of,
-)
 from qatkit.data.fingerprint import digest, fingerprint
 from qatkit.data.image_files import ImageFiles
 from qatkit.data.image_loader import ImageLoader, at_once
@@ -40,7 +34,7 @@ from qatkit.data.loading import (
 from qatkit.data.pace import pace_of
 from qatkit.data.preprocessing import Preprocessing
 from qatkit.data.ram_cache import Block, cached_images, check_cache
-from qatkit.data.recordings import Recordings, recordings_of
+from qatkit.data.recordings import Recordings
 from qatkit.data.request import Request
 from qatkit.data.resolve import resolve_preprocessing
 from qatkit.data.rollout import Rollout, States, rolled_out
@@ -78,7 +72,7 @@ class DataModule(lightning.LightningDataModule):
         notes: what the report is to say of the images.
         fingerprint: what tells those that train or are held out, their order and their labels from others: hex digits.
         held_out: their indices in `splits.train`, in ascending order.
-        recordings: the preparation of recordings; None of other samples.
+        recordings, of_pictures: the preparation of recordings, or None; whether samples are images.
 
     Raises:
         ConfigError: a value out of range, a source that does not give what it should, or files that can't be read.
@@ -101,25 +95,24 @@ class DataModule(lightning.LightningDataModule):
     ) -> None:
         super().__init__()
         check_limits(config, "data")
-        check_augmentation(config, task)
+        checked.check_augmentation(config, task)
         self.config, self.seed, self.task = config, seed, task
         outputs = {} if states is None else dict(states.outputs)
         inputs = [port for port in ports if port.name not in outputs]
         self.request = Request(config, inputs, outputs, about or {})
-        self.splits = splits_of(source, config, seed, self.request)
+        self.splits = checked.splits_of(source, config, seed, self.request)
         lone = any(port.axis is None for port in ports if port.name in outputs)  # a sequence has one state
         if lone or not getattr(self.splits, "batched", True):
             ports = [replace(port, axis=None) for port in ports]
         of_arrays = getattr(self.splits, "arrays", False)
         arrays = ArrayBatches(config.source, tuple(ports), outputs) if of_arrays else None
-        if arrays is not None:
-            check_array_settings(config)
+        self.recordings = checked.recordings_in(self.splits, config, task)
         if states is not None:
             self.splits = rolled_out(self.splits, states, ports, config.source, task, progress)
-        self.recordings = recordings_of(config) if getattr(self.splits, "recordings", False) else None
-        check_kind(config, task, pictures=arrays is None and self.recordings is None)
-        checks = arrays or self.recordings
-        self._train_images, self._test_images = checked_splits(self.splits, config.source, task, checks)
+        kind = arrays or self.recordings
+        self.of_pictures = kind is None
+        images = checked.checked_splits(self.splits, config.source, task, kind)
+        self._train_images, self._test_images = images
         self.task = task.of_data(self._train_images.targets)
         check_cache(config.cache, config.workers)
         self._block = Block(config.cache_mb) if config.cache == "ram" else None
@@ -146,10 +139,8 @@ class DataModule(lightning.LightningDataModule):
         self._resume: dict[str, Any] | None = None
 
     def _inputs(self) -> Inputs:
-        if self.recordings is not None:
-            return self.recordings.inputs()
         if self._arrays is None:
-            return ImageInputs(self.input_shape)
+            return self.recordings.inputs() if self.recordings else ImageInputs(self.preprocessing.shape)
         few = self._train[:2] if self._arrays.batched else self._train[:1]
         return self._arrays.inputs([self._train_images[index][0] for index in few])
 
@@ -162,11 +153,6 @@ class DataModule(lightning.LightningDataModule):
     def of_arrays(self) -> bool:
         """Returns whether samples are arrays by name, and no images."""
         return self._arrays is not None
-
-    @property
-    def of_pictures(self) -> bool:
-        """Returns whether samples are images, which `preprocessing` prepares."""
-        return self._arrays is None and self.recordings is None
 
     def one_at_a_time(self) -> bool:
         """Makes every batch one sample from here on; returns whether there were larger ones before."""
@@ -206,8 +192,7 @@ class DataModule(lightning.LightningDataModule):
     def eval_rows(self) -> int:
         """Number of test samples read at a time: `data.eval_batch_size`, or as many pictures as 64 MiB hold."""
         wanted = self.rows(self.config.eval_batch_size)
-        prepared = self._images or self.recordings
-        return wanted if prepared is None else at_once(wanted, prepared.shape)
+        return wanted if self.of_arrays else at_once(wanted, self.inputs.shape)
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -234,11 +219,6 @@ class DataModule(lightning.LightningDataModule):
         """What is done to every image; samples of arrays and recordings have none."""
         assert self._images is not None
         return self._images
-
-    @property
-    def input_shape(self) -> tuple[int, int, int]:
-        """Axes of one image as the model sees it: (channels, height, width), or (height, width, channels)."""
-        return self.preprocessing.shape
 
     def train_dataloader(self) -> TrainLoader:
         """Augmented batches of this process's share; `data.batch_size` is per process.

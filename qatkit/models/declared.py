@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from qatkit.data.arrays import Port
 from qatkit.data.preprocessing import Preprocessing
@@ -22,9 +22,11 @@ class Declared(NamedTuple):
         preprocessing: of the images that its bundle was made with.
         about: what else it says: an ONNX file's metadata and the inputs that are fixed to one number; of a model of
             text where its tokenizer is, and how many tokens and positions it has.
+        recordings: what its bundle says of the preparation of recordings.
     """
 
     ports: tuple[Port, ...] = ()
     image: ImageInput | None = None
     preprocessing: Preprocessing | None = None
     about: Mapping[str, str] = MappingProxyType({})
+    recordings: Mapping[str, Any] | None = None

@@ -24,7 +24,7 @@ from qatkit.importing.float_file import layout_of
 from qatkit.importing.inputs import ImageInput, file_inputs, fixed_inputs, image_input
 from qatkit.importing.read import read
 from qatkit.models.declared import Declared
-from qatkit.records.preprocessing_file import preprocessing_beside
+from qatkit.records.preprocessing_file import preprocessing_beside, recordings_beside
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.fitting import sides
 
@@ -59,7 +59,8 @@ def declared(config: ModelConfig, layout: str | None) -> Declared:
     inputs = file_inputs(path, model, fixed)
     image = image_input(inputs, layout_of(path, layout))
     told = None if image is None else _beside(path, image)
-    return Declared(tuple(Port(*one) for one in inputs), image, told, _about(model.metadata_props, fixed))
+    ports, about = tuple(Port(*one) for one in inputs), _about(model.metadata_props, fixed)
+    return Declared(ports, image, told, about, recordings_beside(path))
 
 
 def _beside(path: Path, image: ImageInput) -> Preprocessing | None:

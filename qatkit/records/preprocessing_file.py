@@ -19,15 +19,36 @@ _COUNT = f"an integer from 1 to {_LARGEST_SIDE}"
 _SIDE = f"{_COUNT}, or [height, width]"
 
 
+_OF_RECORDINGS = "features"  # a key that only recordings have
+
+
 def preprocessing_beside(onnx_file: Path) -> dict[str, Any] | None:
     """What the model.json beside a file says of its images (`Preprocessing.from_dict` takes it).
 
     Returns:
-        None without one, or with another tool's.
+        None without one, with another tool's, or with one of recordings.
 
     Raises:
         ConfigError: it is no JSON, or a value of its preprocessing cannot be used; names the key.
     """
+    found = _beside(onnx_file)
+    if found is None or _OF_RECORDINGS in found:
+        return None
+    _check(onnx_file.parent / MODEL_FILE, found)
+    return found
+
+
+def recordings_beside(onnx_file: Path) -> dict[str, Any] | None:
+    """Returns what the model.json beside a file says of its recordings; None where it says nothing of any.
+
+    Raises:
+        ConfigError: it is no JSON.
+    """
+    found = _beside(onnx_file)
+    return found if found is not None and _OF_RECORDINGS in found else None
+
+
+def _beside(onnx_file: Path) -> dict[str, Any] | None:
     path = onnx_file.parent / MODEL_FILE
     if not path.exists():
         return None
@@ -42,7 +63,6 @@ def preprocessing_beside(onnx_file: Path) -> dict[str, Any] | None:
     found = about["preprocessing"]
     if not isinstance(found, dict):
         raise _refused(path, "preprocessing", found, f"an object with {', '.join(_FIELDS)}")
-    _check(path, found)
     return found
 
 

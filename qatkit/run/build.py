@@ -28,7 +28,7 @@ from qatkit.quant.fake_quantize import FakeQuantize
 from qatkit.quant.observers import HistogramObserver, Observer
 from qatkit.quant.weight_fake_quantize import Quantizers, WeightFakeQuantize
 from qatkit.run.backend import backend_of
-from qatkit.run.declared_images import check_channels, other_images
+from qatkit.run.declared_images import check_channels, other_images, other_recordings
 from qatkit.run.folder import main_process, say
 from qatkit.run.loop.fit import batches_a_step
 from qatkit.run.memory import Cost, check_inputs, check_model, check_weights_fit, measured
@@ -96,6 +96,8 @@ def opened_data(config: Config) -> DataModule:
     if data.of_pictures:
         check_channels(config, told.image, data.preprocessing)
         data.notes = (*other_images(config.model, told.preprocessing, data.preprocessing), *data.notes)
+    if data.recordings is not None:
+        data.notes = (*other_recordings(config.model, told.recordings, data.about_inputs()), *data.notes)
     return data
 
 

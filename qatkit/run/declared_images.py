@@ -40,5 +40,19 @@ def other_images(model: ModelConfig, told: Preprocessing | None, used: Preproces
     )
 
 
+def other_recordings(
+    model: ModelConfig, told: Mapping[str, object] | None, used: Mapping[str, object]
+) -> tuple[str, ...]:
+    """Returns a note where recordings are prepared in another way than the bundle of the model says."""
+    if told in (None, used):
+        return ()
+    assert told is not None
+    keys = [key for key in {**told, **used} if told.get(key) != used.get(key)]
+    return (
+        f"the {MODEL_FILE} beside {Path(model.name).name} says {_listed(told, keys)}; "
+        f"this run's recordings have {_listed(used, keys)}, and its accuracy is of those",
+    )
+
+
 def _listed(values: Mapping[str, object], keys: Iterable[str]) -> str:
     return ", ".join(f"{key} {values.get(key, _USUAL.get(key))}" for key in keys)

@@ -190,7 +190,7 @@ def test_preprocessing_prefers_config_then_weights_then_source() -> None:
     assert DataModule(DataConfig(), digits, 0, weights).preprocessing == weights
     mixed = DataModule(DataConfig(image_size=64, std=[0.3] * 3), digits, 0, weights)
     assert mixed.preprocessing == Preprocessing(64, 64, (0.1,) * 3, (0.3,) * 3, "bicubic")
-    assert mixed.input_shape == (3, 64, 64)
+    assert mixed.preprocessing.shape == (3, 64, 64)
 
 
 def test_a_batch_is_the_same_whatever_is_stacked(monkeypatch: pytest.MonkeyPatch) -> None:

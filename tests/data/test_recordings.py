@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from recorded_words import PITCHES, spoken, word
+from recorded_words import WORDS, seed_of, spoken, word
 from scipy.signal import resample_poly
 from sounds import riff, wav
 
@@ -36,26 +36,26 @@ def _data(source: str, root: Path | None = None, **settings: Any) -> DataModule:
 
 def test_spoken_digits_verify_on_the_first_five_of_each(tmp_path: Path) -> None:
     data = _data(DIGITS_SPOKEN, spoken(tmp_path, 7))
-    assert data.classes == ("high", "low", "middle")
+    assert data.classes == ("buzz", "hum", "rise")
     assert len(data.splits.test) == 3 * 2 * 5 and len(data.splits.train) == 3 * 2 * 2
     batches = [(x, y) for x, y in data.test_batches()]
     names = sorted(path.name for path in tmp_path.iterdir() if int(path.stem.rpartition("_")[2]) < 5)
     labels = [data.classes.index(name.partition("_")[0]) for name in names]
     assert torch.cat([y for _, y in batches]).tolist() == labels
     prepare = SoundPreprocess(8000, 4000, window=320, hop=160, mean=-9.0, std=5.0)
-    seed = (list(PITCHES).index("high") * 10) * 1000
-    np.testing.assert_array_equal(batches[0][0][0].numpy(), prepare(word("high", seed))[0])
+    first = word("buzz", seed_of(WORDS.index("buzz"), 0, 0))
+    np.testing.assert_array_equal(batches[0][0][0].numpy(), prepare(first)[0])
     assert data.inputs.shape == (1, 24, 40) and data.inputs.text == "recordings [N, 1, 24, 40]"
 
 
 def test_other_rates_are_resampled_with_a_note(tmp_path: Path) -> None:
     spoken(tmp_path, 6)
-    wav(tmp_path / "low_ann_5.wav", word("low", 1, 6000), 16000)
+    wav(tmp_path / "hum_ann_5.wav", word("hum", 1, 6000), 16000)
     data = _data(DIGITS_SPOKEN, tmp_path, features_in="graph")
     assert "1 of 36 audio files were resampled to 8000 Hz from 16000 Hz" in data.notes
     train: Any = data.splits.train
-    place = next(i for i, file in enumerate(train.files) if file.path.endswith("low_ann_5.wav"))
-    wanted = resample_poly(word("low", 1, 6000) / 2.0**15, 1, 2)
+    place = next(i for i, file in enumerate(train.files) if file.path.endswith("hum_ann_5.wav"))
+    wanted = resample_poly(word("hum", 1, 6000) / 2.0**15, 1, 2)
     np.testing.assert_allclose(train[place][0], wanted, rtol=0, atol=1e-6)
 
 
@@ -63,8 +63,8 @@ def _commands(root: Path) -> Path:
     for label, name in enumerate(("bed", "cat")):
         for place in range(40):
             speaker = hashlib.sha1(str(place).encode()).hexdigest()[:8]
-            wav(root / name / f"{speaker}_nohash_0.wav", word("low", label * 100 + place, 1000), 8000)
-    wav(root / "_background_noise_" / "hum.wav", word("low", 1), 8000)
+            wav(root / name / f"{speaker}_nohash_0.wav", word("hum", label * 100 + place, 1000), 8000)
+    wav(root / "_background_noise_" / "hum.wav", word("hum", 1), 8000)
     return root
 
 
@@ -125,7 +125,7 @@ def test_resumed_runs_see_the_same_augmented_batches() -> None:
 
 
 def test_augmentation_moves_scales_and_adds_noise() -> None:
-    samples = (word("high", 0) / np.float32(2**15)).astype(np.float32)
+    samples = (word("rise", 0) / np.float32(2**15)).astype(np.float32)
     moved = augmented(samples, "shift", random.Random(1), 8000)
     by = random.Random(1).randint(-800, 800)
     core = moved[by : by + len(samples)] if by > 0 else moved[: len(samples) + by]
@@ -147,7 +147,7 @@ def test_tones_are_the_same_for_a_seed() -> None:
 
 def _damaged(root: Path, content: bytes) -> Path:
     spoken(root, 6)
-    (root / "low_ann_5.wav").write_bytes(content)
+    (root / "hum_ann_5.wav").write_bytes(content)
     return root
 
 
@@ -156,40 +156,40 @@ def _damaged(root: Path, content: bytes) -> Path:
     [
         (b"", "empty"),
         (riff(np.zeros(3000, np.int16), 8000), "silent"),
-        (riff(word("low", 0, 100), 8000), "100 samples at 8000 Hz, fewer than a frame of 320"),
-        (riff(word("low", 0), 8000)[:500], "cut off after 456 of 6,000 bytes of samples"),
+        (riff(word("hum", 0, 100), 8000), "100 samples at 8000 Hz, fewer than a frame of 320"),
+        (riff(word("hum", 0), 8000)[:500], "cut off after 456 of 6,000 bytes of samples"),
         (b"nothing of the kind", "neither WAV nor FLAC by its first bytes"),
     ],
 )
 def test_files_that_cannot_be_used_are_named(tmp_path: Path, content: bytes, why: str) -> None:
     with pytest.raises(ConfigError) as caught:
         _data(DIGITS_SPOKEN, _damaged(tmp_path, content))
-    told = f"1 of 6 audio files can't be used: low_ann_5.wav ({why}); data.bad=skip leaves them out"
+    told = f"1 of 6 audio files can't be used: hum_ann_5.wav ({why}); data.bad=skip leaves them out"
     assert str(caught.value).endswith(told)
 
 
 def test_files_that_cannot_be_used_are_skipped_on_request(tmp_path: Path) -> None:
     data = _data(DIGITS_SPOKEN, _damaged(tmp_path, b""), bad="skip")
-    assert len(data.splits.train) == 5 and any("low_ann_5.wav (empty)" in note for note in data.notes)
+    assert len(data.splits.train) == 5 and any("hum_ann_5.wav (empty)" in note for note in data.notes)
 
 
 def test_one_class_alone_is_refused(tmp_path: Path) -> None:
     for number in range(8):
-        wav(tmp_path / f"yes_ann_{number}.wav", word("low", number), 8000)
+        wav(tmp_path / f"yes_ann_{number}.wav", word("hum", number), 8000)
     with pytest.raises(ConfigError, match="at least two classes; all are of yes"):
         _data(DIGITS_SPOKEN, tmp_path)
 
 
 def test_classes_of_one_split_alone_are_refused(tmp_path: Path) -> None:
     spoken(tmp_path, 6)
-    (tmp_path / "low_ann_5.wav").unlink()
-    (tmp_path / "low_bob_5.wav").unlink()
-    with pytest.raises(ConfigError, match="the same classes in both splits: only test has low"):
+    (tmp_path / "hum_ann_5.wav").unlink()
+    (tmp_path / "hum_bob_5.wav").unlink()
+    with pytest.raises(ConfigError, match="the same classes in both splits: only test has hum"):
         _data(DIGITS_SPOKEN, tmp_path)
 
 
 def test_a_name_without_a_number_is_refused(tmp_path: Path) -> None:
-    wav(spoken(tmp_path, 6) / "noise.wav", word("low", 0), 8000)
+    wav(spoken(tmp_path, 6) / "noise.wav", word("hum", 0), 8000)
     with pytest.raises(ConfigError, match=r"LABEL_SPEAKER_N.wav.*; noise.wav has another name"):
         _data(DIGITS_SPOKEN, tmp_path)
 

@@ -32,7 +32,7 @@ def _by_fft(samples: NDArray[np.float64], how: SoundPreprocess) -> NDArray[np.fl
     mel = 2595 * np.log10(1 + np.fft.rfftfreq(how.window, 1 / how.rate) / 700)
     edges = np.linspace(0, 2595 * np.log10(1 + how.rate / 2 / 700), how.mels + 2)
     bands = [np.interp(mel, edges[j : j + 3], [0, 1, 0]) for j in range(how.mels)]
-    return np.log(power @ np.stack(bands, 1) + how.log_offset)
+    return np.asarray(np.log(power @ np.stack(bands, 1) + how.log_offset))
 
 
 @pytest.mark.parametrize("count", [2500, 4000, 5000])
