@@ -76,7 +76,7 @@ def main(folder: Path) -> dict[str, float]:
 
     batches = DataLoader(test, batch_size=64)
     found = {
-        name: accuracy(open_session(path, threads=2), batches, progress=False).metrics[0].value
+        name: accuracy(open_session(path, threads=2), batches, progress=False).score
         for name, path in files.items()
     }
     agreed = parity(converted, files["int8"], batches)

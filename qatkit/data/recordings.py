@@ -77,7 +77,7 @@ class Recordings:
         return self.taken.as_dict()
 
     def checked(self, item: Any, name: str) -> NDArray[Any]:
-        """Returns an item of a source.
+        """Returns an item of a source, int16 or float32.
 
         Raises:
             ConfigError: it is no recording.
@@ -87,7 +87,7 @@ class Recordings:
         if not right:
             told = f"{name} is {found.dtype} {list(found.shape)}: recordings must be float or int16 [T]"
             raise ConfigError("data.source", name, reason=told)
-        return found
+        return found if found.dtype == np.int16 else found.astype(np.float32, copy=False)
 
     def content(self, item: NDArray[Any]) -> bytes:
         """Returns what tells a recording from others."""
@@ -116,12 +116,18 @@ class Recordings:
         return self.eval_batch(augmented(one, augment, draw, self.sound.rate) for one, draw in pairs)
 
 
+def in_unit(recording: NDArray[Any]) -> Samples:
+    """Returns the samples of a recording in -1..1; of whole steps the same, exactly."""
+    found: Samples = recording.astype(np.float32, copy=False)
+    return found * np.float32(2**-15) if recording.dtype == np.int16 else found
+
+
 def augmented(recording: NDArray[Any], augment: str, draw: random.Random, rate: int) -> NDArray[Any]:
     """Returns a recording, shifted in time, louder or softer, and with white noise, as far as `augment` says."""
     if augment == "none":
         return recording
-    samples = recording / np.float32(2**15) if recording.dtype == np.int16 else recording
-    changed = _shifted(samples.astype(np.float32), draw.randint(-int(_SHIFT * rate), int(_SHIFT * rate)))
+    samples = in_unit(recording)
+    changed = _shifted(samples, draw.randint(-int(_SHIFT * rate), int(_SHIFT * rate)))
     if "gain" in augment:
         changed = changed * np.float32(10 ** (draw.uniform(-_GAIN, _GAIN) / 20))
     if "noise" in augment:

@@ -14,6 +14,7 @@ import numpy as np
 
 from qatkit.data import DataModule
 from qatkit.data.preprocessing import decoded
+from qatkit.data.recordings import in_unit
 from qatkit_verify.bundle.golden import Golden, run_named, tolerances
 from qatkit_verify.bundle.ports import Port
 from qatkit_verify.errors import ConfigError
@@ -52,7 +53,7 @@ def golden_of(
     }
     steps = {name: _step([found["on"][name]], step if name == names[0] else None) for name in names}
     own, other = tolerances(found["off"], found["on"], steps)
-    raw = tuple(map(np.asarray, images)) if data.recordings else tuple(map(decoded, images))
+    raw = tuple(map(in_unit, images)) if data.recordings else tuple(map(decoded, images))
     pixels, sounds = ((), raw) if data.recordings else (raw, ())
     return Golden(pixels, inputs, found["off"], found["on"], steps, own, other, sounds=sounds)
 

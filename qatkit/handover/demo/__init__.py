@@ -32,7 +32,7 @@ from qatkit_verify.bundle.manifest import (
 from qatkit_verify.files import write_text
 
 PAGE_FILE, ASSETS = "demo.html", "demo"
-_PROGRAM = ("archive.mjs", "preprocess.mjs", "golden.mjs", "boxes.mjs")
+_PROGRAM = ("archive.mjs", "preprocess.mjs", "sound.mjs", "golden.mjs", "boxes.mjs")
 _OWN = ("exif.mjs", "views.mjs", "page.mjs")
 _IMPORT = re.compile(r"^import .*\n", re.MULTILINE)
 

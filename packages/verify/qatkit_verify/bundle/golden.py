@@ -1,7 +1,7 @@
 """golden.npz: a few samples, what the file is given for them, and what it must answer.
 
     pixels_0 ..        uint8 [H, W, C], before any preprocessing (of models of images)
-    samples_0 ..       float32 or int16 [T], before any preprocessing (of models of recordings)
+    samples_0 ..       float32 [T], before any preprocessing (of models of recordings)
     input:NAME         what the file takes, [N, ...], by the names of its inputs
     off:NAME, on:NAME  its outputs where it was made: ONNX Runtime without optimizations, and with all
     runs               integer: of a model of arrays, which may have the batch on any axis or on none, and other sizes

@@ -16,12 +16,13 @@ const WARM = 3;
  * @param {?object} how what preprocess.json holds; null of a model that takes no pictures.
  * @returns {Promise<object>} images; off, on: the largest distance in steps; same: images with the same top-1 as
  *   "on" in the first output; levels: the largest distance of a preprocessed pixel, in levels of 255, or of a
- *   feature of a recording, null without either; tolerance, passed; ms: the median time of a run.
+ *   feature of a recording, null without either; unit: of that distance; tolerance, passed; ms: the median time of a run.
  */
 export async function runGolden(ort, session, golden, how) {
   const inputs = named(golden, "input:");
   const images = countImages(golden, inputs, how);
-  const found = { images, off: 0, on: 0, same: 0, levels: null, tolerance: golden.tolerance.data[0] };
+  const unit = how?.features ? "" : " of 255";
+  const found = { images, off: 0, on: 0, same: 0, levels: null, unit, tolerance: golden.tolerance.data[0] };
   const times = [];
   for (let i = 0; i < images; i++) {
     const feeds = Object.fromEntries(Object.entries(inputs).map(([name, array]) => [name, row(array, i)]));

@@ -206,7 +206,7 @@ function cut(plane, width, [top, left], [rows, columns]) {
 }
 
 /** As Python rounds. */
-function roundHalfEven(value) {
+export function roundHalfEven(value) {
   const floor = Math.floor(value);
   if (value - floor !== 0.5) return Math.round(value);
   return floor % 2 ? floor + 1 : floor;

@@ -4,6 +4,8 @@
 // DFT, sums in ascending order, logarithms and cosines by their own series (Math.log and Math.cos differ between
 // engines).
 
+import { roundHalfEven } from "./preprocess.mjs";
+
 const [LN2, ROOT_HALF] = [0.6931471805599453, 0.7071067811865476];
 const [STEPS, WEIGHT_STEPS] = [2 ** 15, 2 ** 20];
 const [LOG_TERMS, COS_TERMS] = [11, 14];
@@ -16,7 +18,7 @@ const [LOG_TERMS, COS_TERMS] = [11, 14];
  * @returns {{data: Float32Array, dims: number[], type: string}} for `new ort.Tensor(type, data, dims)`.
  */
 export function prepareSound(recording, how) {
-  const steps = fitted(recording, how.samples);
+  const steps = wholeSteps(recording, how.samples);
   const dims = [1, ...soundShape(how)];
   if (how.features === "waveform") return { data: Float32Array.from(steps, (s) => s / STEPS), dims, type: "float32" };
   const [waves, bands] = [wavesOf(how.window), triangles(how)];
@@ -44,7 +46,7 @@ export function soundShape(how) {
 }
 
 /** Whole steps of 2^-15, cut off or filled with zeros. */
-function fitted(recording, count) {
+function wholeSteps(recording, count) {
   const [steps, whole] = [new Float64Array(count), recording instanceof Int16Array];
   for (let i = 0; i < Math.min(count, recording.length); i++) {
     steps[i] = Math.min(STEPS - 1, Math.max(-STEPS, whole ? recording[i] : roundHalfEven(recording[i] * STEPS)));
@@ -117,11 +119,4 @@ function naturalLog(value) {
   let total = 1 / (2 * LOG_TERMS + 1);
   for (let term = LOG_TERMS - 1; term >= 0; term--) total = total * square + 1 / (2 * term + 1);
   return exponent * LN2 + 2 * ratio * total;
-}
-
-/** As Python rounds. */
-function roundHalfEven(value) {
-  const floor = Math.floor(value);
-  if (value - floor !== 0.5) return Math.round(value);
-  return floor % 2 ? floor + 1 : floor;
 }

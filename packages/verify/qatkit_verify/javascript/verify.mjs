@@ -131,17 +131,17 @@ function parsed(files, name) {
 function told(path, files, problems, rows, passed) {
   for (const problem of problems) console.log(`REFUSED ${problem}`);
   if (rows.length) {
-    console.log(`${files.size} files as the manifest says; ${rows[0].images} golden pictures in ${PACKAGE}:`);
-    const head = ["optimizations", "steps from off", "steps from on", "same top-1", "pixels off by", "ms"];
+    console.log(`${files.size} files as the manifest says; ${rows[0].images} golden samples in ${PACKAGE}:`);
+    const head = ["optimizations", "steps from off", "steps from on", "same top-1", "inputs off by", "ms"];
     table([head, ...rows.map(cells)]);
   }
   const bound = rows.length ? `, ${rows[0].tolerance.toFixed(2)} of a step is allowed` : "";
   console.log(`${passed ? "PASSED" : "FAILED"} ${path}${bound}`);
 }
 
-function cells({ optimizations, off, on, same, images, levels, ms }) {
-  const pixels = levels === null ? "-" : `${levels.toFixed(3)} of 255`;
-  return [optimizations, off.toFixed(4), on.toFixed(4), `${same} of ${images}`, pixels, ms.toFixed(2)];
+function cells({ optimizations, off, on, same, images, levels, unit, ms }) {
+  const inputs = levels === null ? "-" : `${levels.toFixed(3)}${unit}`;
+  return [optimizations, off.toFixed(4), on.toFixed(4), `${same} of ${images}`, inputs, ms.toFixed(2)];
 }
 
 /** Rows with their columns below each other, the first to the left and all others to the right. */
