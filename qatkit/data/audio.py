@@ -23,13 +23,13 @@ from numpy.typing import NDArray
 from qatkit.config.schema import DataConfig
 from qatkit.data.image_files import left_out_note
 from qatkit.data.request import Request
-from qatkit.data.sound_files import SUFFIXES, Samples
 from qatkit.data.sound_survey import Recording, SoundSurvey, repeated_note, resampling_note, samples_of
 from qatkit.data.sources import Splits
 from qatkit.data.wave_input import WaveInput, wave_input
 from qatkit.tasks.base import NO_TARGET
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.pictures import files_below
+from qatkit_verify.sound_files import SUFFIXES, Samples
 
 _LAYOUT = "a folder with WAV or FLAC files"
 _SHOWN = 5

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from qatkit.config.schema import DataConfig
 from qatkit.data.recordings import recordings_of
 from qatkit.data.request import Request
-from qatkit.data.sound_files import Samples
 from qatkit.data.sound_survey import Recording, SoundSurvey, repeated_note, resampling_note, samples_of
 from qatkit.data.sources import Splits
 from qatkit_verify.errors import ConfigError
+from qatkit_verify.sound_files import Samples
 
 Named = Sequence[tuple[str, str]]  # (path, name of the class)
 _SHOWN = 5

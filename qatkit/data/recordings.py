@@ -22,10 +22,10 @@ from torch import Tensor
 from qatkit.config.schema import DataConfig
 from qatkit.config.schema.model import DIGITS_SPOKEN, PICTURE_AUGMENTATIONS, TONES
 from qatkit.data.inputs import ImageInputs
-from qatkit.data.sound_files import Samples
 from qatkit.data.wave_input import RATE
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.sound import SoundPreprocess
+from qatkit_verify.sound_files import Samples
 from qatkit_verify.sound_limits import LARGEST_WINDOW, LOG_MEL, LONGEST, MFCC, WAVEFORM
 
 _RATES = {DIGITS_SPOKEN: 8000, TONES: 8000}

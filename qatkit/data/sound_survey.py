@@ -11,8 +11,9 @@ from typing import NamedTuple
 import numpy as np
 
 from qatkit.data.image_files import printable
-from qatkit.data.sound_files import Samples, read_sound, resampled
+from qatkit.data.resampling import resampled
 from qatkit_verify.errors import ConfigError, one_line
+from qatkit_verify.sound_files import Samples, read_sound
 
 KEPT = 2**29  # bytes of samples in memory; those of other files are decoded again when they are asked for
 _SHOWN = 5

@@ -19,10 +19,10 @@ from qatkit.config.schema.model import COMMANDS
 from qatkit.data.image_files import left_out_note, printable
 from qatkit.data.recording_files import recording_splits
 from qatkit.data.request import Request
-from qatkit.data.sound_files import SUFFIXES
 from qatkit.data.sources import Splits
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.pictures import class_folders, files_below
+from qatkit_verify.sound_files import SUFFIXES
 from qatkit_verify.untrusted import read_text
 
 _NOISE, _LISTS = "_background_noise_", {"testing": "testing_list.txt", "validation": "validation_list.txt"}

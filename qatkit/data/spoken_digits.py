@@ -14,10 +14,10 @@ from qatkit.config.schema.model import DIGITS_SPOKEN
 from qatkit.data.image_files import left_out_note, printable
 from qatkit.data.recording_files import recording_splits
 from qatkit.data.request import Request
-from qatkit.data.sound_files import SUFFIXES
 from qatkit.data.sources import Splits
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.pictures import is_litter
+from qatkit_verify.sound_files import SUFFIXES
 
 _NAME = re.compile(r"(?P<label>.+)_(?P<speaker>[^_]+)_(?P<number>\d+)\.[^.]+")
 _TEST = range(5)

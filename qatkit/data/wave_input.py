@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from qatkit.config.schema import DataConfig
 from qatkit.data.arrays import LONE, Port
 from qatkit.data.request import Request
-from qatkit.data.sound_files import Samples
 from qatkit_verify.errors import ConfigError
+from qatkit_verify.sound_files import Samples
 
 RATE = 16000  # where nothing says another one
 _RATE_NAMES = ("sr", "fs", "samplerate", "samplingrate", "samplerateh", "sampleratehz", "audiosamplerate")

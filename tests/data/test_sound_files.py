@@ -12,7 +12,8 @@ import pytest
 from scipy.signal import resample_poly
 from sounds import riff, tone, wav
 
-from qatkit.data.sound_files import read_sound, resampled
+from qatkit.data.resampling import resampled
+from qatkit_verify.sound_files import read_sound
 
 soundfile: Any = pytest.importorskip("soundfile", reason="soundfile, the reference here, is not installed")
 

@@ -13,17 +13,18 @@ import onnx
 import onnxruntime as ort
 import pytest
 from command_line import CONF
-from recorded_words import WORDS, spoken
+from recorded_words import WORDS, spoken, word
+from sounds import wav
 from tiny_run import report_of
 
 from qatkit.config.compose import compose_config
 from qatkit.config.schema import Config
-from qatkit.data.sound_files import read_sound
 from qatkit.jobs import export_checkpoint, pipeline
 from qatkit.records.run_files import CHECKPOINT_FILE
 from qatkit_verify.bundle.manifest import MANIFEST, entry, read_manifest, write_manifest
 from qatkit_verify.command import main as verify_bundle
 from qatkit_verify.sound import SoundPreprocess
+from qatkit_verify.sound_files import read_sound
 
 WITHOUT_TORCH = (
     "import sys\n"
@@ -88,6 +89,31 @@ def test_its_bundle_is_checked_without_torch(made: tuple[Config, Path]) -> None:
         [*typed, "--pictures", str(made[1])], capture_output=True, text=True, check=False
     )
     assert refused.returncode == 2 and "whose model takes recordings" in refused.stderr
+
+
+@pytest.mark.slow
+def test_accuracy_on_a_folder_is_that_of_the_report(made: tuple[Config, Path], tmp_path: Path) -> None:
+    run, words = Path(str(made[0].output_dir)), made[1]
+    for path in words.iterdir():
+        if int(path.stem.rpartition("_")[2]) < 5:
+            target = tmp_path / "sorted" / path.name.partition("_")[0] / path.name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(path.read_bytes())
+    told = tmp_path / "told.json"
+    typed = [
+        str(run / "bundle"),
+        "--recordings",
+        str(tmp_path / "sorted"),
+        "--min-speedup",
+        "0.01",
+        "--json",
+        str(told),
+    ]
+    assert verify_bundle(typed) == 0
+    (found,) = [one for one in json.loads(told.read_text())["checks"] if one["check"] == "recordings"]
+    assert found["figures"]["top1"] == pytest.approx(report_of(run)["accuracy"]["int8"]["top1"])
+    wav(tmp_path / "sorted" / "hum" / "fast.wav", word("hum", 0), 16000)
+    assert verify_bundle(typed) == 2
 
 
 @pytest.mark.slow

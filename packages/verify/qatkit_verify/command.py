@@ -92,7 +92,7 @@ def verified(folder: Path, given: argparse.Namespace) -> Iterator[Found]:
         seen += "; made with random data, so its answers say nothing of real data"
     yield Found("files", OK, seen, figures={"files": len(manifest.files), "bytes": size})
     asked = CheckInputs(folder, manifest, given.threads, given.runs, given.runtime, given.pictures,
-                  given.min_speedup, given.max_drop)  # fmt: skip
+                  given.min_speedup, given.max_drop, given.recordings)  # fmt: skip
     for check in _checks(asked):
         answer = check(asked)
         yield from answer if isinstance(answer, list) else [answer]
@@ -113,6 +113,10 @@ def _checks(asked: CheckInputs) -> list[Check]:
         from qatkit_verify.checks.pictures import pictures
 
         wanted.append(pictures)
+    if asked.recordings is not None:
+        from qatkit_verify.checks.pictures import recordings
+
+        wanted.append(recordings)
     return wanted
 
 
@@ -160,11 +164,15 @@ def _parser() -> argparse.ArgumentParser:
         "--runtime", action="append", default=[], help="another runtime: openvino, or a dotted path"
     )
     parser.add_argument("--pictures", type=Path, help="a folder of pictures, in a folder a class")
+    parser.add_argument("--recordings", type=Path, help="a folder of WAV files, in a folder a class")
     parser.add_argument(
         "--min-speedup", type=float, help="over the float file (the run's own bound, or 1 of INT8)"
     )
     parser.add_argument(
-        "--max-drop", type=float, default=1.0, help="points that pictures may be below the report (1.0)"
+        "--max-drop",
+        type=float,
+        default=1.0,
+        help="points that pictures or recordings may be below the report (1.0)",
     )
     parser.add_argument(
         "--json", type=Path, help="write everything there as JSON; - for standard output alone"

@@ -52,9 +52,9 @@ class CheckInputs:
         manifest: read.
         threads, runs: of ONNX Runtime; timed runs of each file.
         runtimes: dotted paths of other runtimes.
-        pictures: a folder of pictures in class folders, or None.
+        pictures, recordings: a folder of pictures, or of WAV and FLAC files, in class folders, or None.
         min_speedup: over float.onnx; None: the run's own bound, where it has one.
-        max_drop: points that pictures may give less than the report says.
+        max_drop: points that pictures or recordings may give less than the report says.
     """
 
     folder: Path
@@ -65,6 +65,7 @@ class CheckInputs:
     pictures: Path | None = None
     min_speedup: float | None = None
     max_drop: float = 1.0
+    recordings: Path | None = None
 
     @property
     def int8(self) -> Path:

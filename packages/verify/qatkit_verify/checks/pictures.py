@@ -1,9 +1,9 @@
-"""Accuracy on a folder of pictures on this machine, compared with the report's accuracy on the test images."""
+"""Accuracy on a folder of pictures or recordings on this machine, compared with the report's on the test images."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +11,13 @@ import numpy as np
 from qatkit_verify.bundle.manifest import LABELS_FILE, PREPROCESS_FILE
 from qatkit_verify.checks.base import OK, OPEN, SHORT, CheckInputs, Found
 from qatkit_verify.classification import TOP1, decision
-from qatkit_verify.errors import ConfigError
-from qatkit_verify.pictures import open_picture, picture_files
+from qatkit_verify.errors import ConfigError, first_line
+from qatkit_verify.feeds import Array
+from qatkit_verify.pictures import files_below, open_picture, picture_files
 from qatkit_verify.preprocess import Preprocess
 from qatkit_verify.session import in_its_batches, open_session
+from qatkit_verify.sound import SoundPreprocess
+from qatkit_verify.sound_files import SUFFIXES, Samples, read_sound
 from qatkit_verify.untrusted import read_json, read_text
 
 _BATCH = 32
@@ -36,59 +39,102 @@ def pictures(asked: CheckInputs) -> Found:
         raise ConfigError(
             "pictures", asked.pictures, "no folder for this bundle, whose model takes recordings"
         )
-    labels = (
-        read_text(asked.folder / LABELS_FILE).splitlines() if (asked.folder / LABELS_FILE).is_file() else []
-    )
-    files = _labelled(asked.pictures, labels)
+    files = _labelled(asked, "pictures", asked.pictures, picture_files)
     prepare = Preprocess.from_dict(how)
+    return _judged(
+        asked, "pictures", files, lambda path: prepare(open_picture(path, upright=prepare.upright))
+    )
+
+
+def recordings(asked: CheckInputs) -> Found:
+    """The WAV and FLAC files of `asked.recordings`, in a folder a class (named as in labels.txt).
+
+    Raises:
+        ConfigError: as `pictures`, or a file of another sampling rate.
+    """
+    assert asked.recordings is not None
+    path = asked.folder / PREPROCESS_FILE
+    how = read_json(path) if path.is_file() else None
+    if not isinstance(how, dict) or "features" not in how:
+        allowed = "no folder for this bundle, whose model takes no recordings"
+        raise ConfigError("recordings", asked.recordings, allowed)
+    prepare = SoundPreprocess.from_dict(how)
+    files = _labelled(asked, "recordings", asked.recordings, _sound_files)
+    return _judged(asked, "recordings", files, lambda path: prepare(_samples(path, prepare.rate)))
+
+
+def _sound_files(folder: Path) -> list[Path]:
+    return [
+        Path(one)
+        for one in files_below(folder, lambda name: name.lower().endswith(SUFFIXES), "recordings")[0]
+    ]
+
+
+def _samples(path: Path, rate: int) -> Samples:
+    try:
+        sound = read_sound(str(path))
+    except (OSError, ValueError, ImportError) as error:
+        raise ConfigError("recordings", path, f"a readable WAV or FLAC file ({first_line(error)})") from error
+    if sound.rate != rate:
+        raise ConfigError("recordings", path, f"recordings at {rate} Hz; this one is at {sound.rate}")
+    return sound.samples
+
+
+def _judged(
+    asked: CheckInputs, kind: str, files: Sequence[tuple[Path, int]], tensor: Callable[[Path], Array]
+) -> Found:
+    """Classes all files, prepared by `tensor`, and compares with the report."""
     session = open_session(asked.int8, threads=asked.threads, options=asked.options)
     (port,) = session.get_inputs()
-    right = 0
+    right, images = 0, len(files)
     for batch in _batches(files):
-        tensor = prepare.batch([open_picture(path, upright=prepare.upright) for path, _ in batch])
-        (scores, *_) = in_its_batches(
-            lambda given: session.run(None, dict(given)), {port.name: tensor}, asked.batch or 1
-        )
+        given = {port.name: np.concatenate([tensor(path) for path, _ in batch])}
+        (scores, *_) = in_its_batches(lambda part: session.run(None, dict(part)), given, asked.batch or 1)
         right += int((decision(np.asarray(scores)) == [label for _, label in batch]).sum())
-    return _judged(asked, right, len(files))
+    return _compared(asked, kind, right, images)
 
 
-def _judged(asked: CheckInputs, right: int, images: int) -> Found:
+def _compared(asked: CheckInputs, kind: str, right: int, images: int) -> Found:
     found = TOP1.of(100 * right / images)
     assert found.value is not None
-    seen = f"{found.name} {found.value:.2f} on {images:,} pictures"
+    seen = f"{found.name} {found.value:.2f} on {images:,} {kind}"
     figures = {found.key: found.value, "images": images}
     told = ((asked.report.get("accuracy") or {}).get("int8") or {}).get(found.key)
     if told is None:
-        return Found("pictures", OPEN, f"{seen}; the report has no accuracy to compare with", figures=figures)
+        return Found(kind, OPEN, f"{seen}; the report has no accuracy to compare with", figures=figures)
     noise = 200 * math.sqrt(max(right * (images - right), 1) / images**3)  # two standard errors, in points
     seen += f"; the report says {told:.2f}"
     if found.value >= told - asked.max_drop - noise:
-        return Found("pictures", OK, seen, figures=figures)
+        return Found(kind, OK, seen, figures=figures)
     fix = (
-        "other pictures than those that it was trained for, or folders that are no classes; where the answers above "
+        f"other {kind} than those that it was trained for, or folders that are no classes; where the answers above "
         f"are as they were, the file is the same (--max-drop is {asked.max_drop:g} points)"
     )
-    return Found("pictures", SHORT, seen, fix, figures)
+    return Found(kind, SHORT, seen, fix, figures)
 
 
-def _labelled(root: Path, labels: list[str]) -> list[tuple[Path, int]]:
+def _labelled(
+    asked: CheckInputs, kind: str, root: Path, files_of: Callable[[Path], list[Path]]
+) -> list[tuple[Path, int]]:
+    """The files in the folders of classes, with their labels."""
+    known = asked.folder / LABELS_FILE
+    labels = read_text(known).splitlines() if known.is_file() else []
     if not root.is_dir():
-        raise ConfigError("pictures", root, "a folder with a folder of pictures for each class")
+        raise ConfigError(kind, root, f"a folder with a folder of {kind} for each class")
     folders = sorted(path for path in root.iterdir() if path.is_dir())
     numbers = {name: number for number, name in enumerate(labels)}
     if not folders:
-        raise ConfigError("pictures", root, f"a folder for each class, such as {', '.join(labels[:3])}")
+        raise ConfigError(kind, root, f"a folder for each class, such as {', '.join(labels[:3])}")
     for folder in folders:
         if folder.name not in numbers:
             raise ConfigError(
-                "pictures", folder, f"folders named as in {LABELS_FILE}, such as {', '.join(labels[:3])}"
+                kind, folder, f"folders named as in {LABELS_FILE}, such as {', '.join(labels[:3])}"
             )
-    found = [(path, numbers[folder.name]) for folder in folders for path in picture_files(folder)]
+    found = [(path, numbers[folder.name]) for folder in folders for path in files_of(folder)]
     if not found:
-        raise ConfigError("pictures", root, "at least one picture")
+        raise ConfigError(kind, root, f"at least one of the {kind}")
     return found
 
 
-def _batches(files: list[tuple[Path, int]]) -> Iterator[list[tuple[Path, int]]]:
+def _batches(files: Sequence[tuple[Path, int]]) -> Iterator[Sequence[tuple[Path, int]]]:
     return (files[start : start + _BATCH] for start in range(0, len(files), _BATCH))

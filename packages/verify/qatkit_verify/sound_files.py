@@ -11,7 +11,6 @@ from __future__ import annotations
 import io
 import os
 import struct
-from math import gcd
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,8 +23,6 @@ _PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE
 # Lengths from here on are those of programs that write into a pipe and don't know how much will come.
 _UNKNOWN = 0x7FFFF000
 _BLOCK = 2**20  # samples of a FLAC file that are decoded at a time
-# The filter of a resampling has 20 coefficients for each step of the larger of two rates, reduced.
-_LARGEST_STEP = 2**18
 
 Samples = NDArray[np.float32]
 
@@ -76,23 +73,6 @@ def read_sound(path: str) -> Sound:
     if not np.isfinite(one).all():
         raise ValueError("NaN or infinity among its samples")
     return Sound(rate, one)
-
-
-def resampled(samples: Samples, rate: int, wanted: int) -> Samples:
-    """Returns samples of one rate at another one, by a polyphase filter.
-
-    Raises:
-        ValueError: two rates that have hardly a factor in common.
-    """
-    if rate == wanted:
-        return samples
-    common = gcd(rate, wanted)
-    up, down = wanted // common, rate // common
-    if max(up, down) > _LARGEST_STEP:
-        raise ValueError(f"{rate} Hz, which can't be resampled to {wanted} Hz")
-    from scipy.signal import resample_poly  # takes a second to import
-
-    return resample_poly(samples.astype(np.float64), up, down).astype(np.float32)  # type: ignore[no-any-return]
 
 
 def _flac(stream: io.BufferedReader) -> tuple[int, Samples]:
