@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from qatkit.config.schema import DataConfig
+from qatkit.config.rules import validate
+from qatkit.config.schema import Config, DataConfig, ExportConfig, ModelConfig, ScheduleConfig
 from qatkit.config.schema.model import TONES
 from qatkit.data.tones import Tones
 from qatkit.models.ds_cnn import ds_cnn
 from qatkit.models.sound_features import SoundFeatures
-from qatkit.run.sound import with_features
+from qatkit.run.sound import overrides_of, with_features
+from qatkit_verify.errors import ConfigError
 from qatkit_verify.sound import SoundPreprocess
 
 
@@ -42,6 +46,17 @@ def test_features_in_the_graph_are_those_before_it(features: str) -> None:
 
 def test_a_model_gets_features_where_the_graph_has_them() -> None:
     model = ds_cnn(4, channels=8, blocks=1).eval()
-    assert with_features(DataConfig(source=TONES), model) is model
-    wrapped = with_features(DataConfig(source=TONES, features_in="graph"), model)
+    assert with_features(Config(data=DataConfig(source=TONES)), model) is model
+    config = Config(data=DataConfig(source=TONES, features_in="graph"))
+    wrapped = with_features(config, model)
     assert wrapped(torch.zeros(2, 8000)).shape == (2, 4) and not wrapped.training
+    assert overrides_of(config)["features.*"].float and not overrides_of(Config())
+    of_file = replace(config, model=ModelConfig("onnx/model.onnx"))  # which takes samples itself
+    assert with_features(of_file, model) is model and not overrides_of(of_file)
+
+
+def test_modes_that_leave_nothing_float_take_features_alone() -> None:
+    data = DataConfig(source=TONES, features_in="graph")
+    config = Config(data=data, schedule=ScheduleConfig(epochs=0), export=ExportConfig(mode="float16"))
+    with pytest.raises(ConfigError, match="data.features_in=graph: expected data with export.mode=float16"):
+        validate(config)

@@ -254,6 +254,9 @@ def _check_export(config: Config) -> None:
     ):
         if value != needed:
             raise ConfigError(key, value, f"{_shown(needed)} with export.mode={mode}")
+    if config.data.features_in == "graph":
+        allowed = f"data with export.mode={mode}, which leaves no features float"
+        raise ConfigError("data.features_in", "graph", allowed)
     if config.backend.reduce_range is True and mode in ("float16", "weight_only"):
         raise ConfigError(
             "backend.reduce_range", True, f"false with export.mode={mode}, which multiplies in float"

@@ -32,7 +32,7 @@ from qatkit.run.declared_images import check_channels, other_images, other_recor
 from qatkit.run.folder import main_process, say
 from qatkit.run.loop.fit import batches_a_step
 from qatkit.run.memory import Cost, check_inputs, check_model, check_weights_fit, measured
-from qatkit.run.sound import features_overrides, with_features
+from qatkit.run.sound import overrides_of, with_features
 from qatkit.run.trainable import check_head, check_trains
 from qatkit.tasks import task_of
 from qatkit.train.module import QATModule
@@ -199,7 +199,7 @@ def float_model(config: Config, wanted: ModelConfig, classes: int | None = None)
     Raises:
         ConfigError: as `models.build`.
     """
-    return with_features(config.data, models.build(wanted, classes, config.task))
+    return with_features(config, models.build(wanted, classes, config.task))
 
 
 def _fits(outputs: Mapping[str, Tensor], config: Config, data: DataModule) -> bool:
@@ -315,7 +315,7 @@ def qat_module(
         inputs.example(2),
         config.schedule,
         backend_of(config),
-        {**features_overrides(config.data), **config.backend.overrides, **float_overrides(floats)},
+        {**overrides_of(config), **float_overrides(floats)},
         quantizers_of(config),
         algorithms=[one for name, one in known.items() if algorithms is None or name in algorithms],
         quantize=quantize,

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import nn
 
-from qatkit.config.schema import DataConfig, OverrideConfig
+from qatkit.config.schema import Config, OverrideConfig
 from qatkit.data.recordings import recordings_of
+from qatkit.models.onnx_files import PREFIX
 from qatkit.models.sound_features import FEATURES, WithFeatures
 
 
-def with_features(config: DataConfig, model: nn.Module) -> nn.Module:
-    """Returns a model that takes what the data give: itself, or with `data.features_in=graph` behind its features."""
-    if config.features_in != "graph":
+def with_features(config: Config, model: nn.Module) -> nn.Module:
+    """Returns a model that takes what the data give: itself, or with `data.features_in=graph` behind its features.
+
+    An ONNX file that takes samples has its features in it.
+    """
+    if not _in_front(config):
         return model
-    return WithFeatures(recordings_of(config).sound, model).train(model.training)
+    return WithFeatures(recordings_of(config.data).sound, model).train(model.training)
 
 
-def features_overrides(config: DataConfig) -> dict[str, OverrideConfig]:
-    """Returns the override that leaves features in the graph float; none without them."""
-    return {f"{FEATURES}.*": OverrideConfig(float=True)} if config.features_in == "graph" else {}
+def overrides_of(config: Config) -> Mapping[str, OverrideConfig]:
+    """Returns the overrides of a run: its own, behind the one that leaves features in the graph float."""
+    own = {f"{FEATURES}.*": OverrideConfig(float=True)} if _in_front(config) else {}
+    return own | config.backend.overrides
+
+
+def _in_front(config: Config) -> bool:
+    return config.data.features_in == "graph" and not config.model.name.startswith(PREFIX)

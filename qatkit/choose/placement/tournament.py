@@ -33,6 +33,7 @@ from qatkit.progress import shown
 from qatkit.run.backend import backend_of
 from qatkit.run.build import qat_module
 from qatkit.run.export import paths_of, write_file, write_float_file
+from qatkit.run.sound import overrides_of
 from qatkit.train.module import QATModule
 from qatkit.verify.site_kernels import SiteKernel, site_kernels
 from qatkit_verify.latency import Session, every_session
@@ -120,7 +121,7 @@ class Tournament:
         self.config, self.model, self.inputs, self.folder = config, model, inputs, folder
         self.module_type, self.options = type(module), module.backend.session_options
         opened = module.opened(model).graph
-        forced = [site(node) for node in Overrides(opened, config.backend.overrides).forced_float]
+        forced = [site(node) for node in Overrides(opened, overrides_of(config)).forced_float]
         self.layouts = Layouts(opened, module.backend, forced)
         self.choices = Choices(opened, module.backend, self.layouts, forced)
         self.digest = digest(opened)

@@ -36,6 +36,7 @@ from qatkit.records.precision import Precision, PrecisionPoint
 from qatkit.records.results import Fidelity
 from qatkit.run.build import example_batch
 from qatkit.run.export import paths_of, write_float_file
+from qatkit.run.sound import overrides_of
 from qatkit.verify.drift import drift_of_files
 from qatkit.verify.site_kernels import site_kernels
 from qatkit_verify.classification import NAMES
@@ -80,7 +81,7 @@ class Search:
         example = example_batch(config, data.inputs)
         self.judge = Judge(module.graph, example, batches, folder, self.runtime, "precision")
         opened = module.opened(builder.model)
-        forced = Overrides(opened.graph, config.backend.overrides).forced_float
+        forced = Overrides(opened.graph, overrides_of(config)).forced_float
         sites = [str(node.meta.get("site", node.name)) for node in forced]
         self.layouts = Layouts(opened.graph, module.backend, sites)
         self.files: dict[str, Path] = {}

@@ -36,9 +36,7 @@ def teacher_of(config: Config, data: DataModule) -> nn.Module | None:
         if wanted.weights is not None:
             _check_classes(models.weights_classes(wanted), data, key, shown)
         classes = None if wanted.weights else data.num_classes
-        teacher = with_features(
-            config.data, models.build(replace(wanted, checkpoint=file), classes, config.task)
-        )
+        teacher = with_features(config, models.build(replace(wanted, checkpoint=file), classes, config.task))
     except ConfigError as error:
         if not error.key.startswith("model."):
             raise
