@@ -58,5 +58,7 @@ def test_a_model_gets_features_where_the_graph_has_them() -> None:
 def test_modes_that_leave_nothing_float_take_features_alone() -> None:
     data = DataConfig(source=TONES, features_in="graph")
     config = Config(data=data, schedule=ScheduleConfig(epochs=0), export=ExportConfig(mode="float16"))
-    with pytest.raises(ConfigError, match="data.features_in=graph: expected data with export.mode=float16"):
+    with pytest.raises(
+        ConfigError, match=r"data\.features_in=graph: expected data with export\.mode=float16"
+    ):
         validate(config)
