@@ -7,6 +7,7 @@
 - `arrays`: samples that are arrays by the names of a model's inputs; `rollout`: such samples with the states that the
   float file itself had, of a model whose outputs are inputs of its next step.
 - `audio`: frames of WAV and FLAC files; `drawn`: random samples for the inputs that a file declares.
+- `recordings`: features of recordings with a label each; `spoken_digits`, `speech_commands`, `tones` give them.
 - `loading`: loaders that work on whole batches and whose position in an epoch can be saved and restored.
 - `module`: the `DataModule` that puts these together for Lightning, calibration and verification.
 
