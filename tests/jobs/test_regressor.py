@@ -46,6 +46,7 @@ def pictures(root: Path, count: int = 160) -> Path:
     return root
 
 
+@pytest.mark.slow
 def test_a_regression_goes_from_pictures_to_a_bundle(tmp_path: Path) -> None:
     root = pictures(tmp_path / "pictures")
     config = compose_config(
