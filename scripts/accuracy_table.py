@@ -60,7 +60,7 @@ def _row(result: dict[str, Any]) -> list[str]:
 
 
 def _isa(hardware: dict[str, Any]) -> str:
-    """What int8 kernels run by, in words."""
+    """Returns the instructions that int8 kernels run by, in words."""
     known = {"avx512_vnni": "VNNI", "avx_vnni": "VNNI", "amx_int8": "AMX"}
     found = dict.fromkeys(known[one] for one in hardware.get("isa", ()) if one in known)
     return f" ({', '.join(found)})" if found else ""

@@ -216,7 +216,7 @@ class DataModule(lightning.LightningDataModule):
 
     @property
     def preprocessing(self) -> Preprocessing:
-        """What is done to every image; samples of arrays and recordings have none."""
+        """The preparation of every image; samples of arrays and recordings have none."""
         assert self._images is not None
         return self._images
 

@@ -1,4 +1,4 @@
-"""Recordings in a folder a class, as Google Speech Commands has them (Warden, 2018, https://arxiv.org/abs/1804.03209).
+"""Recordings, one folder per class, as Google Speech Commands has them (Warden, 2018, https://arxiv.org/abs/1804.03209).
 
     ROOT/CLASS/SPEAKER_nohash_N.wav      ROOT/testing_list.txt, ROOT/validation_list.txt: lines CLASS/NAME.wav
 

@@ -195,7 +195,7 @@ def _fill(source: BundleSource, new: Path) -> None:
 
 
 def _copy_larger_files(source: BundleSource, new: Path) -> None:
-    """What ships beside the file of some tasks: the decoder, the file with non-maximum suppression."""
+    """Copies the files beside that of some tasks: the decoder, the one with non-maximum suppression."""
     suppressed = nms_file(source.int8)
     if suppressed.is_file():
         _copied(suppressed, new / nms_file(Path(INT8_FILE)).name)

@@ -163,8 +163,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--runtime", action="append", default=[], help="another runtime: openvino, or a dotted path"
     )
-    parser.add_argument("--pictures", type=Path, help="a folder of pictures, in a folder a class")
-    parser.add_argument("--recordings", type=Path, help="a folder of WAV files, in a folder a class")
+    parser.add_argument("--pictures", type=Path, help="a folder of pictures, one folder per class")
+    parser.add_argument("--recordings", type=Path, help="a folder of WAV files, one folder per class")
     parser.add_argument(
         "--min-speedup", type=float, help="over the float file (the run's own bound, or 1 of INT8)"
     )

@@ -156,7 +156,7 @@ def _ranges(by: Array, difference: Array) -> list[dict[str, Any]]:
 
 
 def _beyond(part: Mapping[str, Any], output: Mapping[str, Any]) -> bool:
-    """Whether a shift is more than noise; one that no float32 of the outputs' size holds is none."""
+    """Returns whether a shift is more than noise; one that no float32 of the outputs' size holds is none."""
     least = max(_SURE * part["error"], 1e-6 * output["deviation"])
     return bool(part["samples"] >= _FEWEST and abs(part["shift"]) > least)
 

@@ -24,7 +24,7 @@ _BATCH = 32
 
 
 def pictures(asked: CheckInputs) -> Found:
-    """The pictures of `asked.pictures`, in a folder a class (named as in labels.txt).
+    """The pictures of `asked.pictures`, one folder per class (named as in labels.txt).
 
     Raises:
         ConfigError: no such folder, no class folders, one that labels.txt does not have, or a picture that can't be
@@ -47,7 +47,7 @@ def pictures(asked: CheckInputs) -> Found:
 
 
 def recordings(asked: CheckInputs) -> Found:
-    """The WAV and FLAC files of `asked.recordings`, in a folder a class (named as in labels.txt).
+    """The WAV and FLAC files of `asked.recordings`, one folder per class (named as in labels.txt).
 
     Raises:
         ConfigError: as `pictures`, or a file of another sampling rate.
