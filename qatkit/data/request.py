@@ -58,6 +58,7 @@ def check_own_settings(config: DataConfig, source: Callable[..., Any]) -> None:
     for key, owners in _OWN.items():
         value = getattr(config, key)
         if value is not None and config.source not in owners and not users:
-            names = " and ".join(f"data={one.rpartition('.')[2]}" for one in owners)
-            allowed = f"null with data.source={config.source}; {names} reads it"
+            names = ", ".join(f"data={one.rpartition('.')[2]}" for one in owners)
+            verb = "reads" if len(owners) == 1 else "read"
+            allowed = f"null with data.source={config.source}; {names} {verb} it"
             raise ConfigError(f"data.{key}", value, allowed)
