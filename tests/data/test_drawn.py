@@ -146,7 +146,8 @@ def test_a_model_with_states_gets_sequences(tmp_path: Path) -> None:
         (
             (IDS,),
             {"rate": 8000},
-            f"data.rate=8000: expected null with data.source={DRAWN}; data=audio, data=spoken_digits, data=speech_commands, data=tones read it",
+            f"data.rate=8000: expected null with data.source={DRAWN}; data=audio, data=spoken_digits, "
+            "data=speech_commands, data=tones read it",
         ),
         ((IDS,), {"bad": "skip"}, "data.bad=skip: expected refuse"),
         ((IDS,), {"ranges": 3}, "data.ranges=3: expected {INPUT: [LOW, HIGH]}"),
