@@ -41,7 +41,7 @@ def test_help_lists_every_key_and_option(
     mean = "per channel of the model's input, of its pixels (pixels=0..255: 0)"
     assert f"\n  data.mean: list[float] | None = null\n      {mean}\n" in said
     assert "\n  export.opset: int = 13  (13 to 23)\n" in said
-    assert "\n  data.augment: str = none  (none | flip | crop_flip | resized_crop)\n" in said
+    assert "\n  data.bad: str = refuse  (refuse | skip)\n" in said
     assert "\n  algorithm.equalize.relu6: str = keep  (keep | relu)\n" in said
     assert "\n  algorithm.bias_correction.trim: float = 0.05  (0 to 0.49)\n" in said
     assert "\n  backend:     fbgemm, qnnpack, tensorrt, weight_only\n" in said

@@ -167,6 +167,7 @@ def test_bounds_that_are_off_need_no_check() -> None:
         "parity",
         "sizes",
         "decoder",
+        "detections",
         "audit",
         "saturation",
     ]
