@@ -34,6 +34,14 @@ class Outputs(nn.Module):
         return outputs[0] if self.kept == 1 else outputs[: self.kept]
 
 
+def results(graph: fx.Graph) -> tuple[fx.Node, ...]:
+    """Returns the nodes whose values a graph yields in inference, in order, each once."""
+    ends = next(node for node in reversed(graph.nodes) if node.op == "output").all_input_nodes
+    if len(ends) == 1 and ends[0].op == "call_module" and isinstance(module := module_of(ends[0]), Outputs):
+        ends = [node for node in ends[0].args[: module.kept] if isinstance(node, fx.Node)]
+    return tuple(dict.fromkeys(ends))
+
+
 def outputs_in_inference(model: nn.Module, outputs: Any) -> int | None:
     """Returns how many outputs of a model, its first ones, a file has; None: all of them.
 

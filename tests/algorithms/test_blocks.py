@@ -80,6 +80,43 @@ def test_blocks_are_cut_where_one_tensor_is_alive() -> None:
     assert ["qkv", "out_proj", "0", "3"] in names or all(len(block.outputs) == 1 for block in vit)
 
 
+class _TwoHeads(nn.Module):
+    """Two outputs of a file, and one for training alone, as a detector has them."""
+
+    inference_outputs = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.first, self.second = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 1), nn.Conv2d(8, 2, 1)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        x = self.stem(x).relu()
+        logits = self.second(x)
+        return {"boxes": self.first(x), "scores": logits.sigmoid(), "logits": logits}
+
+
+@pytest.mark.parametrize("fisher", [False, True])
+def test_outputs_for_training_alone_are_not_learned_from(fisher: bool) -> None:
+    torch.manual_seed(0)
+    images = noise(16, 3, 8, 8)
+    graph = calibrated(_TwoHeads(), images)
+    parts = blocks(graph, 100)
+    outputs = [[site(node).removesuffix("_quant") for node in block.outputs] for block in parts]
+    assert outputs == [["first", "sigmoid"]]
+    set_phase(graph, observe=False, quantize=False)
+    with torch.no_grad():
+        exact = graph(images)
+        for found, wanted in zip(parts[0].extract()(images), exact, strict=True):
+            assert torch.equal(found, wanted)
+    algorithm = BlockReconstruction(images=16, steps=20, batch_size=8, operators=1, fisher=fisher)
+    assert algorithm(graph, [images]).changed > 0
+    with torch.no_grad():
+        errors = [
+            float((one - other).square().mean()) for one, other in zip(graph(images), exact, strict=True)
+        ]
+    assert 0 < max(errors) < 1e-3
+
+
 def test_a_layer_has_the_activation_behind_it() -> None:
     model, images = _small("block")  # GELU, which no quantizer stands for
     parts = {site(b.operators[0]): b for b in layers(calibrated(model, images)) if b.operators}

@@ -24,7 +24,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from qatkit.graph.nodes import facts, module_of, op_class
+from qatkit.graph.nodes import facts, module_of, op_class, results
 from qatkit.graph.placement import constants
 from qatkit.graph.quantizers import is_quantizer
 from qatkit.quant.qat_layers import QATOperator
@@ -127,18 +127,27 @@ def _belongs(node: fx.Node, last: fx.Node) -> bool:
 
 
 def _steps(graph_module: fx.GraphModule) -> list[fx.Node]:
-    """The nodes that depend on the inputs, in order, without inputs and output."""
+    """The nodes that depend on the inputs, in order, without inputs and the graph's end."""
     free = constants(graph_module.graph)
-    return [n for n in graph_module.graph.nodes if n.op not in ("placeholder", "output") and n not in free]
+    return [n for n in graph_module.graph.nodes if not is_end(n) and n.op != "placeholder" and n not in free]
+
+
+def is_end(node: fx.Node) -> bool:
+    """Returns whether a node only gathers what the graph yields (`qatkit.graph.nodes.Outputs`)."""
+    return node.op == "output" or op_class(node) == "outputs"
 
 
 def _between(steps: Sequence[fx.Node], cuts: Sequence[int]) -> list[Block]:
-    found = []
+    found, yielded = [], set(results(steps[0].graph))
     for start, end in itertools.pairwise(cuts):
         inside = dict.fromkeys(steps[start:end])
         variable = set(steps[:start]) | {n for n in steps[0].graph.nodes if n.op == "placeholder"}
         inputs = dict.fromkeys(n for node in inside for n in node.all_input_nodes if n in variable)
-        outputs = [n for n in inside if any(user not in inside for user in n.users)]
+        outputs = [
+            n
+            for n in inside
+            if n in yielded or any(user not in inside and not is_end(user) for user in n.users)
+        ]
         if outputs:
             learners = tuple(n for n in inside if is_learner(n))
             found.append(Block(tuple(inside), tuple(inputs), tuple(outputs), learners))

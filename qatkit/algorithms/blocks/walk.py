@@ -25,8 +25,8 @@ from qatkit.algorithms.blocks.cached import Cache
 from qatkit.algorithms.blocks.fisher import fisher_diagonal
 from qatkit.algorithms.blocks.journal import Found, Journal, current, fingerprint
 from qatkit.algorithms.blocks.lesson import Learner, Lesson, Tensors, changeable
-from qatkit.algorithms.blocks.partition import Block, extract
-from qatkit.graph.nodes import is_float_tensor, module_of, site
+from qatkit.algorithms.blocks.partition import Block, extract, is_end
+from qatkit.graph.nodes import is_float_tensor, module_of, results, site
 from qatkit.graph.phase import inference, set_phase
 from qatkit.graph.placement import constants
 from qatkit.graph.quantizers import quantizer_of
@@ -180,10 +180,10 @@ class _State:
         """The float graph behind a block, and the nodes whose values it is called with."""
         graph, free = self.graph_module.graph, constants(self.graph_module.graph)
         order = list(graph.nodes)
-        after = order[order.index(block.nodes[-1]) + 1 : -1]
+        after = [node for node in order[order.index(block.nodes[-1]) + 1 :] if not is_end(node)]
         inputs = [node for node in order if node in self.alive]
         inside = [node for node in after if node.op != "placeholder" and node not in free]
-        tail = extract(inside, inputs, order[-1].all_input_nodes)
+        tail = extract(inside, inputs, results(graph))
         set_phase(tail, observe=False, quantize=False)
         return tail, inputs
 
