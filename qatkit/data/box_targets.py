@@ -17,7 +17,7 @@ from torch import Tensor
 
 from qatkit.data.preprocessing import Preprocessing
 from qatkit.tasks.detection import VALUES
-from qatkit_verify.fitting import Fitting, Sides, fitting, sides
+from qatkit_verify.fitting import Fitting, Sides, sides
 
 _LEAST = 0.25  # of a box's area, that is in the input
 
@@ -38,9 +38,7 @@ class BoxTargets:
 
     def eval_targets(self, targets: Sequence[Any], pictures: Sequence[Sides]) -> Tensor:
         """Returns boxes as in evaluation; `pictures` are their heights and widths."""
-        own = self._pictures
-        size, resize = sides(own.image_size), sides(own.resize)
-        hows = [fitting(own.fit, picture, size, resize, own.align) for picture in pictures]
+        hows = [self._pictures.fitting(picture) for picture in pictures]
         return self._batch(targets, pictures, hows, [False] * len(hows))
 
     def train_targets(
@@ -52,13 +50,9 @@ class BoxTargets:
     ) -> Tensor:
         """Returns boxes as in training; `draws` are as those of the pictures were."""
         own = self._pictures
-        size, resize = sides(own.image_size), sides(own.resize)
         hows, flips = [], []
         for picture, draw in zip(pictures, draws, strict=True):
-            zoom = augment == "scale_flip"
-            hows.append(
-                own.zoomed(picture, draw) if zoom else fitting(own.fit, picture, size, resize, own.align)
-            )
+            hows.append(own.zoomed(picture, draw) if augment == "scale_flip" else own.fitting(picture))
             flips.append(augment != "none" and draw.random() < 0.5)
         return self._batch(
             targets, pictures, hows, flips, within=augment == "flip" and own.fit == "letterbox"

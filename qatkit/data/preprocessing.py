@@ -237,15 +237,15 @@ class Preprocessing:
 
     def zoomed(self, picture: Sides, draw: random.Random) -> Fitting:
         """Returns a random size and place of a picture (height, width) in the input, around those of evaluation."""
-        size = sides(self.image_size)
-        how = fitting(self.fit, picture, size, sides(self.resize), self.align)
-        return random_zoom(how.scaled, size, draw)
+        return random_zoom(self.fitting(picture).scaled, sides(self.image_size), draw)
+
+    def fitting(self, picture: Sides) -> Fitting:
+        """Returns how a picture (height, width) comes to the input's size in evaluation."""
+        return fitting(self.fit, picture, sides(self.image_size), sides(self.resize), self.align)
 
     def _of_input_size(self, array: Tensor) -> Tensor:
         """`array` (N, channels, height, width) brought to the input's size by `fit`, float32."""
-        picture = (array.shape[-2], array.shape[-1])
-        how = fitting(self.fit, picture, sides(self.image_size), sides(self.resize), self.align)
-        return self._placed(array, how)
+        return self._placed(array, self.fitting((array.shape[-2], array.shape[-1])))
 
     def _placed(self, array: Tensor, how: Fitting) -> Tensor:
         """`array` (N, channels, height, width) in inputs, float32; what it does not cover is filled."""
