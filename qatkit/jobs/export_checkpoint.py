@@ -16,9 +16,10 @@ from qatkit.export.accuracy_level import FLOAT, at_level
 from qatkit.jobs.accuracy_level import level_of_run
 from qatkit.jobs.hand_over import bundle_line, bundled, check_hand_over, same_file, source_of
 from qatkit.jobs.packed_weights import check_form
+from qatkit.records.detections import nms_file
 from qatkit.records.run_files import CONFIG_FILE, REPORT_FILE, file_name, write_model_json
 from qatkit.run.build import captured, data_of, float_model, qat_module
-from qatkit.run.export import check_integer_ends, check_weights, finish_file, write_file
+from qatkit.run.export import check_integer_ends, check_weights, finish_file, has_nms, write_file, write_nms
 from qatkit.run.find import output_dir
 from qatkit.run.folder import read_checkpoint, say
 from qatkit.run.lock import locked
@@ -69,6 +70,9 @@ def _exported(config: Config) -> int:
         about = None if data is None else finish_file(new, config, data)
     if about is not None:
         write_model_json(folder, about)
+    if has_nms(config):
+        with readable(path) as plain, secret(nms_file(path)) as new:
+            write_nms(plain, new, config)
     with readable(path) as plain:
         found = audit(plain, options=module.backend.session_options, threads=config.verify.threads,
                       allow_float=[site for site, _ in module.skipped],

@@ -44,6 +44,7 @@ from qatkit.records.run_files import (
 from qatkit.run.backend import backend_of
 from qatkit.run.build import example_batch, quantizers_of
 from qatkit.run.folder import Run
+from qatkit.tasks import task_of
 from qatkit.train.module import QATModule
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.files import write_text
@@ -220,19 +221,19 @@ def finish_file(path: Path, config: Config, data: DataModule) -> dict[str, Any]:
     return about | ends.as_dict()
 
 
-def write_nms(path: Path, config: Config, data: DataModule) -> list[str]:
-    """Writes the file with non-maximum suppression beside a detector's file, where it is asked for; returns its name.
+def has_nms(config: Config) -> bool:
+    """Returns whether a file with non-maximum suppression is to stand beside the file."""
+    return config.export.nms and task_of(config.task).boxes
+
+
+def write_nms(source: Path, target: Path, config: Config) -> None:
+    """Writes a detector's file with non-maximum suppression.
 
     Raises:
         ConfigError: as `add_nms`.
     """
     wanted = config.export
-    if not (data.task.boxes and wanted.nms):
-        return []
-    add_nms(
-        path, target := nms_file(path), Suppression(wanted.nms_score, wanted.nms_overlap, wanted.nms_boxes)
-    )
-    return [target.name]
+    add_nms(source, target, Suppression(wanted.nms_score, wanted.nms_overlap, wanted.nms_boxes))
 
 
 def describe(data: DataModule) -> dict[str, Any]:
@@ -269,10 +270,11 @@ def write_files(run: Run, data: DataModule, model: Captured, module: QATModule) 
     write_model_json(folder, about)
     ranges = calibration_ranges(module.graph)
     write_text(folder / RANGES_FILE, json.dumps(ranges, indent=1) + "\n")
-    extra, notes = (
-        write_nms(run.files / run.int8_name, config, data),
-        [*_low_bits(module, config), *told, *filter(None, [larger])],
-    )
+    extra, notes = list[str](), [*_low_bits(module, config), *told, *filter(None, [larger])]
+    if has_nms(config):
+        int8 = run.files / run.int8_name
+        write_nms(int8, nms_file(int8), config)
+        extra.append(nms_file(int8).name)
     if config.export.tensorrt_table is not None:
         parts = split_parts(module.graph.graph)
         table, missing = tensorrt_table(run.files / FLOAT_FILE, ranges, config.export.tensorrt_table, parts)

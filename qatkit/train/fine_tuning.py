@@ -25,7 +25,6 @@ from qatkit.graph.phase import freeze_batch_norm, observe_in_parts, set_phase
 from qatkit.graph.scales.align import Alignment, align
 from qatkit.graph.signature import Example, flatten, graph_inputs, in_float32, like, on, output_leaves
 from qatkit.quant.learned.oscillation import FIRST_THRESHOLD, annealed
-from qatkit.tasks import CLASSIFICATION, Task
 from qatkit.train.distillation import Feature, feature_loss, tapped, watched
 from qatkit.train.learner import Batch, Learner
 from qatkit_verify.errors import ConfigError
@@ -38,7 +37,6 @@ class FineTuning(Learner):
         schedule: milestones, rates, what the loss is made of.
         example: what the model is called with (`qatkit.graph.signature`).
         quantize: False trains the same graph in float.
-        task: what is learned.
 
     Attributes:
         graph: the prepared GraphModule, called with the example's tensors one after the other.
@@ -48,10 +46,8 @@ class FineTuning(Learner):
 
     graph: fx.GraphModule
 
-    def __init__(
-        self, schedule: ScheduleConfig, example: Example, *, quantize: bool, task: Task = CLASSIFICATION
-    ) -> None:
-        super().__init__(schedule, schedule.lr, task)
+    def __init__(self, schedule: ScheduleConfig, example: Example, *, quantize: bool) -> None:
+        super().__init__(schedule, schedule.lr)
         self.example, self.quantize = example, quantize
         # In tuples: no submodules, so not part of checkpoints.
         self.teacher: tuple[nn.Module, ...] = ()

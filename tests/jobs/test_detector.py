@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from torchvision.ops import batched_nms, box_iou
 
 from qatkit.config.compose import compose_config
 from qatkit.config.schema import Config
-from qatkit.jobs import pipeline
+from qatkit.jobs import export_checkpoint, pipeline
 from qatkit.models.detectors.detector import Detector, grid
 from qatkit.models.detectors.yolox import decoded
 from qatkit.models.detectors.yolox_loss import YoloxLoss
@@ -143,6 +144,16 @@ def test_suppression_in_the_file_is_torchvisions(made: tuple[Path, Path]) -> Non
     measured = report_of(run)["measured"]["detections"]
     assert 2 * measured["matched"] == measured["boxes"] > 24
     onnx.checker.check_model(onnx.load(run / "model.int8.nms.onnx"), full_check=True)
+
+
+def test_a_checkpoint_gives_both_files_again(made: tuple[Path, Path]) -> None:
+    run, root = made
+    config = replace(
+        asked(run, root), checkpoint=str(run / "last.ckpt"), output_dir=str(run.parent / "again")
+    )
+    assert export_checkpoint.export(config) == 0
+    for name in ("model.int8.onnx", "model.int8.nms.onnx"):
+        assert (run.parent / "again" / name).read_bytes() == (run / name).read_bytes()
 
 
 def test_its_bundle_is_checked_without_torch(made: tuple[Path, Path]) -> None:
