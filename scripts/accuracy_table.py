@@ -18,7 +18,8 @@ _HEAD = """# Accuracy, speed and size
 
 Written by `uv run scripts/accuracy_table.py` from recipes/results/*.json; do not edit.
 
-- Each row is one command, the first line of recipes/NAME.yaml, whose header says which data it needs.
+- Each row is one command, the first line of recipes/NAME.yaml, whose header says which data it needs, and which
+  settings were others where a run was.
 - Accuracy is that of the ONNX files in ONNX Runtime on all test samples. "change" is INT8 minus float, with two
   standard errors over the same samples where they are known.
 - "speed" is float's median latency over INT8's, batch 1, in interleaved rounds, with the 10th and 90th percentile over

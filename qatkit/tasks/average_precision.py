@@ -24,13 +24,10 @@ OVERLAPS = np.arange(50, 100, 5) / 100  # at which a detection is right
 DETECTIONS = 100  # of a picture, at most
 LEAST_SCORE = 0.01
 MOST_OVERLAP = 0.6  # of two detections of a class
-IGNORED, CROWD = (
-    1,
-    2,
-)  # of a labelled box: one that does not count; a group, which any number of detections match
-CLASS, SCORE, RIGHT, LEFT_OUT, OVERLAP = range(
-    5
-)  # of a detection's values; of a class its boxes are the first
+# Of a labelled box: one that does not count; a group, which any number of detections match.
+IGNORED, CROWD = 1, 2
+# Of a detection's values; of a class the number of its boxes is the first.
+CLASS, SCORE, RIGHT, LEFT_OUT, OVERLAP = range(5)
 _BINS = 400  # of scores, of histograms
 _CANDIDATES = 500  # detections of a picture before suppression
 _RECALLS = np.linspace(0, 1, 101)
@@ -39,7 +36,7 @@ _RECALLS = np.linspace(0, 1, 101)
 def detections(
     rows: Array, least: float = LEAST_SCORE, most: float = MOST_OVERLAP, count: int = DETECTIONS
 ) -> Boxes:
-    """Returns the boxes of a picture that non-maximum suppression leaves, class by class, best first.
+    """Returns the boxes of a picture that non-maximum suppression within each class leaves, best first.
 
     Args:
         rows: corners and the score of each class, [boxes, 4 + classes].
