@@ -165,6 +165,7 @@ def finish(run: Run, data: DataModule, made: Made) -> int:
         held_out=data.held_out_batches if data.held_out else None,
         states=data.states,
         sequences=data.sequences if data.states else None,
+        sound=data.recordings.as_dict() if data.recordings is not None else None,
     )
     told = Results(
         config.name,

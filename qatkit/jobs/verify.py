@@ -248,4 +248,5 @@ def _subject(state: State, converted: fx.GraphModule) -> Subject:
         states=data.states,
         sequences=data.sequences if data.states else None,
         sizes=other_sizes(converted),
+        sound=data.recordings.as_dict() if data.recordings is not None else None,
     )

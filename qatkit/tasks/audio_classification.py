@@ -5,12 +5,15 @@ samples [T] ── features ── model ──> logits [N, classes] ── argm
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from qatkit.config.schema.model import SOUND_AUGMENTATIONS
 from qatkit.tasks.classification import Classification
 from qatkit_verify.classification import TOP1, TOP5
 from qatkit_verify.records import TaskNames
+
+if TYPE_CHECKING:
+    from qatkit.tasks.drawing import Drawing
 
 
 class AudioClassification(Classification):
@@ -20,3 +23,8 @@ class AudioClassification(Classification):
         "audio_classification", "audio classification", (TOP1, TOP5), "top-1", "logits", samples="recordings"
     )
     augmentations: ClassVar = ("none", *SOUND_AUGMENTATIONS)
+
+    def drawing(self) -> Drawing:
+        from qatkit.tasks.spectrograms import Spectrograms
+
+        return Spectrograms()

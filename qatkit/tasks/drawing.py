@@ -9,7 +9,7 @@ A task that draws returns a `Drawing` of its own, one class in one file, from `T
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,7 @@ class Sample:
         found: those of the INT8 file.
         classes: names.
         label: what the exported file is, in a word or two: "INT8".
+        sound: the preparation of recordings as model.json has it; None of other samples.
     """
 
     inputs: Any
@@ -41,6 +42,7 @@ class Sample:
     found: Array
     classes: Sequence[str]
     label: str
+    sound: Mapping[str, Any] | None = None
 
 
 class Drawing(ABC):
@@ -48,9 +50,11 @@ class Drawing(ABC):
 
     Attributes:
         measure: what `differs` is, in words that follow a share: "of the pixels get another class".
+        looked_at: test samples of which the most different ones are drawn, at least.
     """
 
     measure = "of the decisions differ from float"
+    looked_at = 64
 
     @abstractmethod
     def differs(self, exact: Array, found: Array) -> Array:

@@ -221,7 +221,7 @@ class VerifyConfig:
     examples: int = setting(
         4,
         "test samples that report.html draws, those where INT8 and float differ most, of a task that draws any "
-        "(segmentation: class maps); 0: none, since the page holds their pictures",
+        "(class maps, boxes, spectrograms); 0: none, since the page holds their pictures",
         Range(0, 50),
     )
     checks: list[str] = setting(

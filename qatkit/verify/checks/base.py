@@ -70,6 +70,7 @@ class Subject:
         sizes: of a file with free axes, other sizes than the example's: by input and axis.
         sequences: gives the sequences of steps that both files run through with their own states; None where there are
             no states.
+        sound: the preparation of recordings as model.json has it; None of other samples.
     """
 
     folder: Path
@@ -92,6 +93,7 @@ class Subject:
     states: Mapping[str, str] = field(default_factory=dict)
     sequences: Callable[[], Iterator[StepSequence]] | None = None
     sizes: Sequence[Mapping[str, Mapping[int, int]]] = ()
+    sound: Mapping[str, Any] | None = None
 
     def some(self, count: int) -> Batches:
         """So many images with their labels, of all classes alike; without a `sample` the first batches."""

@@ -14,11 +14,9 @@ from qatkit.verify.checks.base import Check, Subject
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-_LOOKED_AT = 64  # test samples of which the most different ones are drawn
-
 
 class ExamplesCheck(Check):
-    """`verify.examples` of 64 test samples, those that differ most first; it has no bound."""
+    """`verify.examples` of the test samples that are looked at, those that differ most first; it has no bound."""
 
     name = "examples"
 
@@ -50,7 +48,7 @@ def _samples(subject: Subject, drawing: Drawing, results: Results) -> Iterator[t
         for name in ("float", "int8")
     )
     seen = 0
-    for inputs, targets in subject.some(_LOOKED_AT):
+    for inputs, targets in subject.some(drawing.looked_at):
         exact, found = exact_file(inputs), int8_file(inputs)
         shares = drawing.differs(exact, found)
         pictures = _pictures(inputs, results.preprocessing)
@@ -67,10 +65,11 @@ def _samples(subject: Subject, drawing: Drawing, results: Results) -> Iterator[t
                     found[place].copy(),
                     results.classes,
                     subject.label,
+                    subject.sound,
                 ),
             )
         seen += len(shares)
-        if seen >= _LOOKED_AT:
+        if seen >= drawing.looked_at:
             return
 
 
