@@ -19,7 +19,7 @@ MISTAKES = [
     ),
     (
         ["model=[vit_b_16,nothing]"],
-        "model=nothing: expected one of causal_lm, ds_cnn, efficientnet_b0, efficientnet_lite0, ",
+        "model=nothing: expected one of causal_lm, conformer, ds_cnn, efficientnet_b0, ",
     ),
     (["hydra/launcher=slrm"], "hydra/launcher=slrm: expected one of basic"),
     (["schedule.lrr=1"], "schedule.lrr=1: the key does not exist (did you mean schedule.lr, "),
