@@ -14,7 +14,7 @@ from typing import Any
 from qatkit_verify.classification import names_of
 from qatkit_verify.files import write_text
 
-_MEASURED = ("paired", "decoder")  # beside accuracy, of whatever measured them
+_MEASURED = ("paired", "decoder", "stream")  # beside accuracy, of whatever measured them
 RESULTS = Path(__file__).parent.parent / "recipes" / "results"
 
 

@@ -315,10 +315,22 @@ def _shown(value: object) -> str:
 
 
 def _check_axes(config: Config) -> None:
-    """A given ONNX file is edited, and its axes stay."""
+    """A given ONNX file is edited, and its axes stay; chunks need a free one, and a file that a module is made of."""
     wanted, name = config.export.dynamic_axes, config.model.name
-    if wanted != "none" and (config.onnx is not None or name.startswith("onnx/")):
+    of_file = config.onnx is not None or name.startswith("onnx/")
+    if wanted != "none" and of_file:
         raise ConfigError("export.dynamic_axes", wanted, "none with an ONNX file, which keeps its own axes")
+    if not config.export.stream:
+        return
+    if of_file:
+        raise ConfigError("export.stream", True, "false with an ONNX file, which has its own inputs")
+    for key, value, refused, allowed in (
+        ("export.mode", config.export.mode, config.export.mode != "static", "static"),
+        ("data.features_in", config.data.features_in, config.data.features_in == "graph", "data"),
+        ("export.dynamic_axes", wanted, wanted == "none", "auto or {input: {2: frames}}"),
+    ):
+        if refused:
+            raise ConfigError(key, value, f"{allowed} with export.stream=true")
 
 
 def _check_table(config: Config) -> None:

@@ -40,6 +40,7 @@ from qatkit.records.run_files import (
     TABLE_FILE,
     changed_since_its_report,
 )
+from qatkit.records.stream import stream_file
 from qatkit.report.page import for_bundle
 from qatkit.report.run_code import Loading, arrays_program, as_markdown, sound_program
 from qatkit.verify.checks.exact import LEVEL
@@ -195,10 +196,10 @@ def _fill(source: BundleSource, new: Path) -> None:
 
 
 def _copy_larger_files(source: BundleSource, new: Path) -> None:
-    """Copies the files beside that of some tasks: the decoder, the one with non-maximum suppression."""
-    suppressed = nms_file(source.int8)
-    if suppressed.is_file():
-        _copied(suppressed, new / nms_file(Path(INT8_FILE)).name)
+    """Copies the files beside that of some tasks: the decoder, those with non-maximum suppression and with states."""
+    for beside in (nms_file, stream_file):
+        if beside(source.int8).is_file():
+            _copied(beside(source.int8), new / beside(Path(INT8_FILE)).name)
     if source.export.decoder and (source.run / DECODER_FOLDER).is_dir():
         shutil.copytree(source.run / DECODER_FOLDER, new / DECODER_FOLDER)
 

@@ -13,11 +13,13 @@ from qatkit.config.schema import Config
 from qatkit.data.inputs import inputs_of
 from qatkit.encryption.vault import protected, readable, secret
 from qatkit.export.accuracy_level import FLOAT, at_level
+from qatkit.export.add_states import add_states
 from qatkit.jobs.accuracy_level import level_of_run
 from qatkit.jobs.hand_over import bundle_line, bundled, check_hand_over, same_file, source_of
 from qatkit.jobs.packed_weights import check_form
 from qatkit.records.detections import nms_file
 from qatkit.records.run_files import CONFIG_FILE, REPORT_FILE, file_name, write_model_json
+from qatkit.records.stream import stream_file
 from qatkit.run.build import captured, data_of, float_model, qat_module
 from qatkit.run.export import check_integer_ends, check_weights, finish_file, has_nms, write_file, write_nms
 from qatkit.run.find import output_dir
@@ -73,6 +75,9 @@ def _exported(config: Config) -> int:
     if has_nms(config):
         with readable(path) as plain, secret(nms_file(path)) as new:
             write_nms(plain, new, config)
+    if config.export.stream:
+        with readable(path) as plain, secret(stream_file(path)) as new:
+            add_states(plain, new)
     with readable(path) as plain:
         found = audit(plain, options=module.backend.session_options, threads=config.verify.threads,
                       allow_float=[site for site, _ in module.skipped],

@@ -17,19 +17,25 @@ from qatkit import report
 from qatkit.config.schema import Config
 from qatkit.data import DataModule
 from qatkit.export.add_integer_ends import to_integer_io
+from qatkit.export.add_states import add_states
 from qatkit.graph.captured import Captured
 from qatkit.jobs import by_mode
 from qatkit.jobs.stages import Always, State
 from qatkit.jobs.verify import checks_of, float_on_purpose
 from qatkit.records.results import Results
 from qatkit.records.run_files import FLOAT_FILE, file_name
+from qatkit.records.stream import KEY, stream_file
 from qatkit.run.build import examples
 from qatkit.run.export import check_integer_ends, write_file, write_float_file
 from qatkit.run.folder import Run, main_process
 from qatkit.train.module import QATModule
 from qatkit.verify.checks.base import Check, Subject
+from qatkit.verify.chunks import in_chunks, kept_db
 from qatkit.verify.thresholds import shortfalls
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.session import open_session, run_outputs
 
+_PROVEN, _ALIKE_DB = 4, 60.0  # samples, and how near both float files have to be
 _STOPPED = (
     "stopped at the first export: nothing was calibrated, trained or written;"
     " verify.audit=false goes on to the end regardless"
@@ -70,9 +76,12 @@ def _try_module(run: Run, model: Captured, module: QATModule, data: DataModule) 
             check_integer_ends(module)
             channels = data.preprocessing.channels
             to_integer_io(files["int8"], files["int8"], [0.0] * channels, [1.0] * channels, (-1.0, 1.0))
-        if config.verify.audit and config.verify.max_size_ratio is not None:
+        judges_size = config.verify.audit and config.verify.max_size_ratio is not None
+        if judges_size or config.export.stream:
             files["float"] = Path(new) / FLOAT_FILE
             write_float_file(model, config, inputs, files["float"])
+        if config.export.stream:
+            _prove_stream(files["float"], data, config.verify.threads)
         subject = Subject(
             folder=Path(new),
             files=files,
@@ -87,6 +96,23 @@ def _try_module(run: Run, model: Captured, module: QATModule, data: DataModule) 
             task=data.task,
         )
         return _go_on(config, subject)
+
+
+def _prove_stream(file: Path, data: DataModule, threads: int) -> None:
+    """Runs a float file whole and in chunks.
+
+    Raises:
+        ConfigError: its states can't be taken from outside, or more than its recurrent layers looks along the chunks.
+    """
+    target = stream_file(file)
+    add_states(file, target)
+    whole, stream = (open_session(one, threads=threads) for one in (file, target))
+    batch = data.first_batch(_PROVEN)
+    kept = kept_db(run_outputs(whole, batch)[0], in_chunks(stream, batch)[0])
+    if kept < _ALIKE_DB:
+        told = f"{_PROVEN} samples in chunks differ from the whole ones ({kept:.1f} dB)"
+        why = "something else than LSTM, GRU and RNN connects the frames, such as a convolution or a mean"
+        raise ConfigError(KEY, True, reason=f"{told}: {why}; set export.stream=false")
 
 
 def _try_mode(run: Run, model: Captured, data: DataModule) -> bool:

@@ -17,6 +17,7 @@ from qatkit.data import DataModule
 from qatkit.data.inputs import ArrayInputs, Inputs
 from qatkit.export.add_integer_ends import to_integer_io
 from qatkit.export.add_nms import add_nms
+from qatkit.export.add_states import add_states
 from qatkit.export.dequantized_blocks import as_dequantized_blocks
 from qatkit.export.larger_file import why_larger
 from qatkit.export.tensorrt_table import split_parts, tensorrt_table
@@ -41,6 +42,7 @@ from qatkit.records.run_files import (
     model_json,
     write_model_json,
 )
+from qatkit.records.stream import stream_file
 from qatkit.run.backend import backend_of
 from qatkit.run.build import example_batch, quantizers_of
 from qatkit.run.folder import Run
@@ -275,6 +277,9 @@ def write_files(run: Run, data: DataModule, model: Captured, module: QATModule) 
         int8 = run.files / run.int8_name
         write_nms(int8, nms_file(int8), config)
         extra.append(nms_file(int8).name)
+    if config.export.stream:
+        add_states(run.files / run.int8_name, stream_file(run.files / run.int8_name))
+        extra.append(stream_file(run.files / run.int8_name).name)
     if config.export.tensorrt_table is not None:
         parts = split_parts(module.graph.graph)
         table, missing = tensorrt_table(run.files / FLOAT_FILE, ranges, config.export.tensorrt_table, parts)

@@ -76,6 +76,19 @@ def test_accuracy_is_that_of_the_file_on_raw_recordings(made: tuple[Config, Path
 
 
 @pytest.mark.slow
+def test_the_report_draws_recordings_with_both_answers(made: tuple[Config, Path]) -> None:
+    run = Path(str(made[0].output_dir))
+    examples = report_of(run)["examples"]
+    assert examples["looked_at"] == 30 and len(examples["rows"]) == 4
+    for row in examples["rows"]:
+        spoken_word, exact, found = (panel["title"] for panel in row["panels"])
+        assert spoken_word.removeprefix("truth: ") in WORDS
+        assert exact.removeprefix("float: ") in WORDS and found.removeprefix("INT8: ") in WORDS
+        assert any(shape["label"] == "0.2 s" for shape in row["panels"][0]["shapes"])
+    assert (run / "report.html").read_text().count("data:image/png") >= 12
+
+
+@pytest.mark.slow
 def test_its_bundle_is_checked_without_torch(made: tuple[Config, Path]) -> None:
     bundle = Path(str(made[0].output_dir)) / "bundle"
     typed = [sys.executable, "-c", WITHOUT_TORCH, str(bundle), "--min-speedup", "0.01"]

@@ -64,6 +64,11 @@ class ExportConfig:
     nms_score: float = setting(0.05, "of a box that is kept", FRACTION)
     nms_overlap: float = setting(0.6, "from which a better box of its class suppresses a box", FRACTION)
     nms_boxes: int = setting(100, "of each class of a picture, at most", COUNT)
+    stream: bool = setting(
+        False,
+        "also a file that takes a recording in chunks, with the states of LSTM, GRU and RNN as inputs and outputs; one "
+        "axis of the input beside the batch has to be free (dynamic_axes)",
+    )
     accuracy_level: str = setting(
         "0",
         "of products with packed weights (backend=weight_only), of the decoder where there is one: 0 computes what the "
@@ -239,6 +244,7 @@ class VerifyConfig:
             "qatkit.verify.checks.sizes.SizesCheck",
             "qatkit.verify.checks.decoder.DecoderCheck",
             "qatkit.verify.checks.detections.DetectionsCheck",
+            "qatkit.verify.checks.stream.StreamCheck",
             "qatkit.verify.checks.audit.AuditCheck",
             "qatkit.verify.checks.saturation.SaturationCheck",
         ],

@@ -1,0 +1,57 @@
+"""A recurrent keyword spotter that runs in steps: each frame by itself, then a GRU that hears what came before.
+
+    features [N, 1, frames, bands] ── Linear, ReLU, frame by frame ── GRU (state) ── last frame ── Linear ──> logits
+
+Nothing but the GRU looks from frame to frame, so a recording may come in chunks of any length: the state behind one
+chunk, given to the next, leads to the same logits. `export.stream` writes the file that takes and gives the state.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+from torch import Tensor, nn
+
+
+class StreamingGRU(nn.Module):
+    """Features [N, 1, frames, bands] to the logits [N, num_classes] behind the last frame.
+
+    Args:
+        num_classes: of the logits.
+        bands: of the features: `data.mels`, or `data.coefficients` of MFCCs.
+        width: features of a frame that the GRU takes.
+        hidden: size of the state.
+        layers: of the GRU.
+        dropout: share of values before the last Linear, and between layers, that training leaves out.
+    """
+
+    def __init__(
+        self,
+        num_classes: int = 10,
+        bands: int = 40,
+        width: int = 64,
+        hidden: int = 128,
+        layers: int = 1,
+        dropout: float = 0.1,
+    ) -> None:
+        super().__init__()
+        self.embed = nn.Sequential(nn.Linear(bands, width), nn.ReLU())
+        self.gru = nn.GRU(width, hidden, layers, batch_first=True, dropout=dropout if layers > 1 else 0.0)
+        self.dropout = nn.Dropout(dropout)
+        self.classify = nn.Linear(hidden, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heard, _ = self.gru(self.embed(x.squeeze(1)))
+        return cast(Tensor, self.classify(self.dropout(heard[:, -1])))
+
+
+def streaming_gru(
+    num_classes: int = 10,
+    bands: int = 40,
+    width: int = 64,
+    hidden: int = 128,
+    layers: int = 1,
+    dropout: float = 0.1,
+) -> StreamingGRU:
+    """Returns a spotter of one GRU layer with random weights."""
+    return StreamingGRU(num_classes, bands, width, hidden, layers, dropout)

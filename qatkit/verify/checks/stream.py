@@ -1,0 +1,69 @@
+"""The check of the file that takes a recording in chunks: behind the last one it says what the whole file says."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from qatkit.records.results import Results
+from qatkit.records.stream import stream_file
+from qatkit.verify.checks.base import Check, Shortfall, Subject
+
+if TYPE_CHECKING:
+    from qatkit.config.schema import VerifyConfig
+
+_LEAST_DB = 30.0  # a step of an 8-bit output, which a rounding may move, is 40 dB or more below its range
+
+
+class StreamCheck(Check):
+    """The share of decisions that are the same, and the ratio in dB, of `verify.parity_images` test samples."""
+
+    name = "stream"
+
+    def measure(self, subject: Subject, results: Results) -> Results:
+        path = stream_file(subject.files["int8"])
+        if not path.is_file():
+            return results
+        import numpy as np
+
+        from qatkit.verify.chunks import in_chunks, kept_db
+        from qatkit_verify.session import open_session, run_outputs
+
+        whole, stream = (
+            open_session(one, threads=subject.settings.threads, options=subject.options)
+            for one in (subject.files["int8"], path)
+        )
+        exact, found = [], []
+        for images in subject.first_images(subject.settings.parity_images):
+            exact.append(subject.task.joined(run_outputs(whole, images)))
+            found.append(subject.task.joined(in_chunks(stream, images)))
+        outputs = [np.concatenate(one) for one in (exact, found)]
+        figures = {
+            "file": path.name,
+            "images": len(outputs[0]),
+            "agreement": float(np.mean(subject.task.agree(*outputs))),
+            "sqnr_db": kept_db(*outputs),
+            "max_difference": float(np.abs(outputs[0] - outputs[1]).max()),
+        }
+        return results.with_measured(self.name, figures)
+
+    def shortfalls(self, bounds: VerifyConfig, results: Results) -> list[Shortfall]:
+        found = results.measured.get(self.name)
+        if found is None or found["sqnr_db"] >= _LEAST_DB:
+            return []
+        line = (
+            f"export.stream: behind the last chunk {found['file']} is {found['sqnr_db']:.1f} dB from the whole file,"
+            f" less than {_LEAST_DB:g} dB"
+        )
+        return [Shortfall(line, "export.stream=false (the whole file alone)")]
+
+    def lines(self, results: Results) -> list[str]:
+        found: dict[str, Any] | None = results.measured.get(self.name)
+        if found is None:
+            return []
+        near = "equal bit for bit"
+        if found["max_difference"]:
+            near = f"difference max {found['max_difference']:.3g} ({found['sqnr_db']:.1f} dB)"
+        return [
+            f"in chunks ({found['file']}): {100 * found['agreement']:.2f} % of {found['images']}"
+            f" {results.task.samples} are decided as by the whole file, {near}"
+        ]
