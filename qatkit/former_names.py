@@ -1,4 +1,4 @@
-"""Former names of modules, so that code that imports them and configurations that hold them keep working."""
+"""Former names of modules and tasks, so that code that imports them and configurations that hold them keep working."""
 
 from __future__ import annotations
 
@@ -27,10 +27,21 @@ FORMER_NAMES = {
     "qatkit.run.pipeline": "qatkit.jobs.pipeline",
     "qatkit.scripts": "qatkit.cli.scripts",
     "qatkit.spec": "qatkit.quant.spec",
+    "qatkit.tasks.text_embedding": "qatkit.tasks.text_pairs",
     "qatkit.train.classifier": "qatkit.train.learner",
     "qatkit.verify.results": "qatkit.records.results",
     "qatkit.weight_fake_quantize": "qatkit.quant.weight_fake_quantize",
 }
+# Former value of `task` -> present one.
+FORMER_TASKS = {
+    "text_embedding": "text_pairs",
+    "qatkit.tasks.text_embedding.TextEmbedding": "qatkit.tasks.text_pairs.TextPairs",
+}
+
+
+def present_task(task: str) -> str:
+    """Returns the present form of a value of `task`; any other text as it is."""
+    return FORMER_TASKS.get(task, task)
 
 
 def present_name(dotted: str) -> str:

@@ -1,4 +1,4 @@
-"""Former names of modules: imports, and configurations saved under them."""
+"""Former names of modules and tasks: imports, and configurations saved under them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 
 from qatkit.config.compose import compose_config, load_config, save_config
-from qatkit.former_names import FORMER_NAMES, present_name
+from qatkit.former_names import FORMER_NAMES, FORMER_TASKS, present_name
+from qatkit.models.hf_heads import ENCODER
+from qatkit.models.hf_models import of_task
+from qatkit.tasks import dotted, task_of
 from qatkit_verify.dotted import resolve
 
 CONF = Path(__file__).parents[1] / "conf"
@@ -64,3 +67,19 @@ def test_a_config_saved_under_former_names_equals_the_new_one(tmp_path: Path) ->
     typed = compose_config(CONF, [*overrides, "backend.target=qatkit.backends.FBGEMM"])
     assert typed.backend.target == present.backend.target == "qatkit.quant.backends.FBGEMM"
     assert resolve(typed.backend.target, "backend.target").name == "fbgemm"
+
+
+@pytest.mark.parametrize("former", FORMER_TASKS)
+def test_a_former_task_is_the_present_one(former: str, tmp_path: Path) -> None:
+    present = compose_config(CONF, ["recipe=text_embedding_ptq", "data.root=pairs"])
+    assert present.task == "text_pairs" and task_of(former).names.name == "text_pairs"
+    typed = compose_config(CONF, ["recipe=text_embedding_ptq", "data.root=pairs", f"task={former}"])
+    assert dotted(typed.task) == dotted(present.task)
+    save_config(present, tmp_path / "config.yaml")
+    text = (tmp_path / "config.yaml").read_text().replace("task: text_pairs", f"task: {former}")
+    (tmp_path / "config.yaml").write_text(text)
+    assert load_config(tmp_path / "config.yaml") == typed
+
+
+def test_a_library_call_with_a_former_task_finds_its_head() -> None:
+    assert of_task("text_embedding").head is of_task("text_pairs").head is ENCODER

@@ -29,7 +29,7 @@ from qatkit.config.rules import DOTTED, validate
 from qatkit.config.schema import Config
 from qatkit.config.search_space import flat
 from qatkit.config.sweep_file import own_folder
-from qatkit.former_names import present_name
+from qatkit.former_names import present_name, present_task
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.files import write_text
 from qatkit_verify.untrusted import read_yaml
@@ -190,10 +190,11 @@ def to_config(node: DictConfig) -> Config:
 
 
 def _use_present_names(config: Config) -> None:
-    """Replaces former names of modules, so that runs of former versions resume and compare as equal."""
+    """Replaces former names of modules and tasks, so that runs of former versions resume and compare as equal."""
     for group, leaf in (key.split(".") for key in DOTTED):
         holder = getattr(config, group)
         setattr(holder, leaf, present_name(getattr(holder, leaf)))
+    config.task = present_task(config.task)
     config.verify.checks = [present_name(path) for path in config.verify.checks]
     for entry in config.algorithm.values():
         if isinstance(entry, dict) and isinstance(entry.get("target"), str):

@@ -57,7 +57,7 @@ ENCODER = Head("an encoder of text", "AutoModel", "MODEL_MAPPING_NAMES", (TOKENS
 CAUSAL_LM = Head(
     "a causal language model", "AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", (TOKENS,)
 )
-HEADS = {"causal_lm": CAUSAL_LM, "text_classification": TEXT_CLASSIFIER, "text_embedding": ENCODER}
+HEADS = {"causal_lm": CAUSAL_LM, "text_classification": TEXT_CLASSIFIER, "text_pairs": ENCODER}
 
 
 def class_names(settings: Any, changes: Mapping[str, Any], name: str) -> list[str]:

@@ -7,7 +7,7 @@
 
 The model is theirs with module paths and state_dict as they are, but gives its logits alone: [N, classes] of a
 classifier of images or texts (task=text_classification), [N, T, V] of a language model (task=causal_lm); an encoder
-gives embeddings (task=text_embedding).
+gives embeddings (task=text_pairs).
 Images are prepared as their image processor does, except that the picture keeps its proportions where that one squeezes
 it; text by the tokenizer beside the weights.
 """
@@ -31,6 +31,7 @@ from qatkit.data.arrays import Port
 from qatkit.data.preprocessing import Preprocessing
 from qatkit.data.token_rows import TOKENS, TYPES
 from qatkit.data.tokenizer import LABELS, PADDING, PLACE, POSITIONS, VOCABULARY
+from qatkit.former_names import present_task
 from qatkit.models.declared import Declared
 from qatkit.models.hf_heads import (
     CAUSAL_LM,
@@ -58,7 +59,7 @@ _LONGEST_HEADER = 100_000_000  # bytes, the format's own limit
 
 def of_task(task: str) -> HuggingFace:
     """Returns the models with the head that a task asks for; of tasks that say nothing of it image classifiers."""
-    return HuggingFace(HEADS.get(task, IMAGE_CLASSIFIER))
+    return HuggingFace(HEADS.get(present_task(task), IMAGE_CLASSIFIER))
 
 
 class HuggingFace:

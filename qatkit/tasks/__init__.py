@@ -9,7 +9,7 @@ influence.py        what tasks share whose metric is no mean over samples
 classification.py   one of a number of classes
 causal_lm.py        the next token of a text
 text_classification.py  one of a number of classes for a text or a pair of texts
-text_embedding.py   sentences as vectors, by how related pairs of them are
+text_pairs.py       pairs of texts, by the cosine of their embeddings
 audio_classification.py  one of a number of classes for a recording
 segmentation.py     a class for each pixel
 embedding.py        vectors of samples with class labels, by their nearest neighbours
@@ -26,6 +26,7 @@ from __future__ import annotations
 from functools import cache
 from inspect import isabstract
 
+from qatkit.former_names import present_task
 from qatkit.tasks.base import Task
 from qatkit.tasks.classification import Classification
 from qatkit.tasks.decisions import AUTO
@@ -38,7 +39,7 @@ TASKS = {
     "classification": "qatkit.tasks.classification.Classification",
     "causal_lm": "qatkit.tasks.causal_lm.CausalLM",
     "text_classification": "qatkit.tasks.text_classification.TextClassification",
-    "text_embedding": "qatkit.tasks.text_embedding.TextEmbedding",
+    "text_pairs": "qatkit.tasks.text_pairs.TextPairs",
     "audio_classification": "qatkit.tasks.audio_classification.AudioClassification",
     "segmentation": "qatkit.tasks.segmentation.Segmentation",
     "embedding": "qatkit.tasks.embedding.Embedding",
@@ -57,7 +58,7 @@ def dotted(name: str) -> str:
     Raises:
         ConfigError: no task of ours, and no dotted path.
     """
-    return dotted_path(name, TASKS, "task", "qatkit.tasks.base.Task")
+    return dotted_path(present_task(name), TASKS, "task", "qatkit.tasks.base.Task")
 
 
 def task_of(name: str, decision: str = AUTO) -> Task:

@@ -76,7 +76,7 @@ def test_the_rank_correlation_is_that_of_the_file(
     config = asked(tmp_path / "run", encoder, scored(tmp_path / "pairs"), *changes)
     assert pipeline.train(config) == 0
     report = report_of(tmp_path / "run")
-    assert report["task"]["name"] == "text_embedding" and report["task"]["samples"] == "pairs"
+    assert report["task"]["name"] == "text_pairs" and report["task"]["samples"] == "pairs"
 
     transformers: Any = importlib.import_module("transformers")
     model = transformers.AutoModel.from_pretrained(encoder, dtype=torch.float32).eval()

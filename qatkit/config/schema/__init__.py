@@ -67,8 +67,9 @@ class Config:
         "classification",
         "what the model is for: classification, segmentation (a class for each pixel), regression (numbers for a "
         "sample), embedding (vectors of samples with class labels), text_classification (one class of each text or "
-        "pair of texts), causal_lm (the next token of a text), text_embedding (sentences as vectors), outputs (of any "
-        "meaning, compared with those of float), or the dotted path of a class derived from qatkit.tasks.base.Task",
+        "pair of texts), causal_lm (the next token of a text), text_pairs (how related two texts are, by an "
+        "embedding of each), outputs (of any meaning, compared with those of float), or the dotted path of a class "
+        "derived from qatkit.tasks.base.Task",
     )
     placement: str = setting(
         "fixed",

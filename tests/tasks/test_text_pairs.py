@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from qatkit.config.schema import ScheduleConfig
 from qatkit.models.pooling import pooling_of
 from qatkit.tasks import task_of
-from qatkit.tasks.text_embedding import TextEmbedding
+from qatkit.tasks.text_pairs import TextPairs
 from qatkit_verify.compare import Output
 from qatkit_verify.errors import ConfigError
 
@@ -44,7 +44,7 @@ def test_the_figure_is_the_rank_correlation(
     pairs: tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float64]],
 ) -> None:
     exact, near, scores = pairs
-    task = task_of("text_embedding")
+    task = task_of("text_pairs")
     for outputs in (exact, near):
         meter = task.meter()
         for start in range(0, PAIRS, 150):
@@ -58,7 +58,7 @@ def test_the_standard_error_is_that_of_resampled_pairs(
     pairs: tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float64]],
 ) -> None:
     exact, near, scores = pairs
-    task, draw = TextEmbedding(), np.random.default_rng(1)
+    task, draw = TextPairs(), np.random.default_rng(1)
     first, second = (task.values(outputs, scores) for outputs in (exact, near))
     differences, values = [], []
     for _ in range(400):
@@ -75,7 +75,7 @@ def test_the_standard_error_is_that_of_resampled_pairs(
 
 
 def test_a_rank_correlation_of_nothing_is_zero() -> None:
-    task = TextEmbedding()
+    task = TextPairs()
     assert task.mean(np.zeros((5, 2))) == 0.0
     assert float(task.total(torch.ones(4, 3), torch.tensor([0.0, 1.0]))) == 0.0
 
@@ -84,7 +84,7 @@ def test_an_epoch_has_the_mean_of_its_batches(
     pairs: tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float64]],
 ) -> None:
     exact, _, scores = pairs
-    task = TextEmbedding()
+    task = TextPairs()
     outputs, targets = torch.from_numpy(exact), torch.from_numpy(scores)
     found = float(task.figure(task.total(outputs, targets), PAIRS))
     assert found == pytest.approx(100 * spearmanr(cosine(exact), scores).statistic, abs=1e-3)
@@ -93,7 +93,7 @@ def test_an_epoch_has_the_mean_of_its_batches(
 
 
 def test_two_embeddings_agree_by_their_cosine() -> None:
-    task, draw = TextEmbedding(), np.random.default_rng(0)
+    task, draw = TextPairs(), np.random.default_rng(0)
     exact = draw.normal(size=(200, 64)).astype(np.float32)
     found = exact + (0.14 * draw.normal(size=exact.shape)).astype(np.float32)
     wanted = F.cosine_similarity(torch.from_numpy(exact), torch.from_numpy(found)).numpy() >= 0.99
@@ -107,7 +107,7 @@ def test_two_embeddings_agree_by_their_cosine() -> None:
 
 
 def test_what_are_no_pairs_is_refused() -> None:
-    task = TextEmbedding()
+    task = TextPairs()
     assert task.fits((8, 16), 4, None) and not task.fits((4, 16), 4, None)
     assert "must not all be the same, got 0.5" in task.check_targets("test", (), [0.5, 0.5])
     with pytest.raises(ValueError, match="finite scores"):

@@ -1,8 +1,9 @@
-"""Sentences as vectors: the cosine of two sentences' embeddings against how related people find them.
+"""Pairs of texts by one embedding each: the cosine of the two against how related people find them.
 
-    sentences of N pairs [2 N, T] ── model ──> embeddings [2 N, D] ── cosine of each pair [N] ── ranks ──> Spearman
+    texts of N pairs [2 N, T] ── model ──> embeddings [2 N, D] ── cosine of each pair [N] ── ranks ──> Spearman
 
-Rows 2 i and 2 i + 1 are a pair, whose target is its score; larger is more alike.
+Rows 2 i and 2 i + 1 are a pair, whose target is its score; larger is more alike. The model takes single texts (a
+bi-encoder). One that reads both texts at once and gives a class is of `text_classification`.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ if TYPE_CHECKING:
 _FEWEST = 3  # pairs whose ranks say anything
 
 
-class TextEmbedding(ByInfluence, Vectors):
+class TextPairs(ByInfluence, Vectors):
     """Spearman's rank correlation, times 100 as benchmarks of embeddings give it; agreement by the cosine to float."""
 
     names = TaskNames(
-        "text_embedding",
+        "text_pairs",
         "sentence similarity",
         (Metric("Spearman"),),
         decision=f"embeddings (cosine {ALIKE})",
