@@ -1,8 +1,12 @@
-"""Writes docs/accuracy.md: what every recipe with recorded results gave (`uv run scripts/accuracy_table.py`)."""
+"""Writes docs/accuracy.md: what every recipe with recorded results gave, and models in each mode.
+
+Run it by `uv run scripts/accuracy_table.py`.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +20,9 @@ _TITLES = {
 }  # fmt: skip
 _HEAD = """# Accuracy, speed and size
 
-Written by `uv run scripts/accuracy_table.py` from recipes/results/*.json; do not edit.
+Written by `uv run scripts/accuracy_table.py` from recipes/results/; do not edit.
+
+## Recipes
 
 - Each row is one command, the first line of recipes/NAME.yaml, whose header says which data it needs, and which
   settings were others where a run was.
@@ -31,23 +37,132 @@ _COLUMNS = (
     "int8 share of the work", "test samples", "CPU, threads",
 )  # fmt: skip
 
+_MODES_HEAD = """
+## Models in each mode
+
+- A cell has the accuracy, in brackets its change against float in the same run, then "speed" and "size" as above:
+  float's latency over this file's, and this file's size over float's. `-` is not measured.
+- PTQ and QAT are the INT8 files of the recipes above. The other columns are the PTQ recipe in another mode: "dynamic
+  int8" `export.mode=dynamic`, "float16" `export.mode=float16`, "weight-only int4" `backend=weight_only algorithm=gptq`.
+- Compare speeds along a row only where the machine below the table is the same. It is shared, which makes them
+  uncertain.
+
+"""
+_COMMANDS = """
+The command of each cell (the recipe's header has its data and checkpoint), and CPU and threads:
+
+"""
+_MODES = {"dynamic int8": "dynamic", "float16": "float16", "weight-only int4": "int4"}
+# Model -> the results of its columns, where those of a mode are not modes/PTQ.MODE.
+_MODELS = {
+    "MobileNetV2, CIFAR-10": {"PTQ": "mobilenet_v2_cifar10_ptq", "QAT": "mobilenet_v2_cifar10_qat"},
+    "ResNet-18, CIFAR-10": {"PTQ": "resnet18_cifar10_ptq", "QAT": "resnet18_cifar10_qat"},
+    "ResNet-50, ImageNet": {"PTQ": "resnet50_ptq", "QAT": "resnet50_qat"},
+    "EfficientNet-Lite0, ImageNet's samples": {
+        "PTQ": "efficientnet_lite0_ptq",
+        "QAT": "efficientnet_lite0_qat",
+    },
+    "ViT, CIFAR-10": {"PTQ": "vit_cifar10_ptq", "QAT": "vit_cifar10_qat"},
+    "SSDlite-MobileNetV3, blood cells": {"PTQ": "ssdlite_bccd_ptq", "QAT": "ssdlite_bccd_qat"},
+    "YOLOX-Nano, blood cells": {"PTQ": "yolox_nano_bccd_ptq", "QAT": "yolox_nano_bccd_qat"},
+    "U-Net, CamVid": {"PTQ": "unet_camvid_ptq", "QAT": "unet_camvid_qat"},
+    "LR-ASPP, CamVid": {"PTQ": "lraspp_camvid_ptq", "QAT": "lraspp_camvid_qat"},
+    "DS-CNN, spoken digits": {"PTQ": "dscnn_spoken_digits_ptq", "QAT": "dscnn_spoken_digits_qat"},
+    "all-MiniLM-L6-v2, SICK": {"PTQ": "text_embedding_ptq", "weight-only int4": "minilm_sick_ptq"},
+}
+
 
 def page() -> str:
     """Returns the page."""
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RECIPES.glob("results/*.json"))]
-    rows = [_COLUMNS, ["---"] * len(_COLUMNS), *map(_row, found)]
-    return _HEAD + "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    every = sorted(RECIPES.glob("results/*.json")) + sorted(RECIPES.glob("results/modes/*.json"))
+    found = {
+        path.relative_to(RECIPES / "results").with_suffix("").as_posix(): json.loads(
+            path.read_text(encoding="utf-8")
+        )
+        for path in every
+    }
+    rows = [_row(result) for name, result in found.items() if "/" not in name]
+    return _HEAD + _table(_COLUMNS, rows) + modes(found)
+
+
+def modes(results: Mapping[str, dict[str, Any]]) -> str:
+    """Returns the section of models by mode.
+
+    Args:
+        results: by their path in recipes/results, without the ending.
+    """
+    columns = ("PTQ", "QAT", *_MODES)
+    rows, commands = [], []
+    for model, own in _MODELS.items():
+        names = {column: f"modes/{own['PTQ']}.{mode}" for column, mode in _MODES.items()} | own
+        found = {column: results[name] for column, name in names.items() if name in results}
+        if "dynamic int8" not in found and "dynamic" in found.get("PTQ", {}).get("latency_ms", ()):
+            found["dynamic int8"] = _beside(found["PTQ"])
+        if not found:
+            continue
+        first = next(iter(found.values()))
+        metric = _metric(first)
+        float_score = f"{first[metric]['float']:.2f}"
+        cells = [_cell(found[column]) if column in found else "-" for column in columns]
+        rows.append([model, _title(metric), float_score, *cells])
+        commands.append(
+            f"- {model}\n" + "".join(_command(one, found[one]) for one in columns if one in found)
+        )
+    table = _table(("model", "metric", "float", *columns), rows)
+    return _MODES_HEAD + table + _COMMANDS + "".join(commands)
+
+
+def _beside(result: dict[str, Any]) -> dict[str, Any]:
+    """Returns the result of the dynamic int8 file that a run with verify.dynamic=true measured beside its own."""
+    metric, times, sizes = _metric(result), result["latency_ms"], result["bytes"]
+    return result | {
+        metric: {"float": result[metric]["float"], "int8": result[metric]["dynamic"]},
+        "speedup": {"ratio": times["float"] / times["dynamic"]},
+        "size_ratio": sizes["dynamic"] / sizes["float"],
+        "settings": ["verify.dynamic=true"],
+    }
+
+
+def _cell(result: dict[str, Any]) -> str:
+    scores = result[_metric(result)]
+    change = scores["int8"] - scores["float"]
+    return (
+        f"{scores['int8']:.2f} ({change:+.2f}), {result['speedup']['ratio']:.2f}, {result['size_ratio']:.3f}"
+    )
+
+
+def _command(column: str, result: dict[str, Any]) -> str:
+    settings = " ".join([f"recipe={result['recipe']}", *result.get("settings", ())])
+    return f"  - {column}: `uv run train.py {settings}`, {_machine(result['hardware'])}\n"
+
+
+def _table(columns: tuple[str, ...], rows: list[list[str]]) -> str:
+    every = [columns, ["---"] * len(columns), *rows]
+    return "".join(f"| {' | '.join(row)} |\n" for row in every)
+
+
+def _metric(result: dict[str, Any]) -> str:
+    """Returns the key of the metric that decides, which is the first that float has."""
+    return next(key for key, value in result.items() if isinstance(value, dict) and "float" in value)
+
+
+def _title(metric: str) -> str:
+    return _TITLES.get(metric, metric.replace("_", " "))
+
+
+def _machine(hardware: dict[str, Any]) -> str:
+    return f"{hardware['cpu']}{_isa(hardware)}, {hardware['threads']}"
 
 
 def _row(result: dict[str, Any]) -> list[str]:
-    metric = next(key for key, value in result.items() if isinstance(value, dict) and "float" in value)
-    scores, speed, hardware = result[metric], result["speedup"], result["hardware"]
+    metric = _metric(result)
+    scores, speed = result[metric], result["speedup"]
     paired = result.get("paired")
     spread = f" ± {paired['interval']:.2f}" if paired else ""
     return [
         f"`{result['recipe']}`",
         result["model"],
-        _TITLES.get(metric, metric.replace("_", " ")),
+        _title(metric),
         f"{scores['float']:.2f}",
         f"{scores['int8']:.2f}",
         f"{scores['dynamic']:.2f}" if "dynamic" in scores else "-",
@@ -56,7 +171,7 @@ def _row(result: dict[str, Any]) -> list[str]:
         f"{result['size_ratio']:.3f}",
         f"{100 * result['int8_share_of_macs']:.1f} %",
         f"{result['images']:,}",
-        f"{hardware['cpu']}{_isa(hardware)}, {hardware['threads']}",
+        _machine(result["hardware"]),
     ]
 
 

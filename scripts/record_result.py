@@ -1,7 +1,8 @@
 """Keeps what a recipe gave: `uv run scripts/record_result.py OUTPUT_FOLDER` writes recipes/results/NAME.json.
 
-The short form of the folder's report.json: what a reader compares, and on what it was measured. Paths of the
-machine stay out.
+A run of the recipe in another mode (export.mode=float16, backend=weight_only) goes to results/modes/NAME.MODE.json,
+with the settings that chose the mode. The file is the short form of the folder's report.json: what a reader compares,
+and on what it was measured. Paths of the machine stay out.
 """
 
 from __future__ import annotations
@@ -16,6 +17,12 @@ from qatkit_verify.files import write_text
 
 _MEASURED = ("paired", "decoder", "stream")  # beside accuracy, of whatever measured them
 RESULTS = Path(__file__).parent.parent / "recipes" / "results"
+# Both against the converted module; in other modes the second against the first, and against float.
+_COMPARED = ("unoptimized", "optimized", "against_float")
+_MEASURED = ("paired", "decoder")  # beside accuracy, of whatever measured them
+RECIPES = Path(__file__).parent.parent / "recipes"
+RESULTS = RECIPES / "results"
+_PACKED, _BITS = "qatkit.quant.backends.WEIGHT_ONLY", "int4"  # the backend, and its weights by default
 
 
 def short(report: dict[str, Any]) -> dict[str, Any]:
@@ -23,6 +30,7 @@ def short(report: dict[str, Any]) -> dict[str, Any]:
     parity, audit, config = report["parity"], report["audit"], report["config"]
     metric, *further = (one.key for one in names_of(report).metrics)
     decided = "top1" if metric == "top1" else "decision"
+    compared = [key for key in _COMPARED if parity.get(key) is not None]
     measured = {key: report["measured"][key] for key in _MEASURED if key in report["measured"]}
     return {
         "recipe": report["name"],
@@ -48,8 +56,8 @@ def short(report: dict[str, Any]) -> dict[str, Any]:
         "size_ratio": round(report["size_ratio"], 3),
         "parity": {
             "images": parity["images"],
-            f"{decided}_agreement": {key: parity[key]["agreement"] for key in ("unoptimized", "optimized")},
-            "mean_steps": {key: parity[key]["mean_steps"] for key in ("unoptimized", "optimized")},
+            f"{decided}_agreement": {key: parity[key]["agreement"] for key in compared},
+            "mean_steps": {key: parity[key]["mean_steps"] for key in compared},
         },
         "int8_share_of_macs": round(audit["int8_share"], 4),
         **measured,
@@ -66,14 +74,33 @@ def _without_path(model: str) -> str:
     return f"{kind}/{Path(place).name}" if place.startswith(("/", ".", "~")) else model
 
 
+def place(report: dict[str, Any]) -> tuple[Path, list[str]]:
+    """Returns the file that keeps a run, and the settings that chose another mode than the recipe's."""
+    name, config = report["name"], report["config"]
+    mode = config["export"]["mode"]
+    if mode != "static":
+        return RESULTS / "modes" / f"{name}.{mode}.json", [f"export.mode={mode}"]
+    own = "override /backend: weight_only" in (RECIPES / f"{name}.yaml").read_text(encoding="utf-8")
+    if config["backend"]["target"] != _PACKED or own:
+        return RESULTS / f"{name}.json", []
+    bits, algorithms = config["backend"]["weight_dtype"], list(config["algorithm"])
+    chosen = algorithms[0] if len(algorithms) == 1 else f"[{','.join(algorithms)}]" if algorithms else "none"
+    settings = ["backend=weight_only", f"algorithm={chosen}"]
+    settings += [f"backend.weight_dtype={bits}"] if bits else []
+    return RESULTS / "modes" / f"{name}.{bits or _BITS}.json", settings
+
+
 def main() -> None:
     """Writes one file."""
     parser = argparse.ArgumentParser(description="Keep what a recipe gave.")
     parser.add_argument("folder", type=Path, help="output folder of a finished run")
     report = json.loads((parser.parse_args().folder / "report.json").read_text(encoding="utf-8"))
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{report['name']}.json"
-    write_text(path, json.dumps(short(report), indent=2) + "\n")
+    path, settings = place(report)
+    found = short(report)
+    if settings:
+        found = {"recipe": found.pop("recipe"), "settings": settings} | found
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, json.dumps(found, indent=2) + "\n")
     print(path)
 
 
