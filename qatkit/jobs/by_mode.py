@@ -21,10 +21,11 @@ from qatkit.graph.captured import Captured
 from qatkit.jobs.hand_over import hand_over
 from qatkit.jobs.stages import Always, State
 from qatkit.jobs.verify import SAMPLE_BATCH, conclude
+from qatkit.records.detections import nms_file
 from qatkit.records.results import Results
 from qatkit.records.run_files import CONFIG_FILE, FLOAT_FILE, MODEL_FILE, file_name, write_model_json
 from qatkit.run.backend import backend_of
-from qatkit.run.export import describe, write_float_file
+from qatkit.run.export import describe, has_nms, write_float_file, write_nms
 from qatkit.run.folder import Run
 from qatkit.verify.checks.base import Subject
 from qatkit_verify.errors import ConfigError, disk_error, one_line
@@ -53,6 +54,7 @@ class Made:
         shape: an input that it takes, [N, C, H, W], or a batch by the names of its inputs.
         left_float: operators that the mode leaves float on purpose, names or globs.
         without: groups of the configuration that played no part.
+        beside: names of further files of the run.
     """
 
     mode: str
@@ -61,6 +63,7 @@ class Made:
     left_float: list[str]
     notes: list[str] = field(default_factory=list)
     without: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
 
 
 class Left(NamedTuple):
@@ -96,8 +99,12 @@ def from_model(run: Run, model: Captured, data: DataModule) -> int:
     with run.stage("export", f"exporting, quantizing: {mode}"):
         write_float_file(model, run.config, data.inputs, path)
         left = make(run.config, path, target, shape, batches)
+        if suppresses := has_nms(run.config):
+            write_nms(target, nms_file(target), run.config)
     notes = [*run.notes, *data.notes, *left.notes]
-    return finish(run, data, Made(mode, run.config.model.name, shape, left.names, notes, ("calibration",)))
+    beside = (nms_file(target).name,) if suppresses else ()
+    made = Made(mode, run.config.model.name, shape, left.names, notes, ("calibration",), beside)
+    return finish(run, data, made)
 
 
 def range_batches(data: DataModule, batch: int) -> list[Any]:
@@ -177,7 +184,7 @@ def finish(run: Run, data: DataModule, made: Made) -> int:
         config={key: value for key, value in asdict(config).items() if key not in made.without},
     )
     name = file_name(made.mode)
-    status = conclude(run, subject, told, [name, FLOAT_FILE, MODEL_FILE, CONFIG_FILE])
+    status = conclude(run, subject, told, [name, FLOAT_FILE, *made.beside, MODEL_FILE, CONFIG_FILE])
     return hand_over(run, data, status, name)
 
 
