@@ -1,8 +1,8 @@
 """Keeps what a recipe gave: `uv run scripts/record_result.py OUTPUT_FOLDER` writes recipes/results/NAME.json.
 
 A run of the recipe in another mode (export.mode=float16, backend=weight_only) goes to results/modes/NAME.MODE.json,
-with the settings that chose the mode. The file is the short form of the folder's report.json: what a reader compares,
-and on what it was measured. Paths of the machine stay out.
+with the settings that chose the mode and those given behind the folder. The file is the short form of the folder's
+report.json: what a reader compares, and on what it was measured. Paths of the machine stay out.
 """
 
 from __future__ import annotations
@@ -94,8 +94,11 @@ def main() -> None:
     """Writes one file."""
     parser = argparse.ArgumentParser(description="Keep what a recipe gave.")
     parser.add_argument("folder", type=Path, help="output folder of a finished run")
-    report = json.loads((parser.parse_args().folder / "report.json").read_text(encoding="utf-8"))
+    parser.add_argument("settings", nargs="*", help="what else the run's command had, such as a bound of verify")
+    asked = parser.parse_args()
+    report = json.loads((asked.folder / "report.json").read_text(encoding="utf-8"))
     path, settings = place(report)
+    settings += asked.settings
     found = short(report)
     if settings:
         found = {"recipe": found.pop("recipe"), "settings": settings} | found
