@@ -94,7 +94,9 @@ def main() -> None:
     """Writes one file."""
     parser = argparse.ArgumentParser(description="Keep what a recipe gave.")
     parser.add_argument("folder", type=Path, help="output folder of a finished run")
-    parser.add_argument("settings", nargs="*", help="what else the run's command had, such as a bound of verify")
+    parser.add_argument(
+        "settings", nargs="*", help="what else the run's command had, such as a bound of verify"
+    )
     asked = parser.parse_args()
     report = json.loads((asked.folder / "report.json").read_text(encoding="utf-8"))
     path, settings = place(report)
