@@ -1,4 +1,5 @@
-"""A float file in float16, by ONNX Runtime's converter, but for what float16 can't hold (`keep_float32`).
+"""A float file in float16, by ONNX Runtime's converter, but for what float16 can't hold (`keep_float32`) and the
+probabilities that it ends in (`last_probabilities`).
 
 Around an operator that stays float32 the converter puts Casts, also where another one follows; a value that float16
 can't hold would be lost between the two, so such pairs are taken out. Constants that both kinds of operators read are
@@ -22,6 +23,7 @@ from qatkit.export.float_ranges import Range, ranges
 from qatkit.export.for_ort_tools import copied, for_tools, prepared
 from qatkit.export.hidden_names import free_name, hide_ends, restore_ends, tensor_names
 from qatkit.export.keep_float32 import kept_in_float32
+from qatkit.export.last_probabilities import last_probabilities
 from qatkit.export.left_float import LeftFloat, left_float
 from qatkit.export.quiet import quiet
 from qatkit.export.write_mode_file import exact_weights, without_wrong_weights, write_mode_file
@@ -48,11 +50,11 @@ def float16(source: Path, target: Path, batches: Iterable[Any] = ()) -> LeftFloa
     given = list(batches)
     model = prepared(source)
     exact, known = exact_weights(model), ranges(model, given)
-    found = kept_in_float32(model, known)
+    found, last = kept_in_float32(model, known), last_probabilities(model)
     rest = [str(node.name) for node in model.graph if node.op_type not in weighted_ops()]
     every = list(dict.fromkeys([*found, *rest]))
     for kept in (found, every):
-        half, wrong = without_wrong_weights(partial(_converted, model, kept, known), exact)
+        half, wrong = without_wrong_weights(partial(_converted, model, [*kept, *last], known), exact)
         write_mode_file(half, target)
         if _is_finite(source, target, given):
             return left_float("float16", half, unheld=kept, wrong=wrong)
