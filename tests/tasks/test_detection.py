@@ -166,3 +166,26 @@ def test_a_model_without_a_loss_is_refused() -> None:
     rows = torch.zeros(1, 2, 7)
     with pytest.raises(ConfigError, match="a detector that can be trained"):
         Detection().of_model(torch.nn.Identity()).whole_loss(rows, (), rows, ScheduleConfig())
+
+
+def test_distillation_is_the_divergence_of_scores_and_corners() -> None:
+    draw = np.random.default_rng(0)
+    teacher = np.concatenate([drawn_boxes(draw, 5), draw.uniform(0.05, 0.95, (5, CLASSES))], 1)
+    mine = teacher + np.concatenate([draw.normal(0, 1, (5, 4)), draw.uniform(-0.04, 0.04, (5, CLASSES))], 1)
+    p, q, weights = teacher[:, 4:], mine[:, 4:], teacher[:, 4:].max(1)
+    scores = (p * np.log(p / q) + (1 - p) * np.log((1 - p) / (1 - q))).sum()
+    sides = np.maximum(np.tile(teacher[:, 2:4] - teacher[:, :2], 2), 1)
+    corners = (weights * (((mine - teacher)[:, :4] / sides) ** 2).sum(1)).sum() / (2 * 0.05**2)
+    found, wanted = (torch.from_numpy(one)[None] for one in (mine, teacher))
+    loss = float(Detection().distillation(found, wanted, 1.0))
+    assert loss == pytest.approx((scores + corners) / weights.sum(), rel=1e-6)
+    assert float(Detection().distillation(wanted, wanted, 1.0)) == pytest.approx(0, abs=1e-6)
+
+
+def test_scores_of_zero_have_small_gradients() -> None:
+    """A quantized sigmoid gives 0 where the teacher's has 1e-3."""
+    teacher = torch.tensor([[[0.0, 0, 10, 10, 1e-3, 0.9]]])
+    found = torch.tensor([[[0.0, 0, 10, 10, 0.0, 0.89]]], requires_grad=True)
+    Detection().distillation(found, teacher, 1.0).backward()
+    assert found.grad is not None and found.grad.abs().max() < 1
+    assert found.grad[0, 0, 4] == 0 and found.grad[0, 0, 5] < 0
