@@ -23,6 +23,7 @@ import onnxruntime
 import pytest
 from command_line import ROOT
 from numpy.typing import NDArray
+from page_browser import chromium, javascript_packages, open_page, wait_for_answer
 from PIL import Image, ImageOps
 from products import EXACT, answers, bundle_of, int4_in_blocks
 from tiny_run import calibrate_only
@@ -39,17 +40,8 @@ VERIFY = Path(qatkit_verify.__file__).parent / "javascript" / "verify.mjs"
 
 @pytest.fixture(scope="module")
 def npm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder with package.json's packages."""
-    if shutil.which("npm") is None:
-        pytest.skip("no npm on the PATH")
-    folder = tmp_path_factory.mktemp("npm")
-    shutil.copy(Path(__file__).with_name("package.json"), folder)
-    install = ["npm", "install", "--ignore-scripts", "--no-audit", "--no-fund", "--no-package-lock"]
-    done = subprocess.run(install, cwd=folder, capture_output=True, text=True, timeout=400, check=False)
-    if done.returncode:
-        pytest.skip(f"npm install: {done.stderr.strip().splitlines()[-1:]}")
-    yield folder
-    shutil.rmtree(folder)
+    with javascript_packages(tmp_path_factory.mktemp("npm")) as folder:
+        yield folder
 
 
 @pytest.fixture(scope="module")
@@ -171,15 +163,8 @@ def test_the_programs_of_page_and_card_give_the_golden_answers(npm: Path, bundle
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """Chromium, headless."""
-    playwright = pytest.importorskip("playwright.sync_api", reason="the extra browser is not installed")
-    chromium = shutil.which("chromium") or shutil.which("google-chrome")
-    if chromium is None:
-        pytest.skip("no chromium on the PATH")
-    with playwright.sync_playwright() as started:
-        opened = started.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+    with chromium() as opened:
         yield opened
-        opened.close()
 
 
 @pytest.fixture(params=["file", "http"])
@@ -200,30 +185,13 @@ class _Silent(SimpleHTTPRequestHandler):
         """Says nothing."""
 
 
-def _opened(browser: Any, address: str, width: int = 1280) -> tuple[Any, list[str]]:
-    page, complaints = browser.new_page(viewport={"width": width, "height": 800}), list[str]()
-    page.on(
-        "console", lambda said: complaints.append(said.text) if said.type in ("error", "warning") else None
-    )
-    page.on("pageerror", lambda error: complaints.append(str(error)))
-    page.goto(address)
-    page.locator("#status", has_text=re.compile("^Ready|could not")).wait_for(timeout=100_000)
-    return page, complaints
-
-
-def _answered(page: Any) -> None:
-    page.locator("#status", has_text=re.compile(r"^INT8: .* Float: .*\.$|No answer")).wait_for(
-        timeout=100_000
-    )
-
-
 def test_the_page_answers_as_the_file_does(browser: Any, address: str, golden: Any, tmp_path: Path) -> None:
-    page, complaints = _opened(browser, address)
+    page, complaints = open_page(browser, address)
     for pixels, scores in golden[:3]:
         _save(pixels, tmp_path / "digit.png")
         page.set_input_files("#file", tmp_path / "digit.png")
         page.locator("#caption", has_text="digit.png, 8 x 8").wait_for()
-        _answered(page)
+        wait_for_answer(page)
         shares = np.exp(scores - scores.max()) / np.exp(scores - scores.max()).sum()
         best = np.argsort(-scores, kind="stable")[:5]
         items = page.locator(".int8 li")
@@ -239,7 +207,7 @@ def test_the_page_answers_as_the_file_does(browser: Any, address: str, golden: A
 
 
 def test_the_golden_pictures_give_their_answers_in_the_browser(browser: Any, address: str) -> None:
-    page, complaints = _opened(browser, address)
+    page, complaints = open_page(browser, address)
     page.click("#check")
     page.locator("#checked table").wait_for(timeout=100_000)
     found = json.loads(page.get_attribute("#checked", "data-found"))
@@ -337,34 +305,34 @@ def test_the_page_turns_a_picture_where_training_did(
     browser: Any, of_phones: tuple[Path, bool], kind: str, tmp_path: Path
 ) -> None:
     bundle, upright = of_phones
-    page, complaints = _opened(browser, (bundle / "demo.html").as_uri())
+    page, complaints = open_page(browser, (bundle / "demo.html").as_uri())
     _phone(np.zeros((8, 12, 3), np.uint8), tmp_path / f"phone.{kind}")
     page.set_input_files("#file", tmp_path / f"phone.{kind}")
     page.locator("#caption", has_text=f"phone.{kind}, {'8 x 12' if upright else '12 x 8'}").wait_for()
-    _answered(page)
+    wait_for_answer(page)
     assert complaints == []
     page.close()
 
 
 def test_what_is_no_picture_is_one_clear_line(browser: Any, bundle: Path, tmp_path: Path) -> None:
-    page, _ = _opened(browser, (bundle / "demo.html").as_uri())
+    page, _ = open_page(browser, (bundle / "demo.html").as_uri())
     (tmp_path / "notes.png").write_text("no picture")
     page.set_input_files("#file", tmp_path / "notes.png")
     page.locator("#problem", has_text="notes.png is no picture that this browser can open").wait_for()
     page.locator("#thumbnails button").first.click()  # and the page goes on
-    _answered(page)
+    wait_for_answer(page)
     assert page.text_content("#problem") == ""
     page.close()
 
 
 def test_the_page_is_named_fits_a_phone_and_is_used_by_keys(browser: Any, bundle: Path) -> None:
-    page, complaints = _opened(browser, (bundle / "demo.html").as_uri(), width=400)
+    page, complaints = open_page(browser, (bundle / "demo.html").as_uri(), width=400)
     assert page.title() == page.text_content("h1") == "Digits <8 x 8>"
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.id") == "file"
     page.keyboard.press("Tab")
     page.keyboard.press("Enter")  # the first of the bundle's pictures
-    _answered(page)
+    wait_for_answer(page)
     assert page.evaluate("document.documentElement.scrollWidth") <= 400
     assert complaints == []
     page.close()
@@ -372,6 +340,6 @@ def test_the_page_is_named_fits_a_phone_and_is_used_by_keys(browser: Any, bundle
 
 def test_a_page_without_its_scripts_says_what_is_missing(browser: Any, bundle: Path, tmp_path: Path) -> None:
     shutil.copy(bundle / "demo.html", tmp_path)
-    page, _ = _opened(browser, (tmp_path / "demo.html").as_uri())
+    page, _ = open_page(browser, (tmp_path / "demo.html").as_uri())
     assert "demo/onnxruntime.js is missing beside this page" in page.text_content("#problem")
     page.close()

@@ -13,51 +13,16 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 import torch
-from command_line import CONF
 from labelled_pictures import folder
 from PIL import Image
 from tiny_run import report_of
-from torch import Tensor, nn
-from torch.nn import functional as F
+from tiny_segmenter import TinySegmenter, asked
+from torch import Tensor
 
-from qatkit.config.compose import compose_config
-from qatkit.config.schema import Config
 from qatkit.jobs import pipeline
 from qatkit.run.build import data_of
 from qatkit_verify.command import main as verify_bundle
 from qatkit_verify.errors import ConfigError
-
-
-class Segmenter(nn.Module):
-    """Features at half the size, a head that enlarges its logits, and one for training beside it."""
-
-    def __init__(self, num_classes: int = 3) -> None:
-        super().__init__()
-        self.first = nn.Sequential(nn.Conv2d(3, 16, 3, 2, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU())
-        self.second = nn.Sequential(nn.Conv2d(16, 16, 3, 1, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU())
-        self.head, self.aux = nn.Conv2d(16, num_classes, 1), nn.Conv2d(16, num_classes, 1)
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        middle = self.first(x)
-        logits = {"out": self.head(self.second(middle)), "aux": self.aux(middle)}
-        return {
-            name: F.interpolate(one, x.shape[-2:], mode="bilinear", align_corners=False)
-            for name, one in logits.items()
-        }
-
-
-def asked(run: Path, root: Path, *changes: str) -> Config:
-    return compose_config(
-        CONF,
-        [
-            "data=label_pictures", f"data.root={root}", "data.image_size=[24,32]", "data.ignored=[9]", "data.workers=0",
-            "data.batch_size=4", "task=segmentation", f"model.name={__name__}.Segmenter", "model.num_classes=null",
-            f"output_dir={run}",
-            "calibration.images=16", "calibration.batch_size=4", "verify.latency_runs=2", "verify.max_drop=5",
-            "trainer.progress=false", "schedule.float_epochs=8", "schedule.float_lr=0.02", "schedule.epochs=1",
-            "schedule.warmup=0", "schedule.lr=1e-4", *changes,
-        ],
-    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +114,7 @@ def test_labels_are_read_before_anything_long(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-class Coarse(Segmenter):
+class Coarse(TinySegmenter):
     """Logits of half the input's size."""
 
     def forward(self, x: Tensor) -> Any:
