@@ -15,11 +15,9 @@ from typing import Any
 from qatkit_verify.classification import names_of
 from qatkit_verify.files import write_text
 
-_MEASURED = ("paired", "decoder", "stream")  # beside accuracy, of whatever measured them
-RESULTS = Path(__file__).parent.parent / "recipes" / "results"
 # Both against the converted module; in other modes the second against the first, and against float.
 _COMPARED = ("unoptimized", "optimized", "against_float")
-_MEASURED = ("paired", "decoder")  # beside accuracy, of whatever measured them
+_MEASURED = ("paired", "decoder", "stream")  # beside accuracy, of whatever measured them
 RECIPES = Path(__file__).parent.parent / "recipes"
 RESULTS = RECIPES / "results"
 _PACKED, _BITS = "qatkit.quant.backends.WEIGHT_ONLY", "int4"  # the backend, and its weights by default
