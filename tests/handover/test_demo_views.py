@@ -119,7 +119,7 @@ def test_the_page_draws_the_class_of_each_pixel(
     folder, images, picture = segmenter
     page, complaints = open_page(browser, (folder / "bundle" / "demo.html").as_uri(), width)
     said, drawn = _answer(page, picture)
-    (logits,) = ort.InferenceSession(folder / "model.int8.onnx").run(None, {"input": images})
+    logits, *_ = ort.InferenceSession(folder / "model.int8.onnx").run(None, {"input": images})
     classes = logits[0].argmax(0)
     names, shares = ("ground", "brick", "leaf"), np.bincount(classes.ravel(), minlength=3) / classes.size
     order = [label for label in np.argsort(-shares, kind="stable") if shares[label]]

@@ -24,7 +24,7 @@ let newest = 0; // picture that was chosen last: an answer to an older one is no
 
 /** The float file takes normalised floats and gives logits, whatever the ends of the INT8 file are. */
 function asFloat(how) {
-  return { ...how, input: { ...how.input, dtype: "float32" }, output: {} };
+  return { ...how, input: { ...how.input, dtype: "float32" }, output: { shape: how.output.shape } };
 }
 
 /** A file that travels in a script, which is loaded first where it is not there yet. */
@@ -139,6 +139,7 @@ function drawn({ name, title }, { top, draw, ms }, picture) {
     canvas.role = "img";
     canvas.ariaLabel = `What ${title} finds in the picture`;
     paint(canvas, picture);
+    if (canvas.width < 160) canvas.className += " coarse";
     draw(canvas.getContext("2d"));
   }
   const list = box.appendChild(make("ol"));
