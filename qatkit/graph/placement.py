@@ -106,7 +106,6 @@ class Placer:
         self.int8: dict[fx.Node, bool] = {}
         self.moved: set[fx.Node] = set()
         self.placement = Placement()
-        self.before_weights = self._before_weights()
         for node in self.nodes:
             self.int8[node] = self._is_int8(node)
         for node in reversed(self.nodes):
@@ -126,22 +125,12 @@ class Placer:
             return _FLOAT
         return self.backend.rules.get(self.facts[node].name, _FLOAT)
 
-    def _before_weights(self) -> set[fx.Node]:
-        """Returns the nodes whose values an int8 Conv or Linear computes with, sooner or later."""
-        found: set[fx.Node] = set()
-        for node in reversed(self.nodes):
-            if any(user in found or self._multiplies_bytes(user) for user in node.users):
-                found.add(node)
-        return found
-
     def _is_weighted(self, node: fx.Node) -> bool:
         return self.facts[node].weighted and self.rule(node).when in ("always", "weight")
 
     def _demands(self, reader: fx.Node, node: fx.Node) -> bool:
-        return self._multiplies_bytes(reader) or self._shortcut(reader) is node
-
-    def _multiplies_bytes(self, node: fx.Node) -> bool:
-        return self.facts[node].weighted and self.rule(node).when == "always"
+        multiplies_bytes = self.facts[reader].weighted and self.rule(reader).when == "always"
+        return multiplies_bytes or self._shortcut(reader) is node
 
     def _shortcut(self, node: fx.Node) -> fx.Node | None:
         """What an Add adds to a Conv's output that nobody else reads; of two such outputs, the second."""
@@ -170,10 +159,6 @@ class Placer:
             return False  # a Python number as the other operand
         if rule.when == "output":
             return True
-        if self.facts[node].fixed is not None and node not in self.before_weights:
-            reason = f"{self.facts[node].name} that leads to outputs alone, which keep more than 256 levels"
-            self.placement.reasons.append((site(node), reason))
-            return False
         float_inputs = [n for n in inputs if not self.int8[n]]
         if float_inputs and len(float_inputs) < len(inputs):
             reason = f"{self.facts[node].name} with a float input: {', '.join(site(n) for n in float_inputs)}"

@@ -213,27 +213,6 @@ def test_every_operator_of_a_transformer() -> None:
     assert names == ends | {layer.format(i) + name for i in range(2) for name in inner}
 
 
-class Scores(TwoConvs):
-    """A gate in the middle, and at the end a product of probabilities, as detectors have it."""
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        y = self.conv(x)
-        y = self.last(y * torch.sigmoid(self.pool(y).mean((2, 3), keepdim=True)))
-        classes, objects = y[:, :3].sigmoid(), y[:, 3:].sigmoid()
-        return {"scores": (classes * objects).flatten(1), "logits": y}
-
-
-def test_probabilities_stay_float_on_their_way_out() -> None:
-    """256 levels tie scores; the gate, which a convolution reads behind, is in bytes."""
-    x = noise(2, 4, 8, 8)
-    result = prepare_qat(stub(fuse(Scores(), x).graph, x).graph, FBGEMM, x)
-    reason = "sigmoid that leads to outputs alone, which keep more than 256 levels"
-    assert result.skipped == [("sigmoid_1", reason), ("sigmoid_2", reason)]
-    found = fake_quantizers(result.graph)
-    assert [name for name, one in found.items() if one.bounds == SIGMOID] == ["sigmoid"]
-    assert "last" in found and "mul" in found and "mul_1" not in found
-
-
 def test_an_operator_with_a_float_input_is_reported() -> None:
     x = noise(2, 4, 8, 8)
     result = prepare_qat(stub(fuse(FloatAdd(), x).graph, x).graph, FBGEMM, x)

@@ -168,6 +168,7 @@ def test_bounds_that_are_off_need_no_check() -> None:
         "sizes",
         "decoder",
         "detections",
+        "stream",
         "audit",
         "saturation",
     ]
