@@ -14,7 +14,7 @@ from qatkit.config.rules import validate
 from qatkit.config.schema import Config, DataConfig, ExportConfig, ModelConfig, ScheduleConfig
 from qatkit.config.schema.model import TONES
 from qatkit.data.tones import Tones
-from qatkit.models.conformer import ConformerBlock, conformer
+from qatkit.models.conformer import Conformer, ConformerBlock
 from qatkit.models.ds_cnn import ds_cnn
 from qatkit.models.sound_features import SoundFeatures
 from qatkit.run.sound import overrides_of, with_features
@@ -82,11 +82,11 @@ def test_a_conformer_block_is_that_of_the_paper() -> None:
 
 
 def test_the_conformer_takes_any_number_of_frames() -> None:
-    model = conformer(12).eval()
+    model = Conformer(12).eval()
     assert sum(one.numel() for one in model.parameters()) == pytest.approx(225_000, rel=0.01)
     for shape in ((2, 1, 49, 40), (1, 1, 98, 40), (3, 1, 1, 40)):
         assert model(torch.zeros(shape)).shape == (shape[0], 12)
-    assert conformer(12, bands=10, width=16).eval()(torch.zeros(2, 1, 49, 10)).shape == (2, 12)
+    assert Conformer(12, bands=10, width=16).eval()(torch.zeros(2, 1, 49, 10)).shape == (2, 12)
 
 
 @pytest.mark.parametrize("features", ["log_mel", "mfcc"])

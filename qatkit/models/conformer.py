@@ -128,17 +128,3 @@ class Conformer(nn.Module):
         frames = self.stem(x).transpose(1, 2).flatten(2)
         found = self.blocks(self.dropout(self.embed(frames)))
         return cast(Tensor, self.classify(found.mean(1)))
-
-
-def conformer(
-    num_classes: int = 10,
-    bands: int = 40,
-    width: int = 64,
-    blocks: int = 2,
-    heads: int = 4,
-    expansion: int = 4,
-    kernel: int = 15,
-    dropout: float = 0.1,
-) -> Conformer:
-    """Returns a small Conformer with random weights."""
-    return Conformer(num_classes, bands, width, blocks, heads, expansion, kernel, dropout)

@@ -43,15 +43,3 @@ class StreamingGRU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         heard, _ = self.gru(self.embed(x.squeeze(1)))
         return cast(Tensor, self.classify(self.dropout(heard[:, -1])))
-
-
-def streaming_gru(
-    num_classes: int = 10,
-    bands: int = 40,
-    width: int = 64,
-    hidden: int = 128,
-    layers: int = 1,
-    dropout: float = 0.1,
-) -> StreamingGRU:
-    """Returns a spotter of one GRU layer with random weights."""
-    return StreamingGRU(num_classes, bands, width, hidden, layers, dropout)

@@ -16,7 +16,7 @@ from qatkit.config.schema import VerifyConfig
 from qatkit.export.add_states import add_states
 from qatkit.export.torch_to_onnx import export_onnx
 from qatkit.graph.captured import Captured
-from qatkit.models.streaming_gru import streaming_gru
+from qatkit.models.streaming_gru import StreamingGRU
 from qatkit.records.results import Results
 from qatkit.records.stream import stream_file
 from qatkit.tasks.audio_classification import AudioClassification
@@ -108,7 +108,7 @@ def test_float_states_are_those_of_the_module(kind: str, tmp_path: Path) -> None
 
 def test_the_spotter_hears_features_frame_by_frame(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model, example = streaming_gru(4, bands=BANDS, hidden=SIZE).eval(), drawn().unsqueeze(1)
+    model, example = StreamingGRU(4, bands=BANDS, hidden=SIZE).eval(), drawn().unsqueeze(1)
     graph = Captured(model, example, {"input": {2: "frames"}}).graph()
     export_onnx(graph, example, tmp_path / "float.onnx")
     assert add_states(tmp_path / "float.onnx", tmp_path / "stream.onnx").axis == 2

@@ -43,12 +43,12 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(params=[1280, 400])
 def width(request: pytest.FixtureRequest) -> int:
-    """Of the window: a screen's and a phone's."""
+    """Width of the window in pixels: a desktop's and a phone's."""
     return int(request.param)
 
 
 def _run(module: Any, npm: Path, root: Path, pictures: str) -> tuple[Path, NDArray[np.float32], Path]:
-    """A run with a demo page, its first test picture as the model takes it, and the picture's file."""
+    """Returns a run with a demo page, its first test picture as the model takes it, and that picture's file."""
     folder = npm / module.__name__
     runtime = npm / "node_modules" / "onnxruntime-web"
     told = ("export.bundle=true", "export.demo=true", f"export.demo_runtime={runtime}", "data.augment=none")
@@ -69,7 +69,7 @@ def segmenter(npm: Path) -> tuple[Path, NDArray[np.float32], Path]:
 
 
 def _answer(page: Any, picture: Path) -> tuple[list[tuple[str, float]], NDArray[np.uint8]]:
-    """What the page says of INT8's answer, and the picture that it draws: uint8 [height, width, 3]."""
+    """Returns (label, share in percent) of INT8's answer, and the picture drawn with it, uint8 [height, width, 3]."""
     page.set_input_files("#file", picture)
     page.locator("#caption", has_text=picture.name).wait_for()
     wait_for_answer(page)
