@@ -9,6 +9,8 @@ Each quantizer alone is put into the float graph, and its error is looked at whe
     at an output          channel by channel, against what the channel varies by: each means something of its own
     at the next operator  with a weight, or at the next quantizer: in total, since a weight makes of its inputs what
                           it needs, and channels that say little are common inside of a network
+    before an ordering    in total, too (TopK, Sort, non-maximum suppression): after it, each place may hold another
+                          value, so what is selected is followed in the order of the exact values
     behind a logarithm    small values count as much as large ones there, so that an operator with a weight in front of
                           it ends nothing: what follows is looked at as well
 
@@ -27,7 +29,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
-from qatkit.calibration.reach import reaching_logarithms, reaching_outputs, weighted
+from qatkit.calibration.reach import orders, reaching_logarithms, reaching_outputs, weighted
 from qatkit.graph.nodes import facts, module_of, op_class, site
 from qatkit.graph.overrides import OVERRIDDEN
 from qatkit.graph.phase import inference, set_phase
@@ -308,6 +310,12 @@ class _Measured(fx.Interpreter):
                 exact[before], values[before], [_channels(before, exact[before])]
             )
             return
+        if orders(node):
+            for before in node.all_input_nodes:
+                if before in values and values[before].is_floating_point():
+                    axis = min(1, values[before].ndim - 1)
+                    self._sink(at, site(node), False).add(exact[before], values[before], [axis])
+            return
         found = super().run_node(node)
         if not weighted(node) or self._passed(node):
             values[node] = found
@@ -329,7 +337,7 @@ class _Measured(fx.Interpreter):
                 if user in found:
                     continue
                 found.add(user)
-                ends = weighted(user) and not self._passed(user)
+                ends = orders(user) or (weighted(user) and not self._passed(user))
                 if not ends and not (is_quantizer(user) and user not in self._tail):
                     left.append(user)
         return [node for node in quantizer.graph.nodes if node in found]

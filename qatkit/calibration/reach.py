@@ -1,4 +1,4 @@
-"""The nodes of a graph whose values reach an output or a logarithm."""
+"""The nodes of a graph whose values reach an output or a logarithm, and those that order values."""
 
 from __future__ import annotations
 
@@ -9,6 +9,13 @@ from qatkit.graph.nodes import facts, op_class
 from qatkit.graph.quantizers import is_quantizer
 
 _LOGARITHMS = (torch.log, torch.log2, torch.log10, torch.log1p, "log", "log2", "log10", "log1p")
+_ORDERS = ("argmax", "argmin", "argsort", "kthvalue", "median", "nms", "sort", "suppress", "topk")
+
+
+def orders(node: fx.Node) -> bool:
+    """Returns whether a node orders or selects values, so that a small error puts others in the place of each."""
+    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+    return node.op in ("call_method", "call_function") and name in _ORDERS
 
 
 def weighted(node: fx.Node) -> bool:
