@@ -197,7 +197,5 @@ def test_mistakes_are_told_in_one_line() -> None:
         yolox_nano(3)(torch.zeros(1, 3, 72, 96))
     with pytest.raises(ConfigError, match="expected activation one of silu, relu"):
         yolox_nano(3, "gelu")
-    with pytest.raises(ConfigError, match="a detector of one stage"):
-        made("fasterrcnn_mobilenet_v3_large_fpn")
     with pytest.raises(ConfigError, match="sides of anchors as shares"):
         made(NAMES[0], anchor_ratios=[0.9, 0.1])

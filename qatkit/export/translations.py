@@ -1,6 +1,6 @@
 """What torch's exporter does not know, or translates wrongly, in operators of opset 18.
 
-Our own three operators; pools whose windows differ in size, and an average with a divisor of its own (which the
+Our own operators; pools whose windows differ in size, and an average with a divisor of its own (which the
 exporter forgets); and some of torch's functions that a few operators of ONNX say. Sizes are known but for the batch.
 """
 
@@ -17,7 +17,7 @@ import torch
 
 # They define the operators that `translations` names.
 import qatkit.graph.convert.integer_modules  # noqa: F401
-from qatkit.export import scans, triangular
+from qatkit.export import scans, suppression, triangular
 from qatkit.graph.convert import weight_only_modules
 from qatkit.graph.convert.recurrent_modules import of_each
 
@@ -223,6 +223,7 @@ def translations() -> dict[Callable[..., object], Callable[..., object]]:
         torch.ops.qatkit.barrier.default: _barrier,
         torch.ops.qatkit.unpack.default: _unpack,
         torch.ops.qatkit.recurrent.default: _recurrent,
+        torch.ops.qatkit.suppress.default: suppression.suppress,
         aten.rrelu_with_noise_functional.default: _rrelu,
         aten.avg_pool2d.default: _average_pool(2),
         aten.avg_pool3d.default: _average_pool(3),

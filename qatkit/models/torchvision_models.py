@@ -62,16 +62,27 @@ def _detectors() -> list[str]:
 
 def detector_builder(name: str) -> Callable[..., nn.Module]:
     """Returns the function that builds a detector for `task=detection` (`qatkit.models.detectors`)."""
-    from qatkit.models.detectors.torchvision_detectors import TorchvisionDetector, classes_with_background
+    from torchvision.models.detection import FasterRCNN
+
+    from qatkit.models.detectors.torchvision_detectors import (
+        TorchvisionDetector,
+        check_ratios,
+        counts_background,
+    )
+    from qatkit.models.detectors.two_stages import TwoStageDetector
 
     def build(
         num_classes: int = 90, anchor_ratios: list[float] | None = None, weights: Any = None, **kwargs: Any
     ) -> nn.Module:
         # RetinaNet's and FCOS's own weights have a class for the background, too, which is never found.
-        classes = num_classes + 1 if weights is not None else classes_with_background(name, num_classes)
+        classes = num_classes + int(weights is not None or counts_background(name))
         model = torchvision.models.get_model(
             name, weights=weights, weights_backbone=None, num_classes=classes, **kwargs
         )
+        if anchor_ratios is not None:
+            check_ratios(model, anchor_ratios)
+        if isinstance(model, FasterRCNN):
+            return TwoStageDetector(model)
         return TorchvisionDetector(model, anchor_ratios)
 
     return build
@@ -83,9 +94,11 @@ def _pretrained_detector(
     """A detector with torchvision's weights; what depends on the number of classes is drawn where the data have
     another one.
     """
+    from qatkit.models.detectors.torchvision_detectors import counts_background
+
     build, named = detector_builder(name), len(weights.meta["categories"])  # with a background
     trained = build(named - 1, weights=weights, **kwargs)
-    if classes in (None, named - 1 if name.startswith("ssd") else named):
+    if classes in (None, named - int(counts_background(name))):
         return trained
     model, known = build(classes, **kwargs), trained.state_dict()
     own = model.state_dict()

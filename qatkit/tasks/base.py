@@ -217,6 +217,12 @@ class Task(ABC):
         """
         return None
 
+    def aligned(self, exact: Sequence[Array], found: Sequence[Array]) -> Sequence[Array]:
+        """Returns `found`, the same outputs computed in another way, with its rows in the order of those of `exact`;
+        by default unchanged.
+        """
+        return found
+
     def power(self, outputs: Array) -> float:
         """Returns the mean square of what matters in the outputs [N, ...] of all images, of which errors are shares: by
         default of their deviations from the mean image's.

@@ -38,6 +38,8 @@ class Detection(Task):
 
     Args:
         criterion: of the model that is trained: (outputs for training alone, labelled boxes [N, n, 6]) to a scalar.
+        unordered: whether rows of boxes have no fixed place in the image (`unordered_boxes`), as those of a detector of
+            two stages.
     """
 
     names = TaskNames(
@@ -51,12 +53,18 @@ class Detection(Task):
     augmentations: ClassVar[Sequence[str] | None] = ("none", "flip", "scale_flip")
     boxes = True
 
-    def __init__(self, criterion: Criterion | None = None) -> None:
-        self._criterion = criterion
+    def __init__(self, criterion: Criterion | None = None, unordered: bool = False) -> None:
+        self._criterion, self._unordered = criterion, unordered
         self._decision = MatchedBoxes(BoxRequest(), Layout("pair", (0, 1), form=CORNERS))
 
     def of_model(self, model: Any) -> Task:
-        return Detection(getattr(model, "criterion", None))
+        return Detection(getattr(model, "criterion", None), getattr(model, "unordered", self._unordered))
+
+    def suited(self, outputs: Sequence[Array], names: Sequence[str], samples: int) -> Task:
+        from qatkit.tasks.unordered_boxes import are_unordered
+
+        scores = outputs[1] if len(outputs) > 1 else None
+        return Detection(self._criterion, scores is not None and scores.ndim == 3 and are_unordered(scores))
 
     @property
     def untrainable(self) -> str:
@@ -94,15 +102,22 @@ class Detection(Task):
 
         Both are quadratic near the teacher, where the gradient is small.
         """
+        import torch
         from torch.nn import functional as F
 
-        weights = teacher[..., 4:].amax(2)
-        total = weights.sum().clamp(min=1)
+        total = teacher[..., 4:].amax(2).sum().clamp(min=1)
+        if self._unordered:
+            from qatkit.tasks.unordered_boxes import nearest
+
+            teacher, same = nearest(output, teacher)
+            output, teacher = output[same], teacher[same]
+        weights = teacher[..., 4:].amax(-1)
         found, wanted = (one[..., 4:].clamp(_LEAST, 1 - _LEAST) for one in (output, teacher))
         scores = F.binary_cross_entropy(found, wanted, reduction="sum")
         scores = scores - F.binary_cross_entropy(wanted, wanted, reduction="sum")
-        sides = (teacher[..., 2:4] - teacher[..., :2]).clamp(min=1).repeat(1, 1, 2)
-        apart = ((output[..., :4] - teacher[..., :4]) / sides / _NEAR).square().sum(2) / 2
+        sides = (teacher[..., 2:4] - teacher[..., :2]).clamp(min=1)
+        sides = torch.cat([sides, sides], -1)
+        apart = ((output[..., :4] - teacher[..., :4]) / sides / _NEAR).square().sum(-1) / 2
         loss: Tensor = (scores + (weights * apart).sum()) / total
         return loss
 
@@ -185,8 +200,20 @@ class Detection(Task):
         """Returns corners and scores, float32 [N, boxes, 4 + classes]."""
         return self._decision.joined(outputs)
 
+    def aligned(self, exact: Sequence[Array], found: Sequence[Array]) -> Sequence[Array]:
+        """Returns the found boxes in the order of the exact ones where their rows have no fixed place."""
+        if not self._unordered:
+            return found
+        import numpy as np
+
+        from qatkit.tasks.unordered_boxes import in_order_of
+
+        ends = np.cumsum([one.shape[2] for one in found])[:-1]
+        return np.split(in_order_of(*(np.concatenate(one, 2) for one in (exact, found))), ends, 2)
+
     def errors(self, exact: Array, found: Array) -> Array:
         """Returns squared errors of scores, and of boxes as shares of their sides by their scores."""
+        (found,) = self.aligned([exact], [found])
         scores = ((found[..., 4:] - exact[..., 4:]) ** 2).sum(2)
         sides = (exact[..., 2:4] - exact[..., :2]).clip(min=1).prod(2)
         places = ((found[..., :4] - exact[..., :4]) ** 2).mean(2) / sides

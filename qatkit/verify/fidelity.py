@@ -79,6 +79,7 @@ class Distance:
     def add(self, exact: _Array, found: _Array) -> None:
         """Outputs [N, classes, ...] for the same images."""
         self.images += len(exact)
+        (found,) = self.task.aligned([exact], [found])
         rows, others = _rows(exact), _rows(found)
         self.outputs += len(rows)
         self.agreement.add(exact, found)

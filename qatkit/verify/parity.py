@@ -22,7 +22,7 @@ from qatkit.records.results import Parity
 from qatkit.tasks import CLASSIFICATION, Task
 from qatkit.verify.accuracy import Predictor, all_outputs, file_predictor, parts
 from qatkit.verify.graph_view import shape_ops
-from qatkit_verify.compare import Alike, Decide, Output, deciding
+from qatkit_verify.compare import Output, deciding
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.feeds import Array, input_names, inputs_alone, rows
 from qatkit_verify.integer_ends import IntegerIO
@@ -96,8 +96,8 @@ def file_parity(
     for given in _parts(names, batches):
         images += rows(given)
         floats, first, second = run_outputs(session, given), plain(given), fast(given)
-        _add(against[0], floats, [second], task.rule)
-        _add(against[1], first, [second], task.rule)
+        _add(against[0], floats, [second], task)
+        _add(against[1], first, [second], task)
     _some(images)
     graph = ir.load(str(quantized_path)).graph
     at, step, source = _worst(graph, against[0], f"the float file's {task.names.outputs}", against[1])
@@ -139,7 +139,7 @@ def against(
         images += rows(given)
         found = run(given)
         for whose, reference in references.items():
-            _add(outputs[whose], reference(given), [found], task.rule)
+            _add(outputs[whose], reference(given), [found], task)
     _some(images)
     return images, {whose: _compared(graph, one, whose) for whose, one in outputs.items()}
 
@@ -168,7 +168,7 @@ def _measured(
     images, outputs = 0, list[Output]()
     for given in _parts(names, batches):
         images += rows(given)
-        _add(outputs, reference(given), [run(given) for run in files], task.rule)
+        _add(outputs, reference(given), [run(given) for run in files], task)
     _some(images)
     at, step, source = _worst(graph, outputs, f"the converted module's {task.names.outputs}")
     plain, fast = (_decided(graph, outputs, i, one) for i, one in enumerate(outputs[at].comparisons(step)))
@@ -179,11 +179,13 @@ def _add(
     outputs: list[Output],
     reference: Sequence[Array],
     others: Sequence[Sequence[Array]],
-    decide: Decide | Alike | None,
+    task: Task,
 ) -> None:
     """One batch of every output; a reference that gives the first output alone is compared in that."""
     if not outputs:
-        outputs.extend(Output(len(others), None if place else decide) for place in range(len(reference)))
+        outputs.extend(Output(len(others), None if place else task.rule) for place in range(len(reference)))
+    if len(others[0]) == len(reference):
+        others = [task.aligned(reference, one) for one in others]
     for output, values, *other in zip(outputs, reference, *others, strict=False):
         output.add(values, other)
 

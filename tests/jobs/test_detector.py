@@ -128,7 +128,9 @@ def test_its_bundle_is_checked_without_torch(made: tuple[Path, Path]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ssdlite320_mobilenet_v3_large", "yolox"])
+@pytest.mark.parametrize(
+    "name", ["ssdlite320_mobilenet_v3_large", "fasterrcnn_mobilenet_v3_large_320_fpn", "yolox"]
+)
 def test_detectors_by_name_run(name: str, tmp_path: Path) -> None:
     root = voc_folder(tmp_path / "pictures", 8, 4)
     own = "qatkit.models.detectors.yolox.yolox_nano" if name == "yolox" else name
@@ -138,3 +140,16 @@ def test_detectors_by_name_run(name: str, tmp_path: Path) -> None:
     session = ort.InferenceSession(tmp_path / "run" / "model.int8.onnx")
     boxes, scores = session.run(None, {"input": np.zeros((1, 3, 64, 64), np.float32)})
     assert boxes.shape[:2] == scores.shape[:2] and scores.shape[2] == 2
+
+
+@pytest.mark.slow
+def test_two_stages_are_int8(tmp_path: Path) -> None:
+    root = voc_folder(tmp_path / "pictures", 48, 12)
+    changes = ("data.image_size=64", "model.name=two_stage_net.TinyTwoStages", "export.bundle=true")
+    assert pipeline.train(asked(tmp_path / "run", root, *changes, "schedule.distill=0.5")) == 0
+    report = report_of(tmp_path / "run")
+    assert report["shortfalls"] == [] and report["audit"]["problems"] == []
+    assert report["audit"]["int8_macs"] > 0.9 * report["audit"]["macs"]
+    measured = report["measured"]["detections"]
+    assert 2 * measured["matched"] == measured["boxes"] > 24
+    assert verify_bundle([str(tmp_path / "run" / "bundle"), "--min-speedup", "0.01"]) == 0

@@ -16,9 +16,12 @@ class Detector(nn.Module):
 
     Attributes:
         inference_outputs: how many outputs, the first ones, a file has: corners and scores.
+        unordered: whether rows of boxes have no fixed place in the image but are ordered by scores
+            (`qatkit.tasks.unordered_boxes`).
     """
 
     inference_outputs = 2
+    unordered = False
 
     @property
     @abstractmethod

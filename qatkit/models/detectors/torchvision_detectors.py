@@ -35,7 +35,7 @@ class TorchvisionDetector(Detector):
         ratios: of an SSD: sides of the smallest and of the largest anchors as shares of the input's; None: its own.
 
     Raises:
-        ConfigError: a model of two stages, whose second one depends on values of the first.
+        ConfigError: a model of another kind.
     """
 
     def __init__(self, model: nn.Module, ratios: Sequence[float] | None = None) -> None:
@@ -44,7 +44,6 @@ class TorchvisionDetector(Detector):
             allowed = "a detector of one stage (ssd..., ssdlite..., retinanet..., fcos...)"
             raise ConfigError("model.name", type(model).__name__, allowed)
         if ratios is not None:
-            _check_ratios(model, ratios)
             shapes = model.anchor_generator.aspect_ratios
             model.anchor_generator = DefaultBoxGenerator(shapes, min_ratio=ratios[0], max_ratio=ratios[1])
         self.backbone, self.head, self.anchor_generator = model.backbone, model.head, model.anchor_generator
@@ -108,12 +107,13 @@ class TorchvisionDetector(Detector):
         return found
 
 
-def classes_with_background(name: str, classes: int) -> int:
-    """Returns the `num_classes` that torchvision builds a detector with: an SSD counts the background."""
-    return classes + int(name.startswith("ssd"))
+def counts_background(name: str) -> bool:
+    """Returns whether torchvision's detector of that name counts the background among its classes."""
+    return name.startswith(("ssd", "fasterrcnn"))
 
 
-def _check_ratios(model: nn.Module, ratios: Sequence[float]) -> None:
+def check_ratios(model: nn.Module, ratios: Sequence[float]) -> None:
+    """Raises a `ConfigError` unless the model is an SSD and the ratios are sides of its anchors."""
     if not isinstance(model, SSD):
         raise ConfigError("model.kwargs", {"anchor_ratios": list(ratios)}, "an SSD for anchor_ratios")
     if len(ratios) != 2 or not 0 < ratios[0] < ratios[1] <= 1:

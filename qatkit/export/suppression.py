@@ -1,0 +1,42 @@
+"""The operator `qatkit::suppress` written with operators of opset 18 that opset 13 has, too.
+
+Scores [N, n], masked by group to [N, groups, n], and boxes [N, n, 4] go into NonMaxSuppression. It gives the image and
+box of each kept one, by which GatherND takes scores and ScatterND writes them over a tensor of `DROPPED`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxscript
+
+from qatkit.graph.suppress import DROPPED
+
+op: Any = onnxscript.opset18
+
+
+def suppress(boxes, scores, valid, groups, overlap: float, most: int):  # type: ignore[no-untyped-def]
+    """Treats each group as a class in which invalid boxes and those of other groups have the score `DROPPED`."""
+    group_of_box = np.repeat(np.arange(len(groups)), groups)
+    members = group_of_box[None] == np.arange(len(groups))[:, None]
+    dropped = op.CastLike(_constant(DROPPED, np.float32), scores)
+    taken = op.Unsqueeze(valid, [1])
+    if len(groups) > 1:
+        taken = op.And(taken, _constant(members, np.bool_))
+    by_group = op.Where(taken, op.Unsqueeze(scores, [1]), dropped)
+    kept = op.NonMaxSuppression(
+        boxes,
+        by_group,
+        _constant([most], np.int64),
+        _constant([overlap], np.float32),
+        _constant([DROPPED / 2], np.float32),
+    )
+    image_and_box = op.Gather(kept, _constant([0, 2], np.int64), axis=1)
+    nothing = op.Expand(dropped, op.Shape(scores))
+    return op.ScatterND(nothing, image_and_box, op.GatherND(scores, image_and_box))
+
+
+def _constant(value: Any, dtype: Any) -> Any:
+    return op.Constant(value=ir.tensor(np.array(value, dtype)))

@@ -1,0 +1,55 @@
+"""Non-maximum suppression of a fixed size: returns the scores with `DROPPED` in place of those of suppressed boxes.
+
+torchvision's returns as many indices as boxes are kept, which depends on values. Here all sizes are known beforehand,
+so a detector of two stages is one graph for any batch: a TopK after it selects a fixed number of boxes. In ONNX it is
+NonMaxSuppression followed by a ScatterND (`qatkit.export.suppression`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# The score of a dropped box, far below every logit; float16 holds it. Half of it separates dropped boxes from others.
+DROPPED = -20000.0
+
+
+def suppress(
+    boxes: Tensor, scores: Tensor, valid: Tensor, groups: list[int], overlap: float, most: int
+) -> Tensor:
+    """Returns `scores` with `DROPPED` for each box that is not valid or overlaps a better one of its group too much.
+
+    No gradient flows through it.
+
+    Args:
+        boxes: corners, [N, boxes, 4].
+        scores: [N, boxes], in any unit, above `DROPPED` / 2.
+        valid: which boxes take part, [N, boxes] of booleans.
+        groups: sizes of consecutive groups of boxes, such as the levels of a feature pyramid.
+        overlap: maximum intersection over union with a better box.
+        most: maximum number of boxes kept per group, best first; of equal scores, the first.
+    """
+    found: Tensor = torch.ops.qatkit.suppress(boxes.detach(), scores.detach(), valid, groups, overlap, most)
+    return found
+
+
+@torch.library.custom_op("qatkit::suppress", mutates_args=())
+def _suppress(
+    boxes: Tensor, scores: Tensor, valid: Tensor, groups: list[int], overlap: float, most: int
+) -> Tensor:
+    from torchvision.ops import nms
+
+    result = torch.full_like(scores, DROPPED)
+    for corners, values, there, kept_values in zip(boxes, scores, valid, result, strict=True):
+        start = 0
+        for size in groups:
+            candidates = start + there[start : start + size].nonzero()[:, 0]
+            kept = candidates[nms(corners[candidates], values[candidates], overlap)[:most]]
+            kept_values[kept] = values[kept]
+            start += size
+    return result
+
+
+@_suppress.register_fake
+def _(boxes: Tensor, scores: Tensor, valid: Tensor, groups: list[int], overlap: float, most: int) -> Tensor:
+    return torch.empty_like(scores)
