@@ -326,6 +326,7 @@ def _check_axes(config: Config) -> None:
         raise ConfigError("export.stream", True, "false with an ONNX file, which has its own inputs")
     for key, value, refused, allowed in (
         ("export.mode", config.export.mode, config.export.mode != "static", "static"),
+        ("export.io", config.export.io, config.export.io != "float32", "float32"),
         ("data.features_in", config.data.features_in, config.data.features_in == "graph", "data"),
         ("export.dynamic_axes", wanted, wanted == "none", "auto or {input: {2: frames}}"),
     ):

@@ -5,7 +5,7 @@
                                            └ Y_h ── Squeeze ──> state_0_next [N, size]
 
 Weights, scales and every other node stay as they are, so that chunks and the whole compute the same. Whether nothing
-but the recurrent layers looks along the cut axis, `qatkit.verify.chunks` finds by running both.
+but the recurrent layers looks along the cut axis, `qatkit_verify.chunks` finds by running both.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from onnx_ir.passes import common
 from qatkit.export.for_ort_tools import RECURRENT, add_constant
 from qatkit.export.quiet import quiet
 from qatkit.export.write_model import write_model
-from qatkit.records.stream import KEY, METADATA_KEY, Stream
 from qatkit_verify.errors import ConfigError
+from qatkit_verify.stream import KEY, METADATA_KEY, Stream
 
 # Places among the inputs and outputs of an LSTM, GRU or RNN, by what the name of the state ends in.
 _PLACES = {"": (5, 1), "_cell": (6, 2)}

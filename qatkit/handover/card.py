@@ -21,7 +21,11 @@ Report = Mapping[str, Any]
 
 
 def card(
-    report: Report, labels: Sequence[str], snippets: str = "", arrays: Mapping[str, Any] | None = None
+    report: Report,
+    labels: Sequence[str],
+    snippets: str = "",
+    arrays: Mapping[str, Any] | None = None,
+    stream: str = "",
 ) -> str:
     """Markdown with the front matter of Hugging Face's model cards.
 
@@ -30,6 +34,7 @@ def card(
         labels: names of the classes, in the order of the outputs; empty without labels.
         snippets: how the file is loaded, as Markdown.
         arrays: model.json of a model whose samples are arrays, or preprocess.json of one that takes recordings.
+        stream: the section on the file that takes chunks, as Markdown.
     """
     sections = (
         _head(report, labels, arrays),
@@ -38,6 +43,7 @@ def card(
         _calibration(report, arrays),
         _speed(report),
         _decoder(report),
+        stream,
         _limits(report, arrays),
         _versions(report),
         "## Verify\n\n    qatkit-verify BUNDLE\n\nneeds onnxruntime and numpy alone; it checks digests, the "

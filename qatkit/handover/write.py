@@ -26,6 +26,7 @@ from qatkit.handover.demo import write_demo
 from qatkit.handover.demo.runtime import find_runtime
 from qatkit.handover.golden import golden_of, ports_of
 from qatkit.handover.javascript import write_javascript
+from qatkit.handover.stream_section import stream_section
 from qatkit.records.decoder_files import DECODER_FOLDER
 from qatkit.records.detections import nms_file
 from qatkit.records.run_files import (
@@ -40,7 +41,6 @@ from qatkit.records.run_files import (
     TABLE_FILE,
     changed_since_its_report,
 )
-from qatkit.records.stream import stream_file
 from qatkit.report.page import for_bundle
 from qatkit.report.run_code import Loading, arrays_program, as_markdown, sound_program
 from qatkit.verify.checks.exact import LEVEL
@@ -57,6 +57,7 @@ from qatkit_verify.bundle.manifest import (
     PREPROCESS_FILE,
     Manifest,
     entry,
+    sha256,
     write_manifest,
 )
 from qatkit_verify.bundle.manifest import FLOAT_FILE as BUNDLED_FLOAT
@@ -68,6 +69,7 @@ from qatkit_verify.installed import OLDEST, TWO_BITS, ZERO_POINTS_OF_CHANNELS, v
 from qatkit_verify.integer_ends import IntegerIO
 from qatkit_verify.onnx_file import OnnxFile, read_onnx
 from qatkit_verify.session import RUNTIME_VERSION, integer_io, open_session
+from qatkit_verify.stream import stream_file
 from qatkit_verify.untrusted import read_json
 
 # The least ONNX Runtime that runs a file, by what it lacks kernels for before: QuantizeLinear of opset 23, and
@@ -119,6 +121,15 @@ def check_source(run: Path, int8: Path) -> None:
             raise ConfigError(
                 "export.bundle", True, f"{run / name} as the run wrote it: it holds other bytes"
             )
+    for beside in (nms_file(int8), stream_file(int8)):
+        if beside.is_file() and beside.name in told and _digest(beside) != told[beside.name]:
+            allowed = f"{beside} as {run / REPORT_FILE} tells of it: it holds other bytes"
+            raise ConfigError("export.bundle", True, allowed)
+
+
+def _digest(path: Path) -> str:
+    with readable(path) as plain:
+        return sha256(plain)
 
 
 def write_bundle(source: BundleSource, folder: Path) -> Path:
@@ -207,26 +218,31 @@ def _copy_larger_files(source: BundleSource, new: Path) -> None:
 def _fill_for_programs(source: BundleSource, new: Path, report: Mapping[str, Any]) -> None:
     """What shows how the file is run: the card, the page, modules for JavaScript, the demo."""
     if source.data.of_arrays:
-        text = card(
-            report, source.data.classes, arrays_program(new, source.options), read_json(new / ARRAYS_FILE)
-        )
-        (new / CARD_FILE).write_text(text, encoding="utf-8")
+        _write_card(source, new, report, arrays_program(new, source.options), read_json(new / ARRAYS_FILE))
         return
     if source.data.recordings is not None:
-        text = card(
-            report, source.data.classes, sound_program(new, source.options), read_json(new / PREPROCESS_FILE)
-        )
-        (new / CARD_FILE).write_text(text, encoding="utf-8")
+        _write_card(source, new, report, sound_program(new, source.options), read_json(new / PREPROCESS_FILE))
         write_javascript(new)
         return
     loading = Loading.of_bundle(new, source.options)
-    (new / CARD_FILE).write_text(card(report, source.data.classes, as_markdown(loading)), encoding="utf-8")
+    _write_card(source, new, report, as_markdown(loading))
     if (new / PAGE_FILE).is_file():
         page = (new / PAGE_FILE).read_text(encoding="utf-8")
         (new / PAGE_FILE).write_text(for_bundle(page, loading), encoding="utf-8")
     write_javascript(new)
     if source.export.demo:
         write_demo(new, find_runtime(source.export.demo_runtime), source.name, source.options)
+
+
+def _write_card(
+    source: BundleSource,
+    new: Path,
+    report: Mapping[str, Any],
+    snippets: str,
+    told: Mapping[str, Any] | None = None,
+) -> None:
+    text = card(report, source.data.classes, snippets, told, stream_section(new, told or {}))
+    (new / CARD_FILE).write_text(text, encoding="utf-8")
 
 
 def _copied(path: Path, target: Path) -> None:

@@ -19,7 +19,6 @@ from qatkit.jobs.hand_over import bundle_line, bundled, check_hand_over, same_fi
 from qatkit.jobs.packed_weights import check_form
 from qatkit.records.detections import nms_file
 from qatkit.records.run_files import CONFIG_FILE, REPORT_FILE, file_name, write_model_json
-from qatkit.records.stream import stream_file
 from qatkit.run.build import captured, data_of, float_model, qat_module
 from qatkit.run.export import check_integer_ends, check_weights, finish_file, has_nms, write_file, write_nms
 from qatkit.run.find import output_dir
@@ -31,6 +30,7 @@ from qatkit.verify.audit import audit
 from qatkit.verify.checks.audit import audit_line
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.fitting import by_sides
+from qatkit_verify.stream import stream_file
 
 
 def export(config: Config) -> int:

@@ -24,16 +24,16 @@ from qatkit.jobs.stages import Always, State
 from qatkit.jobs.verify import checks_of, float_on_purpose
 from qatkit.records.results import Results
 from qatkit.records.run_files import FLOAT_FILE, file_name
-from qatkit.records.stream import KEY, stream_file
 from qatkit.run.build import examples
 from qatkit.run.export import check_integer_ends, write_file, write_float_file
 from qatkit.run.folder import Run, main_process
 from qatkit.train.module import QATModule
 from qatkit.verify.checks.base import Check, Subject
-from qatkit.verify.chunks import in_chunks, kept_db
 from qatkit.verify.thresholds import shortfalls
+from qatkit_verify.chunks import in_chunks, kept_db
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.session import open_session, run_outputs
+from qatkit_verify.stream import KEY, stream_file
 
 _PROVEN, _ALIKE_DB = 4, 60.0  # samples, and how near both float files have to be
 _STOPPED = (

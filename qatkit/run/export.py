@@ -42,7 +42,6 @@ from qatkit.records.run_files import (
     model_json,
     write_model_json,
 )
-from qatkit.records.stream import stream_file
 from qatkit.run.backend import backend_of
 from qatkit.run.build import example_batch, quantizers_of
 from qatkit.run.folder import Run
@@ -52,6 +51,7 @@ from qatkit_verify.errors import ConfigError
 from qatkit_verify.files import write_text
 from qatkit_verify.installed import ZERO_POINTS_OF_CHANNELS, version_numbers
 from qatkit_verify.session import RUNTIME_VERSION, open_session, run_images
+from qatkit_verify.stream import stream_file
 
 
 @dataclass(frozen=True)

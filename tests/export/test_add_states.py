@@ -18,13 +18,13 @@ from qatkit.export.torch_to_onnx import export_onnx
 from qatkit.graph.captured import Captured
 from qatkit.models.streaming_gru import StreamingGRU
 from qatkit.records.results import Results
-from qatkit.records.stream import stream_file
 from qatkit.tasks.audio_classification import AudioClassification
 from qatkit.train.module import QATModule
 from qatkit.verify.checks.base import Subject
 from qatkit.verify.checks.stream import StreamCheck
-from qatkit.verify.chunks import chunks, in_chunks, kept_db
+from qatkit_verify.chunks import chunks, in_chunks, kept_db
 from qatkit_verify.errors import ConfigError
+from qatkit_verify.stream import stream_file
 
 BANDS, SIZE, CLASSES = 6, 8, 3
 FRAMES = {"input": {1: "frames"}}

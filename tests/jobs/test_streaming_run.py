@@ -66,7 +66,11 @@ def test_a_bundle_hears_a_recording_frame_by_frame(words: Path, tmp_path: Path) 
     measured = report_of(run)["measured"]["stream"]
     assert measured["agreement"] == 1 and measured["file"] == "model.int8.stream.onnx"
     bundle = run / "bundle"
-    assert verify_bundle([str(bundle), "--min-speedup", "0.01"]) == 0
+    answer = tmp_path / "answer.json"
+    assert verify_bundle([str(bundle), "--min-speedup", "0.01", "--json", str(answer)]) == 0
+    seen = {one["check"]: one["seen"] for one in json.loads(answer.read_text())["checks"]}
+    assert seen["answers, in chunks"].startswith("model.stream.onnx and model.onnx: 8 samples, ")
+    assert "## In chunks\n\n`model.stream.onnx` takes a recording" in (bundle / "card.md").read_text()
     prepare = SoundPreprocess.from_dict(json.loads((bundle / "preprocess.json").read_text()))
     whole, stream = (ort.InferenceSession(bundle / name) for name in ("model.onnx", "model.stream.onnx"))
     features = prepare(read_sound(str(words / "rise_ann_0.wav")).samples)
@@ -95,10 +99,11 @@ def test_frames_that_see_others_are_found_before_training(words: Path, tmp_path:
     [
         ("export.dynamic_axes=none", "export.dynamic_axes=none: expected auto or {input"),
         ("data.features_in=graph", "data.features_in=graph: expected data with export.stream=true"),
+        ("export.io=uint8", "export.io=uint8: expected float32 with export.stream=true"),
         ("export.mode=float16", "export.mode=float16: expected static with export.stream=true"),
     ],
 )
 def test_settings_that_fit_no_chunks_are_refused(change: str, told: str, words: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"expected (auto|data|static)") as error:
+    with pytest.raises(ConfigError, match=r"expected (auto|data|float32|static)") as error:
         validate(asked(tmp_path, words, change, "schedule.epochs=0"))
     assert told in str(error.value)

@@ -101,13 +101,14 @@ def verified(folder: Path, given: argparse.Namespace) -> Iterator[Found]:
 def _checks(asked: CheckInputs) -> list[Check]:
     """What is asked, in the order of the table: what comes first decides whether the rest can be asked at all."""
     from qatkit_verify.checks.answers import answers, answers_elsewhere, preprocessing
+    from qatkit_verify.checks.chunks import answers_in_chunks
     from qatkit_verify.checks.loading import loading
     from qatkit_verify.checks.runtime import runtime
     from qatkit_verify.checks.speed import kernels, saturation, speed
 
     wanted: list[Check] = [
-        loading, preprocessing, partial(answers, optimize=False), partial(answers, optimize=True), runtime,
-        answers_elsewhere, saturation, kernels, speed,
+        loading, preprocessing, partial(answers, optimize=False), partial(answers, optimize=True), answers_in_chunks,
+        runtime, answers_elsewhere, saturation, kernels, speed,
     ]  # fmt: skip
     if asked.pictures is not None:
         from qatkit_verify.checks.pictures import pictures

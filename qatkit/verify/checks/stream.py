@@ -5,13 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from qatkit.records.results import Results
-from qatkit.records.stream import stream_file
 from qatkit.verify.checks.base import Check, Shortfall, Subject
+from qatkit_verify.stream import LEAST_DB, stream_file
 
 if TYPE_CHECKING:
     from qatkit.config.schema import VerifyConfig
-
-_LEAST_DB = 30.0  # a step of an 8-bit output, which a rounding may move, is 40 dB or more below its range
 
 
 class StreamCheck(Check):
@@ -25,7 +23,7 @@ class StreamCheck(Check):
             return results
         import numpy as np
 
-        from qatkit.verify.chunks import in_chunks, kept_db
+        from qatkit_verify.chunks import in_chunks, kept_db
         from qatkit_verify.session import open_session, run_outputs
 
         whole, stream = (
@@ -48,11 +46,11 @@ class StreamCheck(Check):
 
     def shortfalls(self, bounds: VerifyConfig, results: Results) -> list[Shortfall]:
         found = results.measured.get(self.name)
-        if found is None or found["sqnr_db"] >= _LEAST_DB:
+        if found is None or found["sqnr_db"] >= LEAST_DB:
             return []
         line = (
             f"export.stream: behind the last chunk {found['file']} is {found['sqnr_db']:.1f} dB from the whole file,"
-            f" less than {_LEAST_DB:g} dB"
+            f" less than {LEAST_DB:g} dB"
         )
         return [Shortfall(line, "export.stream=false (the whole file alone)")]
 

@@ -1,4 +1,4 @@
-"""A file with states, run on a batch that is cut into chunks (`qatkit.records.stream`)."""
+"""A file with states, run on a batch that is cut into chunks (`qatkit_verify.stream`)."""
 
 from __future__ import annotations
 
@@ -9,18 +9,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qatkit.records.stream import METADATA_KEY, Stream
 from qatkit_verify.free_run import FreeRun
+from qatkit_verify.stream import stream_of
 
 if TYPE_CHECKING:
     import onnxruntime as ort
 
 _LENGTHS = (1, 4, 1, 9, 2)  # of the chunks, again and again
-
-
-def stream_of(session: ort.InferenceSession) -> Stream:
-    """Returns how the chunks of a file with states follow each other."""
-    return Stream.from_text(session.get_modelmeta().custom_metadata_map[METADATA_KEY])
 
 
 def in_chunks(session: ort.InferenceSession, batch: Any) -> tuple[NDArray[Any], ...]:
@@ -29,6 +24,9 @@ def in_chunks(session: ort.InferenceSession, batch: Any) -> tuple[NDArray[Any], 
     Args:
         session: of a file with states.
         batch: what the whole file takes.
+
+    Raises:
+        ConfigError: the file does not say how chunks follow each other, or does not run on them.
     """
     how, whole = stream_of(session), np.asarray(batch, np.float32)
     sizes = {one.name: one.shape[1] for one in session.get_inputs() if one.name in how.states}
@@ -49,7 +47,11 @@ def chunks(batch: NDArray[Any], axis: int) -> Iterator[NDArray[Any]]:
 
 
 def kept_db(whole: NDArray[Any], found: NDArray[Any]) -> float:
-    """Returns how far values are from the exact ones as a signal-to-noise ratio in dB, at most 200."""
+    """Returns how far values are from the exact ones as a signal-to-noise ratio in dB, from -200 to 200."""
     noise = float(((whole.astype(np.float64) - found) ** 2).sum())
     power = float((whole.astype(np.float64) ** 2).sum())
-    return min(200.0, 10 * float(np.log10(power / noise))) if noise and power else 200.0
+    if noise == 0:
+        return 200.0
+    if not power or not np.isfinite(noise):
+        return -200.0
+    return float(np.clip(10 * np.log10(power / noise), -200, 200))

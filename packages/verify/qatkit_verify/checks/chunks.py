@@ -1,0 +1,77 @@
+"""Does the file that takes a recording in chunks give behind the last one what the whole file gives?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from qatkit_verify.bundle.manifest import INT8_FILE
+from qatkit_verify.checks.base import OK, SHORT, CheckInputs, Found
+from qatkit_verify.chunks import in_chunks, kept_db
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.feeds import Array
+from qatkit_verify.session import open_session, run_outputs
+from qatkit_verify.stream import LEAST_DB, stream_file
+
+NAME = "answers, in chunks"
+
+
+def answers_in_chunks(asked: CheckInputs) -> list[Found]:
+    """The golden inputs in chunks, with states that start as zeros; no answer where the bundle has no such file."""
+    path = stream_file(asked.int8)
+    if not path.is_file():
+        return []
+    try:
+        return [_judged(path.name, _outputs(asked, path))]
+    except ConfigError as error:  # it does not load, does not say how chunks follow, or does not run on them
+        return [Found(NAME, SHORT, f"{path.name} takes no chunks ({error})", _fix(path.name))]
+
+
+def _outputs(asked: CheckInputs, path: Path) -> dict[str, list[tuple[Array, Array]]]:
+    """Returns by name of an output what each golden sample gives in the whole file, and behind its last chunk."""
+    whole, stream = (
+        open_session(one, threads=asked.threads, options=asked.options) for one in (asked.int8, path)
+    )
+    names = [one.name for one in whole.get_outputs()]
+    pairs: dict[str, list[tuple[Array, Array]]] = {name: [] for name in names}
+    for given in asked.golden.runs or (asked.golden.inputs,):
+        batch = _lone(given)
+        exact, found = run_outputs(whole, batch), in_chunks(stream, batch)
+        shapes = [[list(one.shape) for one in outputs] for outputs in (exact, found)]
+        if shapes[0] != shapes[1]:
+            reason = f"behind the last chunk its outputs are {shapes[1]}, those of {INT8_FILE} {shapes[0]}"
+            raise ConfigError("onnx file", path.name, reason=reason)
+        for name, *both in zip(names, exact, found, strict=True):
+            pairs[name] += zip(*map(np.atleast_1d, both), strict=True)
+    return pairs
+
+
+def _lone(given: Mapping[str, Array]) -> Array:
+    """Returns the one input, which is cut."""
+    if len(given) != 1:
+        raise ConfigError("golden", ", ".join(given), "one input, which is cut into chunks")
+    return next(iter(given.values()))
+
+
+def _judged(name: str, pairs: Mapping[str, Sequence[tuple[Array, Array]]]) -> Found:
+    """Judges the worst output, and names the sample that is farthest from the whole file's."""
+    kept = {output: kept_db(*map(np.stack, zip(*of_it, strict=True))) for output, of_it in pairs.items()}
+    worst = min(kept, key=lambda output: kept[output])
+    by_sample = [kept_db(*both) for both in pairs[worst]]
+    apart = max(float(np.abs(np.subtract(*both, dtype=np.float64)).max(initial=0)) for both in pairs[worst])
+    figures = {"file": name, "samples": len(by_sample), "sqnr_db": kept[worst], "max_abs_diff": apart}
+    if kept[worst] >= LEAST_DB:
+        near = f"{kept[worst]:.1f} dB (at least {LEAST_DB:g})" if apart else "equal bit for bit"
+        return Found(NAME, OK, f"{name} and {INT8_FILE}: {len(by_sample)} samples, {near}", figures=figures)
+    place = int(np.argmin(by_sample))
+    seen = (
+        f"{name}: behind the last chunk '{worst}' is {kept[worst]:.1f} dB from {INT8_FILE}, less than {LEAST_DB:g} dB,"
+        f" and golden sample {place} is farthest ({by_sample[place]:.1f} dB)"
+    )
+    return Found(NAME, SHORT, seen, _fix(name), {**figures, "output": worst, "sample": place})
+
+
+def _fix(name: str) -> str:
+    return f"a bundle that qatkit writes again: {name} is damaged, or of another file than {INT8_FILE}"

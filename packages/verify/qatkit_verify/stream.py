@@ -1,0 +1,87 @@
+"""A file that takes its input in chunks: what it says of itself, and where it lies."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from qatkit_verify.errors import ConfigError
+
+if TYPE_CHECKING:
+    import onnxruntime as ort
+
+METADATA_KEY = "qatkit.stream"  # of the file
+KEY = "export.stream"
+LEAST_DB = 30.0  # a step of an 8-bit output, which a rounding may move, is 40 dB or more below its range
+
+
+@dataclass(frozen=True)
+class Stream:
+    """How the chunks of a file follow each other.
+
+    Attributes:
+        axis: of the input, along which it is cut.
+        states: by input, the output that is this input of the next chunk; zeros before the first one.
+    """
+
+    axis: int
+    states: Mapping[str, str]
+
+    def to_text(self) -> str:
+        """Returns JSON, as the file's metadata hold it."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str) -> Stream:
+        """Returns what `to_text` wrote.
+
+        Raises:
+            ValueError: the text is no such JSON.
+        """
+        stored = json.loads(text)
+        if not isinstance(stored, dict) or not isinstance(stored.get("states"), dict):
+            raise ValueError("no axis and states")
+        found = cls(**stored)
+        if type(found.axis) is not int or not all(isinstance(one, str) for one in found.states.values()):
+            raise ValueError("an axis that is no number, or a state that is no name")
+        return found
+
+
+def stream_of(session: ort.InferenceSession) -> Stream:
+    """Returns how the chunks of a file with states follow each other.
+
+    Raises:
+        ConfigError: the file does not say it, or names inputs, outputs or an axis that it does not have.
+    """
+    from qatkit_verify.session import session_file  # with ONNX Runtime
+
+    told = session.get_modelmeta().custom_metadata_map.get(METADATA_KEY)
+    allowed = f"a file with states: its metadata entry '{METADATA_KEY}'"
+    if told is None:
+        raise ConfigError("onnx file", session_file(session), f"{allowed} is missing")
+    try:
+        found = Stream.from_text(told)
+        shapes = {one.name: one.shape for one in session.get_inputs()}
+        given = {one.name for one in session.get_outputs()}
+        if (
+            not found.states
+            or not found.states.keys() < shapes.keys()
+            or not set(found.states.values()) < given
+        ):
+            raise ValueError("names of inputs and outputs that the file does not have")
+        cut = [shape for name, shape in shapes.items() if name not in found.states]
+        if len(cut) != 1 or not 0 < found.axis < len(cut[0]):
+            raise ValueError(f"axis {found.axis} of one input, which the file does not have")
+        if not all(len(shapes[name]) == 2 and isinstance(shapes[name][1], int) for name in found.states):
+            raise ValueError("states of another shape than [N, size]")
+    except (ValueError, TypeError) as error:
+        raise ConfigError("onnx file", session_file(session), f"{allowed} is damaged ({error})") from error
+    return found
+
+
+def stream_file(path: Path) -> Path:
+    """Returns the path of the file that takes chunks beside the whole one: model.int8.stream.onnx."""
+    return path.with_suffix(f".stream{path.suffix}")

@@ -1,0 +1,101 @@
+"""A bundle's file that takes a recording in chunks is checked by running it in chunks beside the whole file."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from bundles import seal
+from spotters import STREAM, make, spotter
+
+from qatkit_verify.chunks import kept_db
+from qatkit_verify.command import main
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make(tmp_path_factory.mktemp("chunks") / "bundle")
+    seal(folder)
+    return folder
+
+
+@pytest.fixture
+def bundle(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / "bundle"))
+
+
+def checked(folder: Path) -> tuple[int, dict[str, Any]]:
+    """Returns the exit status, and what was found of chunks."""
+    answer = folder.parent / "answer.json"
+    status = main([str(folder), "--runs", "3", "--threads", "1", "--min-speedup", "0", "--json", str(answer)])
+    rows = {one["check"]: one for one in json.loads(answer.read_text())["checks"]}
+    return status, rows.get("answers, in chunks", {})
+
+
+def test_chunks_give_the_whole_files_answers(bundle: Path) -> None:
+    status, found = checked(bundle)
+    assert status == 0 and found["verdict"] == "ok"
+    assert found["seen"].startswith("model.stream.onnx and model.onnx: 3 samples, ")
+    assert found["figures"]["sqnr_db"] > 100
+
+
+def test_a_bundle_without_such_a_file_has_no_such_line(bundle: Path) -> None:
+    (bundle / STREAM).unlink()
+    seal(bundle)
+    assert checked(bundle) == (0, {})
+
+
+def test_another_models_chunks_fall_short_by_sample(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spotter(bundle / STREAM, stream=True, gain=1.1)
+    seal(bundle)
+    status, found = checked(bundle)
+    assert status == 1 and found["verdict"] == "falls short"
+    # 1.1 times the outputs are 20 dB from them, in every sample.
+    assert found["figures"]["sqnr_db"] == pytest.approx(20, abs=1e-3)
+    assert "model.stream.onnx: behind the last chunk 'y' is 20.0 dB from model.onnx" in found["seen"]
+    assert f"golden sample {found['figures']['sample']} is farthest" in found["seen"]
+    assert "answers, in chunks falls short. Proposed fix: a bundle that qatkit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("told", "why"),
+    [
+        (None, "its metadata entry 'qatkit.stream' is missing"),
+        ("[1]", "is damaged (no axis and states)"),
+        ('{"axis": 5, "states": {"state_0": "state_0_next"}}', "axis 5 of one input"),
+        (
+            '{"axis": 1, "states": {"state_1": "state_0_next"}}',
+            "inputs and outputs that the file does not have",
+        ),
+        ('{"axis": 1, "states": {"state_0": 3}}', "a state that is no name"),
+    ],
+)
+def test_a_file_that_does_not_say_its_states_falls_short(told: str | None, why: str, bundle: Path) -> None:
+    spotter(bundle / STREAM, stream=True, told=told)
+    seal(bundle)
+    status, found = checked(bundle)
+    assert (
+        status == 1 and found["seen"].startswith("model.stream.onnx takes no chunks") and why in found["seen"]
+    )
+
+
+def test_a_damaged_or_missing_file_is_named(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kept = (bundle / STREAM).read_bytes()
+    (bundle / STREAM).write_bytes(kept[:-40])
+    assert main([str(bundle)]) == 2
+    assert "model.stream.onnx holds other bytes" in capsys.readouterr().err
+    seal(bundle)  # as a tool would that packs the bundle anew
+    assert checked(bundle)[1]["verdict"] == "falls short"
+    (bundle / STREAM).unlink()
+    assert main([str(bundle)]) == 2
+    assert "model.stream.onnx is missing" in capsys.readouterr().err
+
+
+def test_answers_that_are_no_numbers_are_far_away() -> None:
+    whole = np.ones((2, 3))
+    assert kept_db(whole, np.full_like(whole, np.nan)) == -200
+    assert kept_db(0 * whole, whole) == -200 and kept_db(0 * whole, 0 * whole) == 200
