@@ -26,9 +26,9 @@ from qatkit_verify.placement.sites import VARIANTS
 
 EXPORT_KEYS = ("checkpoint", "output_dir", "export.opset", "export.dynamic_batch", "export.dynamic_axes", "export.io",
                "export.packed_weights", "export.bundle", "export.bundle_as", "export.bundle_float",
-               "export.golden_images", "export.sign", "export.encrypt", "export.encrypt_bundle", "data",
-               "calibration.cache", "verify.threads", "verify.audit", "verify.latency_batch",
-               "trainer.debug")  # fmt: skip
+               "export.golden_images", "export.sign", "export.demo", "export.demo_runtime", "export.encrypt",
+               "export.encrypt_bundle", "data", "calibration.cache", "verify.threads", "verify.audit",
+               "verify.latency_batch", "trainer.debug")  # fmt: skip
 ONNX_GROUPS = ("data", "backend", "calibration", "export", "verify", "trainer")
 ONNX_KEYS = ("onnx", "mode", "weights", "name", "seed", "task", "output_dir", "model.kwargs", "data", "backend",
              "verify", "calibration.images", "calibration.batch_size", "export.opset", "export.encrypt",

@@ -10,7 +10,8 @@ from qatkit import report
 from qatkit.choose.placement.measured import with_placement_of
 from qatkit.config.compose import load_config
 from qatkit.config.schema import Config
-from qatkit.data.inputs import inputs_of
+from qatkit.data import DataModule
+from qatkit.data.inputs import Inputs, inputs_of
 from qatkit.encryption.vault import protected, readable, secret
 from qatkit.export.accuracy_level import FLOAT, at_level
 from qatkit.export.add_states import add_states
@@ -18,7 +19,7 @@ from qatkit.jobs.accuracy_level import level_of_run
 from qatkit.jobs.hand_over import bundle_line, bundled, check_hand_over, same_file, source_of
 from qatkit.jobs.packed_weights import check_form
 from qatkit.records.detections import nms_file
-from qatkit.records.run_files import CONFIG_FILE, REPORT_FILE, file_name, write_model_json
+from qatkit.records.run_files import CONFIG_FILE, FLOAT_FILE, REPORT_FILE, file_name, write_model_json
 from qatkit.run.build import captured, data_of, float_model, qat_module
 from qatkit.run.export import check_integer_ends, check_weights, finish_file, has_nms, write_file, write_nms
 from qatkit.run.find import output_dir
@@ -54,14 +55,10 @@ def _exported(config: Config) -> int:
     if not config.export.dynamic_batch:
         batch = config.verify.latency_batch
         check_memory("verify.latency_batch", batch, inputs.bytes, inputs, "the input alone")
-    data = None
-    if config.export.io == "uint8":
+    integer = config.export.io == "uint8"
+    if integer:
         check_integer_ends(module)
-        data = data_of(config)
-        if data.inputs.shape != inputs.shape:
-            channels, size = inputs.shape[0], by_sides(inputs.shape[1:])
-            allowed = f"images of {channels} channels and {size} pixels, as the checkpoint's"
-            raise ConfigError("data.image_size", list(data.inputs.shape), allowed)
+    data = _opened(config, inputs)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / file_name(config.mode)
     say(f"exporting {path}")
@@ -69,7 +66,7 @@ def _exported(config: Config) -> int:
         write_file(module.convert().graph, placed, inputs, new)
         if not config.export.decoder and (level := level_of_run(run)) != FLOAT:
             at_level(new, new, level)
-        about = None if data is None else finish_file(new, config, data)
+        about = finish_file(new, config, data) if integer and data is not None else None
     if about is not None:
         write_model_json(folder, about)
     if has_nms(config):
@@ -88,10 +85,31 @@ def _exported(config: Config) -> int:
     for problem in found.problems:
         say(f"  problem: {problem}")
     say(f"{path}  {record.bytes / 1e6:.2f} MB  sha256 {record.sha256}")
-    if config.export.bundle:
-        with readable(path) as plain:
-            say(bundle_line(bundled(source_of(config, run, plain, data or data_of(config)), folder)))
+    if data is not None and config.export.bundle:
+        _bundle(config, path, data)
     return 0 if found.ok or not config.verify.audit else 1
+
+
+def _opened(config: Config, inputs: Inputs) -> DataModule | None:
+    """Returns the run's data, where the ends of the file or a bundle need them."""
+    integer = config.export.io == "uint8"
+    if not integer and not config.export.bundle:
+        return None
+    data = data_of(config)
+    if integer and data.inputs.shape != inputs.shape:
+        channels, size = inputs.shape[0], by_sides(inputs.shape[1:])
+        allowed = f"images of {channels} channels and {size} pixels, as the checkpoint's"
+        raise ConfigError("data.image_size", list(data.inputs.shape), allowed)
+    return data
+
+
+def _bundle(config: Config, path: Path, data: DataModule) -> None:
+    """Makes a bundle of the exported file and the run beside the checkpoint."""
+    run = Path(str(config.checkpoint)).parent
+    if config.export.demo and not (run / FLOAT_FILE).is_file():
+        say(f"note: {run} has no {FLOAT_FILE}, so the demo page compares nothing with float")
+    with readable(path) as plain:
+        say(bundle_line(bundled(source_of(config, run, plain, data), path.parent)))
 
 
 def _check_settings(config: Config, folder: Path, run: Path) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import onnxruntime
 import pytest
-from command_line import ROOT
+from command_line import ROOT, Launch
 from PIL import Image
 from tiny_run import calibrate_only, digits_test, logits, report_of, sha256
 
@@ -190,6 +190,30 @@ def test_the_same_checkpoint_gives_the_same_zip(run: Config, tmp_path: Path) -> 
 
     assert sha256(tmp_path / "a" / "bundle.zip") == sha256(tmp_path / "b" / "bundle.zip")
     assert not list(tmp_path.rglob(".*"))
+
+
+def test_a_checkpoints_bundle_gets_a_demo_page(
+    run: Config, tmp_path: Path, launch: Launch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    runtime, out = tmp_path / "dist", tmp_path / "out"
+    runtime.mkdir()
+    for name in ("ort.wasm.min.js", "ort-wasm-simd-threaded.mjs", "ort-wasm-simd-threaded.wasm"):
+        (runtime / name).write_text(name)
+    alone = tmp_path / "alone"
+    shutil.copytree(str(run.output_dir), alone, ignore=shutil.ignore_patterns("bundle", "model.float.onnx"))
+    for checkpoint, told in ((Path(str(run.output_dir)), False), (alone, True)):
+        typed = (f"checkpoint={checkpoint}/last.ckpt", f"output_dir={out}", "export.demo=true",
+                 f"export.demo_runtime={runtime}")  # fmt: skip
+        assert launch(export, *typed, from_checkpoint=True) == 2
+        assert "export.demo=True: expected false without export.bundle=true" in capfd.readouterr().err
+        assert not out.exists()
+        assert launch(export, *typed, "export.bundle=true", from_checkpoint=True) == 0
+        assert "demoParts" in (out / "bundle" / "demo" / "int8.js").read_text()
+        assert (out / "bundle" / "demo.html").is_file()
+        assert (out / "bundle" / "demo" / "float.js").is_file() != told
+        note = "has no model.float.onnx, so the demo page compares nothing with float"
+        assert (note in capfd.readouterr().err) == told
+        shutil.rmtree(out)
 
 
 def test_without_evidence_there_is_none(run: Config, tmp_path: Path) -> None:

@@ -85,6 +85,16 @@ def test_a_bundle_hears_a_recording_frame_by_frame(words: Path, tmp_path: Path) 
     assert export_checkpoint.export(again) == 0
     name = "model.int8.stream.onnx"
     assert (tmp_path / "again" / name).read_bytes() == (run / name).read_bytes()
+    runtime = tmp_path / "dist"
+    runtime.mkdir()
+    for file in ("ort.wasm.min.js", "ort-wasm-simd-threaded.mjs", "ort-wasm-simd-threaded.wasm"):
+        (runtime / file).touch()
+    page = replace(config.export, bundle=True, demo=True, demo_runtime=str(runtime))
+    with pytest.raises(
+        ConfigError, match=r"export\.demo=True: expected false with data.source=.*: it is for pictures"
+    ):
+        export_checkpoint.export(replace(again, export=page, output_dir=str(tmp_path / "page")))
+    assert not (tmp_path / "page").exists()
 
 
 def test_frames_that_see_others_are_found_before_training(words: Path, tmp_path: Path) -> None:
