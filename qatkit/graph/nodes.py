@@ -45,17 +45,22 @@ def results(graph: fx.Graph) -> tuple[fx.Node, ...]:
 def outputs_in_inference(model: nn.Module, outputs: Any) -> int | None:
     """Returns how many outputs of a model, its first ones, a file has; None: all of them.
 
-    A model says so by an attribute `inference_outputs`, torchvision's models by their auxiliary heads.
+    A model says so by an attribute `inference_outputs`, torchvision's models by their auxiliary heads; a run marks
+    names by `auxiliary_outputs`, which count where a model has them behind "out".
 
     Args:
-        outputs: as the model yields them, or the nodes of a graph that do.
+        outputs: as the model yields them, or the names of the outputs of its graph.
     """
     declared: int | None = getattr(model, "inference_outputs", None)
     if declared is not None:
         return declared
-    if isinstance(outputs, Mapping):  # segmentation
-        return 1 if set(outputs) == {"out", "aux"} else None
-    return 1 if classifies_in_training(model) else None
+    if getattr(model, "aux_classifier", None) is not None or classifies_in_training(model):
+        return 1
+    if isinstance(outputs, Mapping) and set(outputs) == {"out", "aux"}:  # segmentation
+        return 1
+    names = [one for one in outputs if isinstance(one, str)] if isinstance(outputs, (Mapping, tuple)) else []
+    main = [name for name in names if name not in getattr(model, "auxiliary_outputs", ())]
+    return len(main) if len(main) < len(names) and "out" in main else None
 
 
 def classifies_in_training(model: nn.Module) -> bool:

@@ -20,7 +20,7 @@ from qatkit.graph.capture.free_axes import Wanted
 from qatkit.graph.capture.model import capture
 from qatkit.graph.capture.sizes import drawn_output
 from qatkit.graph.closures import attributes_of, held_tensors, rebind
-from qatkit.graph.nodes import OWNER, Outputs, classifies_in_training
+from qatkit.graph.nodes import OWNER, Outputs, outputs_in_inference
 from qatkit.graph.phase import inference
 from qatkit.graph.signature import Example, flatten, graph_inputs
 from qatkit.graph.untraceable import with_twins
@@ -54,11 +54,8 @@ def _captured(model: nn.Module, example: Example, dynamic_axes: Wanted) -> fx.Gr
     duplicate = with_twins(copy_of(model))
     graph_module = capture(duplicate, example, dynamic_axes)
     _call_batch_norms(graph_module.graph, duplicate, graph_module)
-    kept = getattr(model, "inference_outputs", None)
-    # The auxiliary heads of torchvision's segmentation models, of GoogLeNet and of Inception.
-    if getattr(model, "aux_classifier", None) is not None or classifies_in_training(model):
-        kept = 1
     names = graph_module.meta["outputs"]
+    kept = outputs_in_inference(model, names)
     if kept is not None and len(names) > kept:
         _gather_outputs(graph_module, kept)
     if kept is not None:

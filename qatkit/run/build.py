@@ -27,6 +27,7 @@ from qatkit.models.onnx_files import PREFIX
 from qatkit.quant.fake_quantize import FakeQuantize
 from qatkit.quant.observers import HistogramObserver, Observer
 from qatkit.quant.weight_fake_quantize import Quantizers, WeightFakeQuantize
+from qatkit.run.auxiliary_outputs import check_auxiliary, with_auxiliary
 from qatkit.run.backend import backend_of
 from qatkit.run.declared_images import check_channels, other_images, other_recordings
 from qatkit.run.folder import main_process, say
@@ -172,6 +173,7 @@ def built(config: Config, data: DataModule) -> nn.Module:
     count, tensors = data.rows(examples(config)), list(outputs.values())
     if wanted := _wrong_output(tensors[0] if tensors else None, count, data):
         raise ConfigError("model.name", config.model.name, wanted)
+    check_auxiliary(config, model, outputs)
     if config.schedule.epochs and not any(one.is_floating_point() for one in tensors):
         allowed = (
             "0 with a model that gives whole numbers alone, which no gradient leads to (recipe=onnx_ptq)"
@@ -199,7 +201,7 @@ def float_model(config: Config, wanted: ModelConfig, classes: int | None = None)
     Raises:
         ConfigError: as `models.build`.
     """
-    return with_features(config, models.build(wanted, classes, config.task))
+    return with_auxiliary(config, with_features(config, models.build(wanted, classes, config.task)))
 
 
 def _fits(outputs: Mapping[str, Tensor], config: Config, data: DataModule) -> bool:

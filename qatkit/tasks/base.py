@@ -87,6 +87,7 @@ class Task(ABC):
         boxes: whether targets are boxes in pixels of their images, which go the way of these: a batch of them is
             float32 [N, n, 6] (`qatkit.data.box_targets`).
         every_output: whether distillation is over all outputs of a model, or over its first one alone.
+        auxiliary: names of outputs that are for training alone where a model has them beside "out".
     """
 
     names: ClassVar[TaskNames]
@@ -94,6 +95,7 @@ class Task(ABC):
     maps: ClassVar[bool] = False
     boxes: ClassVar[bool] = False
     every_output: ClassVar[bool] = False
+    auxiliary: ClassVar[Sequence[str]] = ()
 
     @abstractmethod
     def loss(self, output: Tensor, targets: Tensor, schedule: ScheduleConfig) -> Tensor:

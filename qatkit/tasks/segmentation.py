@@ -37,6 +37,7 @@ class Segmentation(ByInfluence, Logits):
     )
     augmentations: ClassVar[Sequence[str] | None] = None
     maps = True
+    auxiliary: ClassVar[Sequence[str]] = ("aux",)
 
     def loss(self, output: Tensor, targets: Tensor, schedule: ScheduleConfig) -> Tensor:
         """Returns the cross entropy of all pixels that count; 0 of a batch without any."""

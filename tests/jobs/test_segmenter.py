@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnxruntime as ort
 import pytest
 import torch
@@ -19,7 +20,7 @@ from tiny_run import report_of
 from tiny_segmenter import TinySegmenter, asked
 from torch import Tensor
 
-from qatkit.jobs import pipeline
+from qatkit.jobs import export_checkpoint, pipeline
 from qatkit.run.build import data_of
 from qatkit_verify.command import main as verify_bundle
 from qatkit_verify.errors import ConfigError
@@ -104,6 +105,48 @@ def test_its_bundle_is_checked_without_torch(made: tuple[Path, Path]) -> None:
     card = (bundle / "card.md").read_text()
     assert "pipeline_tag: image-segmentation" in card and "| brick |" in card
     assert json.loads((bundle / "manifest.json").read_text())["name"]
+
+
+def test_an_aux_output_trains_and_is_in_no_file(made: tuple[Path, Path], tmp_path: Path) -> None:
+    run, root = made
+    for name in ("model.float.onnx", "model.int8.onnx"):
+        graph = onnx.load(run / name).graph
+        assert [one.name for one in graph.output] == ["output"]
+        assert not [node.name for node in graph.node if "aux" in node.name]
+    before = torch.load(run / "float.ckpt", weights_only=True)["state_dict"]
+    after = torch.load(run / "last.ckpt", weights_only=True)["state_dict"]
+    (float_key,), (key,) = ([one for one in state if one.endswith("aux.weight")] for state in (before, after))
+    assert not torch.equal(before[float_key], after[key])
+    again = asked(tmp_path / "again", root, f"checkpoint={run}/last.ckpt")
+    assert export_checkpoint.export(again) == 0
+    assert (tmp_path / "again" / "model.int8.onnx").read_bytes() == (run / "model.int8.onnx").read_bytes()
+
+
+class AuxFirst(TinySegmenter):
+    """The auxiliary logits before those that ship."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return dict(reversed(super().forward(x).items()))
+
+
+class SmallAux(TinySegmenter):
+    """Auxiliary logits of half the input's size."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return super().forward(x) | {"aux": self.aux(self.first(x))}
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        ("AuxFirst", "expected a model that gives 'out' first and 'aux' last; this one gives aux, out"),
+        ("SmallAux", "'aux', which trains beside 'out', is [2, 3, 24, 32]; this one is [2, 3, 12, 16]"),
+    ],
+)
+def test_auxiliary_outputs_that_cannot_train_are_refused(model: str, told: str, tmp_path: Path) -> None:
+    config = asked(tmp_path / "run", folder(tmp_path / "pictures", 8, 4), f"model.name={__name__}.{model}")
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        pipeline.train(config)
 
 
 def test_labels_are_read_before_anything_long(tmp_path: Path) -> None:

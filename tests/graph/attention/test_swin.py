@@ -230,6 +230,12 @@ def test_a_dictionary_of_outputs() -> None:
     model = Segments("out", "aux").eval()
     model.aux_classifier = model.heads["aux"]
     assert torch.equal(trace(model, x)(x), model(x)["out"])
+    features = Segments("out", "aux").eval()  # as a backbone's, of which nobody says that one trains alone
+    assert trace(features, x).meta["outputs"] == ("out", "aux")
+    marked = Segments("out", "edges", "aux").eval()
+    marked.auxiliary_outputs = ("aux",)  # type: ignore[assignment]
+    graph = trace(marked, x)
+    assert graph.meta["outputs"] == ("out", "edges") and len(graph(x)) == 2 and len(graph.train()(x)) == 3
     several = Segments("p3", "p4", "p5").eval()
     graph = trace(several, x)
     assert graph.meta["outputs"] == ("p3", "p4", "p5")

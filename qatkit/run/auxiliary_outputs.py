@@ -1,0 +1,47 @@
+"""Outputs for training alone, by torchvision's convention: {"out": logits, "aux": logits of an auxiliary head}.
+
+A task says which names have that meaning (`Task.auxiliary`). Training takes them, and no file has them. A model that
+declares `inference_outputs` has said it itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+from qatkit.config.schema import Config
+from qatkit.importing import ImportedModel
+from qatkit.tasks import task_of
+from qatkit_verify.errors import ConfigError
+
+
+def with_auxiliary(config: Config, model: nn.Module) -> nn.Module:
+    """Returns the model, which knows the names of its outputs for training alone (`outputs_in_inference` reads them); a
+    file's outputs all stay.
+    """
+    names = task_of(config.task).auxiliary
+    if names and not isinstance(model, ImportedModel):
+        model.auxiliary_outputs = tuple(names)  # type: ignore[assignment]
+    return model
+
+
+def check_auxiliary(config: Config, model: nn.Module, outputs: Mapping[str, Tensor]) -> None:
+    """Refuses what training can't take.
+
+    Raises:
+        ConfigError: an auxiliary output before another one, or of another shape than the one that ships.
+    """
+    marked = getattr(model, "auxiliary_outputs", ())
+    if getattr(model, "inference_outputs", None) is not None or "out" not in outputs or not marked:
+        return
+    names, found = list(outputs), [name for name in outputs if name in marked]
+    if found and names[-len(found) :] != found:
+        allowed = f"a model that gives 'out' first and '{found[0]}' last; this one gives {', '.join(names)}"
+        raise ConfigError("model.name", config.model.name, allowed)
+    trains = config.schedule.float_epochs > 0 or config.schedule.epochs > 0
+    for name in found if trains else ():
+        own, wanted = (list(one.shape) for one in (outputs[name], outputs["out"]))
+        if own != wanted:
+            allowed = f"a model whose '{name}', which trains beside 'out', is {wanted}; this one is {own}"
+            raise ConfigError("model.name", config.model.name, allowed)
