@@ -44,6 +44,7 @@ from qatkit.quant.observers.base import with_other_ranks
 from qatkit.run.allocator import keep_freed_memory, return_freed_memory
 from qatkit.run.build import built, data_of, naming_the_file
 from qatkit.run.export import check_weights
+from qatkit.run.float_average import warn_of_average
 from qatkit.run.folder import Run, check_images, folder_of, main_process
 from qatkit.run.lock import locked
 from qatkit.run.resume import resumed_from
@@ -127,6 +128,7 @@ def _start(config: Config, folder: Path, notes: tuple[str, ...]) -> tuple[Run, D
     if run.stored() is None:
         check_cache(data, config)
     model = built(config, data)
+    warn_of_average(config)
     if not (config.schedule.epochs or config.schedule.float_epochs):
         keep_freed_memory(data.inputs.bytes, sum(one.nbytes for one in model.parameters()))
     return_freed_memory()

@@ -25,6 +25,7 @@ from qatkit.train.weight_average import WeightAverage
 from qatkit_verify.errors import ConfigError
 
 Batch = tuple[Any, Tensor]  # what the model is called with, targets
+EMA = "ema"  # in the record of a float checkpoint: the decay of the average that its weights are
 
 
 class Learner(lightning.LightningModule):
@@ -246,6 +247,8 @@ class FloatModule(Learner):
 
     def __init__(self, model: nn.Module, schedule: ScheduleConfig, task: Task = CLASSIFICATION) -> None:
         super().__init__(schedule, schedule.float_lr)
+        if schedule.ema is not None:
+            self.about[EMA] = schedule.ema
         self.graph, self._original = model.train(), (model,)
         self.learn(task)
 

@@ -1,0 +1,69 @@
+"""Float weights that are an average over steps (`schedule.ema`), fine-tuned by a run that takes none.
+
+Fine-tuning moves such weights to those of single steps, which are often worth less (docs/design.md, D65).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qatkit.config.compose import load_config
+from qatkit.config.schema import Config
+from qatkit.encryption.vault import readable
+from qatkit.records.run_files import CONFIG_FILE, FLOAT_CHECKPOINT
+from qatkit.train.learner import EMA
+from qatkit_verify.errors import ConfigError
+
+
+def warn_of_average(config: Config) -> None:
+    """Warns where the checkpoint's float training kept an average of its weights and the fine-tuning does not."""
+    path, schedule = config.model.checkpoint, config.schedule
+    if path is None or schedule.epochs < 1 or schedule.ema is not None:
+        return
+    decay = decay_of(Path(path))
+    if decay:
+        warnings.warn(
+            f"model.checkpoint={path}: the float weights are an average over steps (schedule.ema={decay:g}), and this"
+            f" fine-tuning leaves it for the weights of its last step; add schedule.ema={decay:g} to keep an average",
+            stacklevel=2,
+        )
+
+
+def decay_of(path: Path) -> float | None:
+    """Returns the decay of the average that a finished float.ckpt has for weights; None for weights of a step.
+
+    Checkpoints of earlier versions do not hold it, so the configuration of the run that lies beside is asked.
+    """
+    stored = _stored(path)
+    about = stored.get("qatkit")
+    if not stored.get("finished") or not isinstance(about, Mapping):
+        return None
+    decay = about.get(EMA)
+    if decay is None and path.name == FLOAT_CHECKPOINT:
+        decay = _configured(path.with_name(CONFIG_FILE))
+    return decay if isinstance(decay, float) else None
+
+
+def _stored(path: Path) -> Mapping[str, Any]:
+    """What a checkpoint holds, without reading its tensors; nothing of a file that only torch.load refuses."""
+    if path.suffix != ".ckpt":
+        return {}
+    try:
+        with readable(path) as plain:
+            found = torch.load(plain, map_location="cpu", weights_only=True, mmap=True)
+    except Exception:  # the model's own loading tells what is wrong with it
+        return {}
+    return found if isinstance(found, Mapping) else {}
+
+
+def _configured(file: Path) -> float | None:
+    try:
+        schedule = load_config(file).schedule
+    except (ConfigError, OSError):
+        return None
+    return schedule.ema if schedule.float_epochs else None
