@@ -23,8 +23,8 @@ from qatkit_verify.errors import ConfigError
 def warn_of_average(config: Config) -> None:
     """Warns where the checkpoint's float training kept an average of its weights and the fine-tuning does not."""
     path, schedule = config.model.checkpoint, config.schedule
-    if path is None or schedule.epochs < 1 or schedule.ema is not None:
-        return
+    if path is None or schedule.epochs < 1 or schedule.ema is not None or config.verify.every:
+        return  # verify.every keeps the best of the epochs and the start
     decay = decay_of(Path(path))
     if decay:
         warnings.warn(

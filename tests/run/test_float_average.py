@@ -54,6 +54,9 @@ def test_a_run_that_keeps_the_weights_says_nothing(averaged: Path, tmp_path: Pat
     assert warned(beginning_with(averaged, tmp_path, epochs=0)) == []
     assert warned(beginning_with(averaged, tmp_path, ema=0.5)) == []
     assert warned(beginning_with(plain, tmp_path)) == []
+    chosen = beginning_with(averaged, tmp_path)
+    chosen.verify.every = 1
+    assert warned(chosen) == []
     assert warned(tiny(tmp_path)) == []
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -14,7 +16,7 @@ from qatkit.verify.fidelity import Distance
 PROPOSALS, CLASSES = 12, 3
 
 
-def rows(seed: int = 0) -> NDArray[np.float32]:
+def rows(seed: int = 0) -> NDArray[Any]:
     """Returns boxes of two images that lie apart, [2, PROPOSALS * CLASSES, 4 + CLASSES]."""
     rng = np.random.default_rng(seed)
     corners = np.arange(PROPOSALS)[:, None, None] * 50 + rng.uniform(0, 20, (2, PROPOSALS, CLASSES, 2))
@@ -25,7 +27,7 @@ def rows(seed: int = 0) -> NDArray[np.float32]:
     return found.reshape(2, -1, 4 + CLASSES)
 
 
-def shuffled(boxes: NDArray[np.float32]) -> NDArray[np.float32]:
+def shuffled(boxes: NDArray[Any]) -> NDArray[Any]:
     order = np.random.default_rng(3).permutation(PROPOSALS)
     return boxes.reshape(2, PROPOSALS, CLASSES, -1)[:, order].reshape(boxes.shape)
 
@@ -49,8 +51,8 @@ def test_a_proposal_without_a_partner_takes_what_is_left() -> None:
 
 
 def test_an_order_changes_neither_errors_nor_nearness() -> None:
-    boxes, task = rows(), Detection(unordered=True)
-    noisy = boxes + np.random.default_rng(1).normal(0, 0.01, boxes.shape).astype(np.float32)
+    boxes, task = rows().astype(np.float64), Detection(unordered=True)
+    noisy = boxes + np.random.default_rng(1).normal(0, 0.01, boxes.shape)
     wanted, found = Distance(Detection()), Distance(task)
     wanted.add(boxes, noisy)
     found.add(boxes, shuffled(noisy))
