@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,10 @@ def _bundle(config: Config, path: Path, data: DataModule) -> None:
     if config.export.demo and not (run / FLOAT_FILE).is_file():
         say(f"note: {run} has no {FLOAT_FILE}, so the demo page compares nothing with float")
     with readable(path) as plain:
+        for beside in (nms_file, stream_file):
+            if plain != path and beside(path).is_file():
+                with readable(beside(path)) as other:
+                    shutil.copyfile(other, beside(plain))
         say(bundle_line(bundled(source_of(config, run, plain, data), path.parent)))
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from qatkit.config.compose import compose_config
 from qatkit.config.rules import validate
 from qatkit.config.schema import Config
+from qatkit.encryption.cipher import is_encrypted, new_key
 from qatkit.jobs import export_checkpoint, pipeline
 from qatkit.models.streaming_gru import StreamingGRU
 from qatkit.records.run_files import CHECKPOINT_FILE
@@ -58,11 +59,17 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return spoken(tmp_path_factory.mktemp("words") / "words", 20)
 
 
-@pytest.mark.slow
-def test_a_bundle_hears_a_recording_frame_by_frame(words: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    config = asked(run, words)
+@pytest.fixture(scope="module")
+def made(words: Path, tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """A finished run with its bundle."""
+    config = asked(tmp_path_factory.mktemp("made") / "run", words)
     assert pipeline.train(config) == 0
+    return config
+
+
+@pytest.mark.slow
+def test_a_bundle_hears_a_recording_frame_by_frame(words: Path, made: Config, tmp_path: Path) -> None:
+    config, run = made, Path(str(made.output_dir))
     measured = report_of(run)["measured"]["stream"]
     assert measured["agreement"] == 1 and measured["file"] == "model.int8.stream.onnx"
     bundle = run / "bundle"
@@ -95,6 +102,21 @@ def test_a_bundle_hears_a_recording_frame_by_frame(words: Path, tmp_path: Path) 
     ):
         export_checkpoint.export(replace(again, export=page, output_dir=str(tmp_path / "page")))
     assert not (tmp_path / "page").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no folder in memory")
+def test_an_encrypted_export_bundles_the_file_of_chunks(made: Config, tmp_path: Path) -> None:
+    pytest.importorskip("cryptography", reason="the extra sign is not installed")
+    new_key(tmp_path / "key")
+    run, name = Path(str(made.output_dir)), "model.int8.stream.onnx"
+    secret = replace(made.export, encrypt=str(tmp_path / "key"), encrypt_bundle=False)
+    out = str(tmp_path / "out")
+    config = replace(made, checkpoint=str(run / CHECKPOINT_FILE), output_dir=out, export=secret)
+    assert export_checkpoint.export(config) == 0
+    assert is_encrypted(tmp_path / "out" / name)
+    bundled = tmp_path / "out" / "bundle" / "model.stream.onnx"
+    assert bundled.read_bytes() == (run / name).read_bytes()
 
 
 def test_frames_that_see_others_are_found_before_training(words: Path, tmp_path: Path) -> None:
