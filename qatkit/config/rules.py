@@ -17,7 +17,7 @@ from typing import Any
 from qatkit.config.fields import check_limits
 from qatkit.config.schema import AnalysisConfig, Config, DataConfig, OverrideConfig, QuantizerConfig
 from qatkit.config.search_space import axes
-from qatkit.quant.spec import WHOLE
+from qatkit.quant.spec import WHOLE, WIDE
 from qatkit.records.objectives import check_objectives, constraints
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.files import not_writable
@@ -46,6 +46,7 @@ def validate(config: Config) -> None:
     _check_export(config)
     _check_bundle(config)
     _check_low_bits(config)
+    _check_16_bits(config)
     _check_table(config)
     _check_axes(config)
     _check_preprocessing(config.data)
@@ -301,12 +302,29 @@ def _check_low_bits(config: Config) -> None:
     packed, overrides = config.export.pack_int4, config.backend.overrides
     if packed and config.export.opset < 21:
         raise ConfigError("export.opset", config.export.opset, "21 to 23 with export.pack_int4=true")
-    narrow = [pattern for pattern, one in overrides.items() if one.activation_dtype not in (None, *WHOLE)]
+    seen = (None, *WHOLE, *WIDE)  # the audit tells these from the file
+    narrow = [pattern for pattern, one in overrides.items() if one.activation_dtype not in seen]
     key = "export.pack_int4=true"
-    if narrow:
+    if config.backend.activation_dtype not in seen:
+        narrow, key = ["backend"], f"backend.activation_dtype={config.backend.activation_dtype}"
+    elif narrow:
         key = f"backend.overrides.{narrow[0]}.activation_dtype={overrides[narrow[0]].activation_dtype}"
     if config.verify.audit and (packed or narrow) and config.export.mode == "static":
         raise ConfigError("verify.audit", True, f"false with {key}, which no int8 kernel computes")
+
+
+def _check_16_bits(config: Config) -> None:
+    """Refuses to choose by the clock of a runtime that computes the whole model in float, and ends of bytes."""
+    kind = config.backend.activation_dtype
+    if kind not in WIDE:
+        return
+    for key, value, needed in (
+        ("placement", config.placement, "fixed"),
+        ("precision.search", config.precision.search, "none"),
+        ("export.io", config.export.io, "float32"),
+    ):
+        if value != needed:
+            raise ConfigError(key, value, f"{needed} with backend.activation_dtype={kind}")
 
 
 def _shown(value: object) -> str:

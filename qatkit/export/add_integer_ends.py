@@ -83,6 +83,8 @@ def _ends(graph: ir.Graph, channels: int) -> _Ends:
     if [node.op_type for node in readers] != ["QuantizeLinear"]:
         kinds = ", ".join(dict.fromkeys(node.op_type for node in readers))
         raise refuse(f"its input is not quantized, {kinds} reads it in float")
+    if (held := _array(readers[0], 2).dtype) not in (np.uint8, np.int8):
+        raise refuse(f"its input is quantized to {held}, and pixels and outputs are bytes")
     output = graph.outputs[0].producer()
     assert output is not None, "a file that was checked computes its output"
     return _Ends(readers[0], output)
@@ -143,6 +145,9 @@ def _quantized_output(
     name = output.name
     before = made_by(operand(last, 0), "QuantizeLinear") if last.op_type == "DequantizeLinear" else None
     if before is not None:
+        if (held := _array(before, 2).dtype) != dtype:
+            allowed = f"float32: the input is quantized to {dtype}, the output to {held}"
+            raise ConfigError("export.io", "uint8", allowed)
         scale, zero_point = float(_array(before, 1)), int(_array(before, 2))
         result = before.outputs[0]
         graph.outputs[0] = result

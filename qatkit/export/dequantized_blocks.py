@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 from onnx import version_converter
 from onnx_ir.passes import common
 
-from qatkit.export.ort_fusions import MICROSOFT
 from qatkit.export.quiet import quiet
+from qatkit.export.rewrite import MICROSOFT
 from qatkit.export.write_model import write_model
 
 Array = NDArray[Any]

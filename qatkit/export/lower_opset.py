@@ -18,7 +18,7 @@ from onnx_ir import tape
 from qatkit.export.node_names import place
 from qatkit.export.older_forms import FORMS, Newer
 from qatkit.export.older_operators import OPERATORS
-from qatkit.export.rewrite import Rule, rewrite, subgraphs
+from qatkit.export.rewrite import MICROSOFT, Rule, rewrite, subgraphs
 from qatkit_verify.errors import ConfigError
 
 IR_VERSION = 8  # the oldest that holds every type used here; ONNX Runtime 1.10 and later read it
@@ -39,6 +39,8 @@ def lower(model: ir.Model, opset: int) -> None:
     rewrite(model.graph, rules)
     _refuse_newer(model.graph, opset)
     model.opset_imports[""] = opset
+    if any(node.domain == MICROSOFT for node in model.graph):
+        model.opset_imports.setdefault(MICROSOFT, 1)
     model.ir_version = IR_VERSION if opset <= 18 else model.ir_version
 
 

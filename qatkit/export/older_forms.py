@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir import tape
 
-from qatkit.export.rewrite import Rule, given, ints, length, new_constant, new_int64
+from qatkit.export.rewrite import MICROSOFT, Rule, given, ints, length, new_constant, new_int64
 
 
 class Newer(Exception):  # noqa: N818  a message on its way to the user
@@ -179,6 +179,15 @@ def _sampled_volume(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
     return None
 
 
+def _sixteen_bits(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
+    """QuantizeLinear and DequantizeLinear of 16 bits → those of com.microsoft, which ONNX Runtime has at any opset."""
+    zero_point = given(node, 2)
+    if node.domain or zero_point is None or zero_point.dtype not in (ir.DataType.INT16, ir.DataType.UINT16):
+        return None
+    node.domain = MICROSOFT
+    return None
+
+
 # Operator → rules, each behind the opset since which the form that it rewrites is legal; of several, the newest
 # form comes first, so that a refusal names the opset that can.
 FORMS: dict[str, list[tuple[int, Rule]]] = {
@@ -198,4 +207,5 @@ FORMS: dict[str, list[tuple[int, Rule]]] = {
     "LpPool": [(18, _pool_of_powers)],
     "RoiAlign": [(16, _regions)],
     "GridSample": [(20, _sampled_volume)],
+    **{kind: [(21, _sixteen_bits)] for kind in ("QuantizeLinear", "DequantizeLinear")},
 }

@@ -15,9 +15,7 @@ import onnx_ir as ir
 from onnx_ir import tape
 
 from qatkit.export.pads import fold_into_conv, pad_bytes
-from qatkit.export.rewrite import Rule, ints, length, new_int64, rewrite
-
-MICROSOFT = "com.microsoft"
+from qatkit.export.rewrite import MICROSOFT, Rule, ints, length, new_int64, rewrite
 
 
 def for_onnxruntime(model: ir.Model, opset: int, *, bytes_too: bool = True) -> None:

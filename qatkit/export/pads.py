@@ -41,6 +41,9 @@ def pad_bytes(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
         return None
     if not all(_same(a, b) for a, b in zip(node.inputs[1:3], before.inputs[1:3], strict=True)):
         return None
+    zero_point = node.inputs[2]
+    if zero_point is None or zero_point.dtype not in (ir.DataType.INT8, ir.DataType.UINT8):
+        return None  # ONNX Runtime pads no integers of 16 bits
     mode, (pads, axes) = _mode(pad), (pad.inputs[1], pad.inputs[3] if len(pad.inputs) > 3 else None)
     value = node.inputs[2] if mode == "constant" else None
     inputs = [before.inputs[0], pads, value, axes]

@@ -54,7 +54,10 @@ from qatkit_verify.errors import ConfigError
 TORCH_OPSET = 18
 _ONE_BATCH = "; export.dynamic_batch=false writes a file of one batch size"
 # Constants that the file holds as they are, although their readers take float32.
-_NARROW = (ir.DataType.INT8, ir.DataType.UINT8, ir.DataType.FLOAT16)
+_NARROW = (
+    *(ir.DataType.INT8, ir.DataType.UINT8, ir.DataType.INT16, ir.DataType.UINT16),
+    ir.DataType.FLOAT16,
+)
 
 
 def export_onnx(
@@ -323,7 +326,7 @@ def _merge_bytes(graph: ir.Graph) -> None:
         tensor = value.const_value
         if (
             tensor is None
-            or tensor.dtype not in (ir.DataType.INT8, ir.DataType.UINT8)
+            or tensor.dtype not in (ir.DataType.INT8, ir.DataType.UINT8, ir.DataType.INT16)
             or value.is_graph_output()
         ):
             continue

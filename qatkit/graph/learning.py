@@ -90,7 +90,7 @@ def follow_oscillation(graph_module: fx.GraphModule) -> None:
     """From now on the integers of every quantized weight are followed."""
     for _, operator, fake in quantized_weights(graph_module):
         weight = inference_weight(operator, fake).detach()
-        fake.oscillation = Oscillation(weight, wide=fake.spec.has_zero_point)
+        fake.oscillation = Oscillation(weight, fake.spec.counted)
 
 
 def update_oscillation(graph_module: fx.GraphModule, threshold: float | None) -> None:

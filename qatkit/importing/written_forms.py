@@ -19,7 +19,8 @@ import onnx_ir as ir
 from torch import fx
 from torch.nn import functional as F
 
-from qatkit.export.ort_fusions import MICROSOFT, silu_function
+from qatkit.export.ort_fusions import silu_function
+from qatkit.export.rewrite import MICROSOFT
 from qatkit.graph.convert.integer_modules import (
     Quantized,
     QuantizedHardSigmoid,

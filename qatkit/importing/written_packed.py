@@ -18,7 +18,7 @@ import onnx_ir as ir
 import torch
 from torch import nn
 
-from qatkit.export.ort_fusions import MICROSOFT
+from qatkit.export.rewrite import MICROSOFT
 from qatkit.graph.convert.weight_only_modules import PackedEmbedding, WeightOnly, table
 from qatkit.importing.operators.table import Array
 from qatkit.importing.program import Step

@@ -85,8 +85,22 @@ class Backend:
 
     @property
     def label(self) -> str:
-        """The name of its files in reports: "INT8", or "INT4 weights"."""
-        return f"{self.weight.dtype.upper()} weights" if self.weights_alone else "INT8"
+        """The name of its files in reports: "INT8", "INT4 weights" or "W8A16"."""
+        if self.weights_alone:
+            return f"{self.weight.dtype.upper()} weights"
+        return f"W{self.weight.bits}A{self.activation.bits}" if self.activation.number_type.wide else "INT8"
+
+    def with_activations(self, dtype: str) -> Backend:
+        """The same target with activations of another number type.
+
+        ONNX Runtime has no kernel for those of 16 bits, so nothing is shaped for one. Of a MatMul behind them 1.32
+        makes one that rounds activations to 8 bits unless a session asks for accuracy level 0.
+        """
+        found = replace(self, activation=replace(self.activation, dtype=dtype))
+        if not found.activation.number_type.wide:
+            return found
+        options = {**self.session_options, "session.qdq_matmulnbits_accuracy_level": "0"}
+        return replace(found, session_options=options, channel_multiples={}, has_amx=False)
 
     @property
     def saturates(self) -> bool:

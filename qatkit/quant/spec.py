@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 # Why an operator computes in float although its weights are bytes in the file.
 WEIGHT_ONLY = "weight-only int8"
+# Why an operator computes in float although it stands between pairs: none is a mistake of the file.
+SIXTEEN_BITS = "it takes or gives 16-bit integers, which ONNX Runtime rounds to and computes in float"
 RECURRENT_WEIGHTS = f"{WEIGHT_ONLY}: ONNX Runtime has no int8 kernel for it"
 
 
@@ -44,6 +46,11 @@ class NumberType:
         """Whether it holds negative values."""
         return self.low < 0
 
+    @property
+    def wide(self) -> bool:
+        """Whether it has more than 8 bits, which no kernel multiplies."""
+        return self.high - self.low > 255
+
 
 DTYPES = {
     "uint8": NumberType(0, 255, "uint8", Kind.INTEGER),
@@ -52,13 +59,18 @@ DTYPES = {
     "int3": NumberType(-4, 3, "int8", Kind.INTEGER),
     "int2": NumberType(-2, 1, "int8", Kind.INTEGER),
     "uint4": NumberType(0, 15, "uint8", Kind.INTEGER),
+    "int16": NumberType(-32768, 32767, "int16", Kind.INTEGER),
+    "uint16": NumberType(0, 65535, "uint16", Kind.INTEGER),
 }
+_HELD = tuple(name for name, row in DTYPES.items() if row.kind is Kind.INTEGER and row.storage == name)
 # Those that kernels compute with: named as what holds them.
-WHOLE = tuple(name for name, row in DTYPES.items() if row.kind is Kind.INTEGER and row.storage == name)
+WHOLE = tuple(name for name in _HELD if not DTYPES[name].wide)
+# Integers of 16 bits: the file holds and rounds to them, and ONNX Runtime multiplies the floats behind.
+WIDE = tuple(name for name in _HELD if DTYPES[name].wide)
 # Of weights that fit into 4 bits and are kept in bytes, which those kernels take.
-FEW_BITS = tuple(name for name in DTYPES if name not in WHOLE)
+FEW_BITS = tuple(name for name in DTYPES if name not in _HELD)
 # Of activations: these, and what is simulated, in float, wherever the file runs.
-ACTIVATIONS = (*WHOLE, "uint4")
+ACTIVATIONS = (*WHOLE, "uint4", *WIDE)
 # Of weights that an override may name.
 SIGNED = tuple(name for name, row in DTYPES.items() if row.signed)
 # Types that scales of weights are held in; uint8 with a scale of its own for each output channel
@@ -112,6 +124,11 @@ class QuantSpec:
         return DTYPES[self.dtype]
 
     @property
+    def bits(self) -> int:
+        """How many it takes to write an integer of the type."""
+        return (self.number_type.high - self.number_type.low).bit_length()
+
+    @property
     def torch_dtype(self) -> torch.dtype:
         """The type of the tensors that hold it."""
         import torch
@@ -124,8 +141,17 @@ class QuantSpec:
         """The smallest type of tensors that hold the difference of any two integers."""
         import torch
 
-        fits = self.quant_max - self.quant_min <= torch.iinfo(torch.int8).max
-        return torch.int8 if fits else torch.int16
+        kinds = (torch.int8, torch.int16, torch.int32)
+        return next(k for k in kinds if self.quant_max - self.quant_min <= torch.iinfo(k).max)
+
+    @property
+    def counted(self) -> torch.dtype:
+        """The smallest type of tensors that hold integers counted from a zero point."""
+        import torch
+
+        wide = self.number_type.wide
+        smallest = torch.int16 if wide else torch.int8
+        return (torch.int32 if wide else torch.int16) if self.has_zero_point else smallest
 
     @property
     def type_range(self) -> tuple[int, int]:
@@ -151,8 +177,10 @@ class QuantSpec:
 
     @property
     def may_saturate(self) -> bool:
-        """Whether two of the largest integers do, of a weight. Unsigned ones are multiplied otherwise."""
-        return self.number_type.signed and 2 * self.quant_max > PAIR_LIMIT
+        """Whether two of the largest integers do, of a weight. Unsigned ones and those of 16 bits are multiplied
+        otherwise.
+        """
+        return self.number_type.signed and not self.number_type.wide and 2 * self.quant_max > PAIR_LIMIT
 
     @property
     def guards_pairs(self) -> bool:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from qatkit.config.schema import BackendConfig, Config
+from qatkit.config.schema import BackendConfig, Config, OverrideConfig
 from qatkit.quant.backends import Backend
 from qatkit.quant.granularity import granularity_of
-from qatkit.quant.spec import FEW_BITS, QuantSpec
+from qatkit.quant.spec import FEW_BITS, WHOLE, WIDE, QuantSpec
 from qatkit_verify.dotted import resolve
 from qatkit_verify.errors import ConfigError
 
@@ -28,6 +28,10 @@ def backend_of(config: Config) -> Backend:
     backend = replace(backend, weight=_weight(backend.weight, config.backend))
     if backend.weights_alone:
         _check_weights_alone(config)
+    if config.backend.activation_dtype is not None:
+        backend = backend.with_activations(config.backend.activation_dtype)
+    if backend.other_runtime:
+        _check_other_runtime(config)
     if config.backend.every_operator:
         backend = backend.everywhere()
     dtypes = {backend.weight.dtype, *(one.weight_dtype for one in config.backend.overrides.values())}
@@ -47,18 +51,33 @@ def _check_weights_alone(config: Config) -> None:
             ("auto", False),
             "whose products are of floats",
         ),
+        ("backend.activation_dtype", config.backend.activation_dtype, (None,), "whose activations are float"),
         ("backend.every_operator", config.backend.every_operator, (False,), "whose activations are float"),
         ("export.io", config.export.io, ("float32",), "whose activations are float"),
         ("export.pack_int4", config.export.pack_int4, (False,), "which packs weights anyway"),
     ):
         if value not in needed:
-            raise ConfigError(key, value, f"{str(needed[0]).lower()} with this backend, {why}")
+            wanted = "null" if needed[0] is None else str(needed[0]).lower()
+            raise ConfigError(key, value, f"{wanted} with this backend, {why}")
     for pattern, override in config.backend.overrides.items():
         if override.activation_dtype is not None or override.activation_symmetric is not None:
             key = f"backend.overrides.{pattern}"
             raise ConfigError(
                 key, "activation_*", "settings of weights with this backend, whose activations are float"
             )
+
+
+def _check_other_runtime(config: Config) -> None:
+    """Refuses integers of 16 bits, which no other runtime of the backends takes."""
+    asked: dict[str, BackendConfig | OverrideConfig] = {"backend": config.backend}
+    asked |= {f"backend.overrides.{name}": one for name, one in config.backend.overrides.items()}
+    for place, one in asked.items():
+        for key in ("activation_dtype", "weight_dtype"):
+            if (value := getattr(one, key)) in WIDE:
+                allowed = (
+                    f"null or {', '.join(WHOLE)} with {config.backend.target}, which takes 8 bits at most"
+                )
+                raise ConfigError(f"{place}.{key}", value, allowed)
 
 
 def _weight(spec: QuantSpec, asked: BackendConfig) -> QuantSpec:

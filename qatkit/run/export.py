@@ -32,7 +32,7 @@ from qatkit.importing import ImportedModel
 from qatkit.importing.write_back import write_back, write_given
 from qatkit.importing.written_packed import is_packed
 from qatkit.models import onnx_files
-from qatkit.quant.spec import WHOLE
+from qatkit.quant.spec import WHOLE, WIDE
 from qatkit.records.detections import Suppression, nms_file
 from qatkit.records.run_files import (
     BESIDE_INT8,
@@ -246,8 +246,14 @@ def describe(data: DataModule) -> dict[str, Any]:
 def _low_bits(module: QATModule, config: Config) -> list[str]:
     """What runs in float because no kernel has its type."""
     quantizers = fake_quantizers(module.graph).values()
-    narrow = [q for q in quantizers if q.spec.dtype not in WHOLE]
+    narrow = [q for q in quantizers if q.spec.dtype not in (*WHOLE, *WIDE)]
+    wide = [q for q in quantizers if q.spec.dtype in WIDE]
     notes = []
+    if wide:
+        notes.append(
+            f"{len(wide)} of {len(quantizers)} activations have 16 bits: ONNX Runtime rounds to them and computes in "
+            "float; an accelerator with such kernels has the same accuracy, and another latency"
+        )
     if narrow:
         notes.append(
             f"{len(narrow)} of {len(quantizers)} activations have 4 bits, which no kernel computes: the file clips "

@@ -20,6 +20,7 @@ from typing import Any
 
 import onnx_ir as ir
 
+from qatkit.quant.spec import SIXTEEN_BITS
 from qatkit.records.results import Audit, NodeAudit, RuntimeDequantize
 from qatkit.verify.graph_view import (
     Weight,
@@ -36,7 +37,14 @@ from qatkit.verify.graph_view import (
 )
 from qatkit.verify.packed_bits import packed_bits
 from qatkit.verify.profile import Optimized, macs, run_optimized
-from qatkit.verify.why_float import layernorm_blocker, surrounded, why_float, why_float_other, wrong_bias
+from qatkit.verify.why_float import (
+    layernorm_blocker,
+    surrounded,
+    takes_16_bits,
+    why_float,
+    why_float_other,
+    wrong_bias,
+)
 from qatkit_verify.kernels import Kernel, precision
 
 _PAIRS = ("QuantizeLinear", "DequantizeLinear")
@@ -78,7 +86,8 @@ def audit(
     dequantized = tuple(_runtime_dequantize(optimized.graph)) if not other_runtime else ()
     kinds = Counter(node.op_type for node in optimized.graph)
     wrong = {entry.name: _line(entry, dequantized) for entry in nodes if entry.problem}
-    problems = [*wrong.values(), *judge.others(), *_dequantize_lines(dequantized, wrong)]
+    explained = {*wrong, *(entry.name for entry in nodes if entry.reason == SIXTEEN_BITS)}
+    problems = [*wrong.values(), *judge.others(), *_dequantize_lines(dequantized, explained)]
     return Audit(
         nodes=nodes,
         ops=_counts(nodes),
@@ -198,6 +207,8 @@ class _Judge:
             return wrong, bool(wrong)
         if permitted:
             return "left float on purpose", False
+        if origin is not None and takes_16_bits(origin):
+            return SIXTEEN_BITS, False
         if origin is None:
             constant = weight_of(node) is not None
             return (
@@ -214,6 +225,8 @@ class _Judge:
             return "left float on purpose", False
         if origin is None or (origin.op_type != node.op_type and node.op_type in _LAYOUT_OPS):
             return "inserted by ONNX Runtime", False
+        if takes_16_bits(origin):
+            return SIXTEEN_BITS, False
         asked = origin.op_type in eight_bit_ops() and surrounded(origin)
         return why_float_other(origin, node.op_type), asked
 

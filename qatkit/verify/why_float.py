@@ -29,6 +29,7 @@ from qatkit.verify.graph_view import (
 )
 
 _BIAS_ERROR = 0.01
+_SIXTEEN = (ir.DataType.INT16, ir.DataType.UINT16)
 _BIAS_SCALE = "its bias scale is off from input scale x weight scale by {:.1f} % (1 % allowed)"
 
 
@@ -45,6 +46,16 @@ def why_float(node: ir.Node, became: str, options: Mapping[str, str]) -> str:
         or _int8_reason(node, options)
         or "its Q/DQ pairs look right, yet ONNX Runtime did not fuse them"
     )
+
+
+def takes_16_bits(node: ir.Node) -> bool:
+    """True when a tensor around the node, or its weight, is quantized to 16 bits."""
+    before = [made_by(value, "DequantizeLinear") for value in node.inputs]
+    found = weight_of(node)
+    after = [reader for output in node.outputs for reader in output.consumers()]
+    pairs = [*before, found.dequantize if found is not None else None]
+    pairs += [reader for reader in after if reader.op_type == "QuantizeLinear"]
+    return any(pair is not None and quantized_type(pair) in _SIXTEEN for pair in pairs)
 
 
 def wrong_bias(node: ir.Node) -> str:

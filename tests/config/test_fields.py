@@ -200,8 +200,8 @@ def test_every_setting_of_the_schema_says_what_it_is() -> None:
 def test_the_schema_takes_the_words_of_the_library() -> None:
     """Number types and granularities stand in `qatkit.quant.spec`; modes are functions of `qatkit.export.ort_modes`."""
     assert limit_of(OverrideConfig, "activation_dtype") == Choices(ACTIVATIONS)
-    assert ACTIVATIONS == ("uint8", "int8", "uint4")
-    assert limit_of(OverrideConfig, "weight_dtype") == Choices(("int8", "int4", "int3", "int2"))
+    assert ACTIVATIONS == ("uint8", "int8", "uint4", "int16", "uint16")
+    assert limit_of(OverrideConfig, "weight_dtype") == Choices(("int8", "int4", "int3", "int2", "int16"))
     for owner in (OverrideConfig, BackendConfig):
         limit = limit_of(owner, "weight_granularity")
         assert all(map(limit.holds, (*GRANULARITIES, *({"block": size} for size in BLOCK_SIZES))))

@@ -53,7 +53,8 @@ def test_every_recipe_composes_with_every_backend(recipe: str, backend: str) -> 
     config = compose_config(CONF, [f"recipe={recipe}", f"backend={backend}", *GIVEN])
 
     assert config.name == recipe
-    assert config.backend.target == f"qatkit.quant.backends.{backend.upper()}"
+    of_16_bits = {"w8a16": "fbgemm", "w4a16": "fbgemm"}  # the same rules, with other number types
+    assert config.backend.target == f"qatkit.quant.backends.{of_16_bits.get(backend, backend).upper()}"
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -242,7 +243,7 @@ def test_the_ends_of_a_range_are_allowed() -> None:
         ),
         (
             OverrideConfig(activation_dtype="int4"),
-            "backend.overrides.conv1.activation_dtype=int4: expected one of uint8, int8, uint4",
+            "backend.overrides.conv1.activation_dtype=int4: expected one of uint8, int8, uint4, int16, uint16",
         ),
     ],
 )

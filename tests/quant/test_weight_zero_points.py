@@ -186,7 +186,7 @@ def test_channels_that_are_turned_round_keep_their_integers(stands: bool) -> Non
 def test_frozen_integers_of_unsigned_weights_fit() -> None:
     """They reach from -255 to 255, counted from the zero point."""
     module, weight = quantizer(replace(WIDE, dtype="uint8")), WEIGHT + torch.tensor([-9.0, 9.0] * 3)[:, None]
-    module.oscillation = Oscillation(weight, wide=True)
+    module.oscillation = Oscillation(weight, torch.int16)
     whole = module.whole(weight)
     assert whole.min() < -200 and whole.max() > 200
     module.oscillation.update(whole, None)

@@ -258,7 +258,8 @@ class OverrideConfig:
     reduce_range: Any = setting(None, "as backend.reduce_range, of these operators", SWITCH)
     activation_dtype: str | None = setting(
         None,
-        "of inputs and outputs; uint4 is simulated: the file clips to 16 steps and computes in float",
+        "of inputs and outputs; uint4 is simulated: the file clips to 16 steps and computes in float; ONNX Runtime "
+        "rounds to 16 bits and computes in float, too",
         Choices(ACTIVATIONS),
     )
     activation_symmetric: bool | None = setting(None, "zero in the middle of the range")
@@ -277,6 +278,11 @@ class BackendConfig:
     )
     weight_dtype: str | None = setting(
         None, "of all weights, as an override has it; null: the backend's choice", Choices(SIGNED)
+    )
+    activation_dtype: str | None = setting(
+        None,
+        "of all activations, the model's inputs too, as an override has it; null: the backend's choice",
+        Choices(ACTIVATIONS),
     )
     # Any: a text or a mapping.
     weight_granularity: Any = setting(

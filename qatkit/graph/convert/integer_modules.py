@@ -38,10 +38,10 @@ def _(x: Tensor) -> Tensor:
 
 
 class QuantizeDequantize(nn.Module):
-    """x → quantize → dequantize with fixed parameters: scale [], zero_point [] of the 8-bit type.
+    """x → quantize → dequantize with fixed parameters: scale [], zero_point [] of the type that holds the integers.
 
     Args:
-        ends: the least and the largest integer, where they are not the 8-bit type's: x is clipped to them before.
+        ends: the least and the largest integer, where they are not that type's: x is clipped to them before.
     """
 
     scale: Tensor
@@ -176,7 +176,8 @@ class QuantizedHardSigmoid(nn.Module):
 class Quantized(nn.Module):
     """A Conv or Linear whose weight is int8 and whose bias is int32, or in the file its value in float.
 
-    Called, it sums integers (exact in float32 up to 2²⁴), then multiplies once by s_x·s_w (/ s_y).
+    Called, it sums integers (exact in float32 up to 2²⁴, in float64 where they may be larger, as those of 16 bits are),
+    then multiplies once by s_x·s_w (/ s_y).
 
     Buffers: weight in bytes, weight_scale and weight_zero_point [] or [out], bias int32 [out], bias_scale of
     weight_scale's shape.
@@ -185,6 +186,7 @@ class Quantized(nn.Module):
         input_scale: of the FakeQuantize before it, [].
         output_scale: of the FakeQuantize after it, []; None when the output stays float.
         float_bias: the file holds the bias as float (whole steps of bias_scale all the same).
+        input_steps: the largest integer of the input, counted from its zero point.
 
     Attributes:
         repaired: channels whose scale was raised so that the bias fits int32.
@@ -208,6 +210,7 @@ class Quantized(nn.Module):
         output_scale: Tensor | None,
         *,
         float_bias: bool = False,
+        input_steps: int = 255,
     ) -> None:
         super().__init__()
         assert operator.weight_fake_quant is not None
@@ -219,6 +222,7 @@ class Quantized(nn.Module):
         )
         self.repaired, self.dtype, self.has_zero_point = found.repaired, spec.dtype, spec.has_zero_point
         self.operator, self.is_linear = Settings(operator), isinstance(operator, nn.Linear)
+        self.input_steps, self._wide = input_steps, spec.number_type.wide or input_steps > 255
         self.register_buffer("input_scale", input_scale.clone())
         self.register_buffer("output_scale", None if output_scale is None else output_scale.clone())
         self.register_buffer("weight", found.weight)
@@ -247,7 +251,7 @@ class Quantized(nn.Module):
         settings.out_channels += outputs
         if settings.groups > 1:
             settings.groups, inputs = settings.in_channels, 0
-        around, kind, counted = [0, 0] * (self.weight.ndim - 2), self.weight.dtype, self._counted(torch.int16)
+        around, kind, counted = [0, 0] * (self.weight.ndim - 2), self.weight.dtype, self._counted(torch.int32)
         for name in ("bias", "float_bias"):
             if (given := getattr(self, name)) is not None:
                 setattr(self, name, F.pad(given, [0, outputs]))
@@ -266,8 +270,9 @@ class Quantized(nn.Module):
     def _integer(self, x: Tensor) -> Tensor:
         channel = -1 if self.is_linear else 1
         whole, weight = x.div(self.input_scale).round_(), self._counted(x.dtype)
-        # Products with weights of one sign add up to more than float32 counts.
-        wide = self.has_zero_point and float(weight.abs().flatten(1).sum(1).max()) * 255 >= 2**24
+        # Products of 16 bits, or with weights of one sign, add up to more than float32 counts.
+        wide = self.has_zero_point or self._wide
+        wide = wide and float(weight.abs().flatten(1).sum(1).max()) * self.input_steps >= 2**24
         kind = torch.float64 if wide else x.dtype
         total = self.operator.infer(
             whole.to(kind), weight.to(kind), None

@@ -47,7 +47,7 @@ from qatkit.graph.trace import tidy
 from qatkit.quant.fake_quantize import FakeQuantize
 from qatkit.quant.qat_layers import QATEmbedding, QATOperator
 from qatkit.quant.recurrent_layers import QATRecurrent
-from qatkit.quant.spec import WHOLE
+from qatkit.quant.spec import WHOLE, WIDE, NumberType
 
 
 def convert(graph_module: fx.GraphModule) -> PassResult:
@@ -113,7 +113,14 @@ def _convert_operator(node: fx.Node, result: PassResult) -> None:
     after = quantizer_after(node)
     ours = _for_onnxruntime(node)
     output_scale = None if after is None else _pair(after)[0]
-    quantized = Quantized(operator, _pair(quantizer)[0], output_scale, float_bias=not ours)
+    kind = _type(quantizer)
+    quantized = Quantized(
+        operator,
+        _pair(quantizer)[0],
+        output_scale,
+        float_bias=not ours,
+        input_steps=kind.high - kind.low,
+    )
     if quantized.repaired:
         result.skipped.append(
             (site(node), f"scale of {quantized.repaired} channels raised: their bias would not fit int32")
@@ -176,7 +183,7 @@ def _convert_arithmetic(node: fx.Node, kind: Any) -> None:
     """An operator that the 8-bit kernel computes in a way of its own, with two inputs or with one."""
     if issubclass(kind, QuantizedPair):
         _convert_two_inputs(node, kind)
-    elif (quantizer := quantizer_of(node.args[0])) is not None:
+    elif (quantizer := quantizer_of(node.args[0])) is not None and not _type(quantizer).wide:
         node.meta["integer"] = functools.partial(kind, _pair(quantizer))
 
 
@@ -185,6 +192,8 @@ def _convert_two_inputs(node: fx.Node, kind: type[QuantizedPair]) -> None:
     quantizers, after = [quantizer_of(a) for a in node.args], quantizer_after(node)
     if node.kwargs or len(quantizers) != 2 or after is None or None in quantizers:
         return
+    if any(_type(cast(fx.Node, q)).wide for q in (*quantizers, after)):
+        return  # floats are added and rounded
     path, owner = site(node), cast(fx.GraphModule, node.graph.owning_module)
     owner.add_submodule(path, kind([_pair(cast(fx.Node, q)) for q in (*quantizers, after)]))
     node.op, node.target = "call_module", path
@@ -193,6 +202,11 @@ def _convert_two_inputs(node: fx.Node, kind: type[QuantizedPair]) -> None:
 def _pair(quantizer: fx.Node) -> tuple[Tensor, Tensor]:
     """Scale and zero_point of a FakeQuantize node."""
     return cast(FakeQuantize, module_of(quantizer)).shipped()
+
+
+def _type(quantizer: fx.Node) -> NumberType:
+    """The number type of a FakeQuantize node."""
+    return cast(FakeQuantize, module_of(quantizer)).spec.number_type
 
 
 def _two_dimensional(node: fx.Node) -> None:
@@ -292,7 +306,7 @@ def _convert_pair(node: fx.Node) -> None:
         module: nn.Module = arithmetic(scale, zero_point)
         node.args = (before.args[0],)
     else:
-        ends = None if fake.spec.dtype in WHOLE else fake.spec.type_range
+        ends = None if fake.spec.dtype in (*WHOLE, *WIDE) else fake.spec.type_range
         module = QuantizeDequantize(scale, zero_point, ends)
         if _for_onnxruntime(node) and _would_be_fused(before):
             with node.graph.inserting_before(node):

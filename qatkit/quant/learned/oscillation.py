@@ -38,11 +38,11 @@ class Oscillation(nn.Module):
     """What is remembered of the integers of one weight, all of the weight's shape and part of checkpoints.
 
     Args:
-        wide: integers are counted from a zero point, which 8 bits do not hold.
+        kind: the type that holds integers as they are counted (`QuantSpec.counted`).
 
     Attributes:
         seen: rank 0, whether there are integers of a step before.
-        whole: int8, or int16 where they are `wide`, the integers of the last step; of frozen weights those that stand.
+        whole: of type `kind`, the integers of the last step; of frozen weights those that stand.
         direction: int8, -1, 0 or 1, in which each moved last.
         frequency, average: float32, moving averages of oscillating and of the integers.
         frozen: bool.
@@ -55,11 +55,10 @@ class Oscillation(nn.Module):
     average: Tensor
     frozen: Tensor
 
-    def __init__(self, weight: Tensor, *, wide: bool = False) -> None:
+    def __init__(self, weight: Tensor, kind: torch.dtype = torch.int8) -> None:
         super().__init__()
         self.register_buffer("seen", torch.zeros((), dtype=torch.bool, device=weight.device))
-        whole = torch.int16 if wide else torch.int8
-        for name, dtype in (("whole", whole), ("direction", torch.int8), ("frozen", torch.bool)):
+        for name, dtype in (("whole", kind), ("direction", torch.int8), ("frozen", torch.bool)):
             self.register_buffer(name, torch.zeros_like(weight, dtype=dtype, requires_grad=False))
         for name in ("frequency", "average"):
             self.register_buffer(name, torch.zeros_like(weight, dtype=torch.float32, requires_grad=False))

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from qatkit.quant.spec import SIXTEEN_BITS
 from qatkit.records.results import Audit, Results
 from qatkit.verify.checks.base import Check, Shortfall, Subject, capped
 from qatkit.verify.checks.requested import RequestedSettings
@@ -67,9 +68,11 @@ def audit_line(audit: Audit, *, weights_alone: bool = False) -> str:
     if not int8 and (alone or weights_alone):
         bits = "" if audit.packed_bits is None else f" ({audit.packed_bits:.2f} bits per weight, with scales)"
         return f"audit: {alone} of {len(matrix)} Conv/Gemm/MatMul multiply by packed weights{bits}, the others in float"
+    wide = sum(node.reason == SIXTEEN_BITS for node in matrix)
     at_run_time = f"{len(weights)} weights ({megabytes:.1f} MB)" if weights else "no weight"
     return (
-        f"audit: {int8} of {len(matrix)} Conv/Gemm/MatMul run int8 {share};"
+        f"audit: {int8} of {len(matrix)} Conv/Gemm/MatMul run int8 {share}"
+        f"{f', {wide} take 16 bits and are computed in float;' if wide else ';'}"
         f" {audit.quantize} QuantizeLinear, {audit.dequantize} DequantizeLinear,"
         f" {audit.transposes} Transpose left;"
         f" {at_run_time} dequantized at run time"

@@ -61,8 +61,10 @@ class RequestedSettings:
         """
         if self.get("export.pack_int4"):
             return "export.pack_int4=true"
-        dtype = ((self.get("backend.overrides") or {}).get("*") or {}).get("activation_dtype")
-        return "" if dtype in (None, *WHOLE) else f"backend.overrides.*.activation_dtype={dtype}"
+        overrides = (self.get("backend.overrides") or {}).get("*") or {}
+        asked = {"backend.overrides.*": overrides, "backend": self.get("backend") or {}}
+        found = {f"{place}.activation_dtype": one.get("activation_dtype") for place, one in asked.items()}
+        return next((f"{key}={kind}" for key, kind in found.items() if kind not in (None, *WHOLE)), "")
 
     @property
     def mode_key(self) -> str:
