@@ -50,12 +50,13 @@ from qatkit.importing.written_file import BARRIER, Chain, Layout, Pair, WrittenF
 from qatkit.importing.written_forms import Form, has_another_form
 from qatkit.importing.written_packed import PackedWeights, is_packed
 from qatkit.importing.written_weights import WrittenWeights
+from qatkit.quant.spec import WHOLE, WIDE
 from qatkit_verify.errors import ConfigError, one_line
 from qatkit_verify.files import whole
 from qatkit_verify.session import open_session
 
 _PER_TENSOR, _PER_CHANNEL = 11, 13  # opsets that pairs, and scales along an axis, need
-_BYTES = ("int8", "uint8")
+_HELD = (*WHOLE, *WIDE)  # number types that pairs may have
 _NORM = {"Sub", "ReduceMean"}
 # What the graph may have left out although the file has it: it is a part of a range, of weights, or changes nothing.
 _ABSORBED = ("Relu", "Clip")
@@ -161,7 +162,7 @@ class _Writer:
         """The lowest opset that the pairs have a form in."""
         modules = list(self.graph.modules())
         for module in modules:
-            if isinstance(module, QuantizeDequantize) and (kind := pair_of(module).dtype) not in _BYTES:
+            if isinstance(module, QuantizeDequantize) and (kind := pair_of(module).dtype) not in _HELD:
                 raise ConfigError(
                     "onnx", self.model.file, reason=f"activations in {kind} can't be written back"
                 )

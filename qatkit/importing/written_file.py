@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from qatkit.export.rewrite import MICROSOFT
 from qatkit.importing.island_graph import name_of
 from qatkit.importing.operators.table import Array
 from qatkit.importing.program import ImportedModel
@@ -22,6 +23,8 @@ from qatkit.importing.read import infer_shapes, read
 from qatkit_verify.errors import ConfigError
 
 _OTHER_FLOATS = (ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+_PAIRS = ("QuantizeLinear", "DequantizeLinear")
+_SIXTEEN, _STANDARD_16 = (ir.DataType.INT16, ir.DataType.UINT16), 21
 _SIZES = ("Shape", "Size")  # they read no value, so the bytes serve them as well
 _PASSING = ("Identity", "Dropout")
 _LONGEST = 100  # characters of a name that is derived from another
@@ -32,7 +35,7 @@ class Pair:
     """A quantize and a dequantize.
 
     Attributes:
-        scale, zero_point, dtype: of its 8-bit type.
+        scale, zero_point, dtype: of its type of 8 or 16 bits.
         ends: values that are clipped to before, where they are not the type's own ends.
     """
 
@@ -147,7 +150,8 @@ class WrittenFile:
     ) -> ir.Value:
         """The output of a new node behind a value or node; at the beginning of the graph for an input or a constant."""
         name = self.name(f"{base}_{kind}")
-        new = ir.Node("", kind, list(inputs), list(attributes), name=name, num_outputs=1)
+        domain = self._domain_of_pair(inputs) if kind in _PAIRS else ""
+        new = ir.Node(domain, kind, list(inputs), list(attributes), name=name, num_outputs=1)
         new.outputs[0].name = self.name(f"{base}_{kind}_Output")
         self.added.add(new)
         before = after if isinstance(after, ir.Node) else None if after is None else after.producer()
@@ -156,6 +160,14 @@ class WrittenFile:
         else:
             self.graph.insert_after(before, new)
         return new.outputs[0]
+
+    def _domain_of_pair(self, inputs: Sequence[ir.Value | None]) -> str:
+        """The standard operators take 16 bits from opset 21 on, ONNX Runtime's own ones at any."""
+        zero = inputs[2] if len(inputs) > 2 else None
+        if zero is None or zero.dtype not in _SIXTEEN or self.model.opset_imports.get("", 1) >= _STANDARD_16:
+            return ""
+        self.model.opset_imports.setdefault(MICROSOFT, 1)
+        return MICROSOFT
 
     def link(self, value: ir.Value, chain: Chain) -> ir.Value:
         """`value` behind pairs and barriers, each of which is there once."""

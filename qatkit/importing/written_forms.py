@@ -44,6 +44,10 @@ def has_another_form(regions: Regions, path: str, edges: Sequence[Edge]) -> bool
     modules = [module_of(n) for n in nodes if n.op == "call_module"]
     if any(isinstance(module, QuantizedHardSigmoid) for module in modules):
         return True
+    if any(op_class(n) == "hardsigmoid" for n in nodes) and regions.loses(
+        path
+    ):  # 16 bits between it and a Mul
+        return True
     if any(isinstance(module, (Quantized, WeightOnly)) for module in modules) and _is_transposed(
         regions, path
     ):
@@ -124,6 +128,8 @@ class Form:
             return self._silu(given[0])
         if kind in ("mul", "sigmoid"):
             return self._new({"mul": "Mul", "sigmoid": "Sigmoid"}[kind], given)
+        if kind == "hardsigmoid":
+            return self._new("HardSigmoid", given, alpha=1 / 6, beta=0.5)
         if kind == "global_pool":
             return self._new("GlobalAveragePool", given)
         if name == "flatten" and len(shape(node)) == 2:

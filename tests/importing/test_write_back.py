@@ -181,6 +181,25 @@ def test_every_backend(backend: Backend, tmp_path: Path) -> None:
     assert len(difference(source, written.path).gone) == 3
 
 
+@pytest.mark.parametrize(
+    ("case", "opset"),
+    [
+        *(("conv, norm, relu, residual", 13), ("MatMul", 13), ("MatMul", 21), ("uneven pads", 13)),
+        *(("HardSwish in parts", 20), ("HardSwish in parts", 21), ("gate", 13)),
+    ],
+)
+def test_activations_of_16_bits(case: str, opset: int, tmp_path: Path) -> None:
+    """In float, wherever ONNX Runtime runs them; it rounds to 16 bits, and a MatMul must not come to round to 8."""
+    source, feeds = saved(replace(CASES[case], opset=opset), tmp_path)
+    written = write(source, feeds, backend=FBGEMM.with_activations("uint16").reduced("auto"))
+    same(written, feeds, steps=0.02)
+    pairs = [n for n in onnx.load(str(written.path)).graph.node if n.op_type == "QuantizeLinear"]
+    assert pairs and {n.domain for n in pairs} == {"" if opset == 21 else "com.microsoft"}
+    assert not [
+        kernel for kernel in written.optimized() if kernel.startswith(("QLinear", "QGemm", "MatMulI"))
+    ]
+
+
 def test_scales_per_tensor_need_no_opset_13(tmp_path: Path) -> None:
     source, feeds = saved(replace(CASES["groups"], opset=11), tmp_path)
     backend = replace(FBGEMM, weight=replace(FBGEMM.weight, granularity=PerTensor()))
