@@ -28,6 +28,7 @@ from qatkit.importing.program import Original, Step
 from qatkit.importing.written_file import WrittenFile, refused
 
 _FLOAT = 1  # of onnx.TensorProto
+_BYTE = 255
 _PRODUCTS = ("Conv", "Gemm", "MatMul", "BatchNormalization")
 
 
@@ -112,6 +113,9 @@ class WrittenWeights:
             f"{_name(node)}.bias" if bias is None else str(bias.name),
         )
         found = self.operands(module, weight, scale, axis, names)
+        if axis == 1 and module.input_steps > _BYTE:
+            # Else 1.32 makes a MatMulNBits of it, whose default rounds the 16 bits to 8.
+            found[0] = self.file.node(found[0], "Sum", [found[0]], names[0])
         if alone:
             _as_depthwise(node, len(weight), weight.ndim - 2)
         elif node.op_type == "MatMul" and len(found) > 1:  # a BatchNorm behind it gave it a bias
