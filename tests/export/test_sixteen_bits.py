@@ -60,8 +60,7 @@ def _rounded(x: Array, scale: float, zero: int, low: int, high: int) -> Array:
     return np.clip(np.rint(x / np.float32(scale)).astype(np.int64) + zero, low, high)
 
 
-@pytest.mark.parametrize("dtype", ["uint16", "int16"])
-@pytest.mark.parametrize("opset", [13, 21])
+@pytest.mark.parametrize(("dtype", "opset"), [("uint16", 13), ("int16", 21)])
 def test_every_integer_is_that_of_the_formula(tmp_path: Path, dtype: str, opset: int) -> None:
     kind = np.iinfo(dtype)
     scale, zero = 2.7 / 65535, int(kind.min) + 21000
@@ -99,7 +98,7 @@ def test_the_file_computes_what_the_module_does(
     assert max(int(m.weight.abs().max()) for m in converted.modules() if isinstance(m, Quantized)) == largest
     tolerance = 5e-5 * np.abs(expected).max()  # a value beside a tie is a step of 16 bits apart
     np.testing.assert_allclose(run_torch(graph, images), expected, rtol=0, atol=tolerance)
-    for opset in (13, 21):
+    for opset in (13, 21) if activations == "uint16" and weights is None else (21,):
         export_onnx(converted, images[:2], tmp_path / "model.onnx", opset=opset)
         for optimize in (False, True):
             got = run_ort(tmp_path / "model.onnx", images, optimize=optimize)
@@ -123,7 +122,7 @@ def test_a_linear_sums_integers_exactly() -> None:
     np.testing.assert_allclose(run_torch(converted, images), total.astype(np.float32) * scale, rtol=3e-7)
 
 
-@pytest.mark.parametrize("site", ["stem", "gate", "op/add", "op/mul", "op/conv"])
+@pytest.mark.parametrize("site", ["stem", "op/add", "op/conv"])
 def test_an_override_mixes_8_and_16_bits(tmp_path: Path, site: str) -> None:
     graph = calibrated(Gate().eval(), noise(32, 3, 10, 10), overrides={site: UINT16})
     converted, images = convert(graph).graph, noise(32, 3, 10, 10, seed=4)

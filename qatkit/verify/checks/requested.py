@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from qatkit.config.schema.model import DRAWN
-from qatkit.quant.spec import WHOLE
+from qatkit.quant.spec import WHOLE, WIDE
 from qatkit.records.results import Results
 from qatkit_verify.dotted import resolve
 from qatkit_verify.errors import ConfigError
@@ -123,6 +123,7 @@ class RequestedSettings:
         """Returns whether precision=auto is a setting that this run could have had and did not."""
         searched = self.get("precision.search") != "none" or self.get("precision.front") is not None
         refused = self.get("calibration.random") or self.get("rescue.climb")
+        refused = refused or self.get("backend.activation_dtype") in WIDE
         return not searched and not refused
 
     def _longer(self) -> str:
