@@ -49,13 +49,13 @@ def why_float(node: ir.Node, became: str, options: Mapping[str, str]) -> str:
 
 
 def takes_16_bits(node: ir.Node) -> bool:
-    """True when a tensor around the node, or its weight, is quantized to 16 bits."""
-    before = [made_by(value, "DequantizeLinear") for value in node.inputs]
+    """True when the node reads what is dequantized, and that or its output has 16 bits."""
     found = weight_of(node)
+    before = [made_by(value, "DequantizeLinear") for value in node.inputs]
+    before = [one for one in (*before, None if found is None else found.dequantize) if one is not None]
     after = [reader for output in node.outputs for reader in output.consumers()]
-    pairs = [*before, found.dequantize if found is not None else None]
-    pairs += [reader for reader in after if reader.op_type == "QuantizeLinear"]
-    return any(pair is not None and quantized_type(pair) in _SIXTEEN for pair in pairs)
+    pairs = [*before, *(reader for reader in after if reader.op_type == "QuantizeLinear")]
+    return bool(before) and any(quantized_type(pair) in _SIXTEEN for pair in pairs)
 
 
 def wrong_bias(node: ir.Node) -> str:
