@@ -51,8 +51,8 @@ def why_float(node: ir.Node, became: str, options: Mapping[str, str]) -> str:
 def takes_16_bits(node: ir.Node) -> bool:
     """True when the node reads what is dequantized, and that or its output has 16 bits."""
     found = weight_of(node)
-    before = [made_by(value, "DequantizeLinear") for value in node.inputs]
-    before = [one for one in (*before, None if found is None else found.dequantize) if one is not None]
+    made = [made_by(value, "DequantizeLinear") for value in node.inputs]
+    before = [one for one in (*made, None if found is None else found.dequantize) if one is not None]
     after = [reader for output in node.outputs for reader in output.consumers()]
     pairs = [*before, *(reader for reader in after if reader.op_type == "QuantizeLinear")]
     return bool(before) and any(quantized_type(pair) in _SIXTEEN for pair in pairs)
