@@ -1,6 +1,7 @@
 """Quantization itself: number types, arithmetic, observers, fake quantization and the backends that choose among them.
 
 granularity           which elements of a tensor share a scale
+formats/              numbers beyond evenly spaced integers: floats of few bits, blocks with a shared scale
 spec                  what a quantized tensor is: number type, symmetry, granularity (plain data, no torch)
 backends              what each target wants per operator class (data only)
 numerics, pairs       rounding, scales and zero points; weights whose products cannot saturate

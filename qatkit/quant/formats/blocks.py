@@ -1,0 +1,100 @@
+"""A tensor in a number format: the scales of its blocks, and the values that it is rounded to.
+
+Blocks are neighbours along one axis, that over which a product adds up; the last one may be shorter. With v the values
+of a block, `amax` the largest of them by size, and elements and scales as in `qatkit.quant.formats.table`:
+
+    no scale    round(v)
+    float32     round(v / s) · s       s of the tensor: its range over the largest element
+    E8M0        round(v / s) · s       s = 2^(floor(log2(amax)) - emax), from 2^-127 on
+    E4M3        round(v / s·t) · s·t   t of the tensor: its range over 448 · 6; s = round(amax / 6 / t), from 2^-9 on
+
+Rounding to elements saturates. Where the specifications leave a choice, or leave something out:
+
+- MX takes this scale (specification, section 6.3), so that the largest values of a block may lie beyond the largest
+  element (between 6 and 8 times the scale of MXFP4) and saturate. A scale below 2^-127 is 2^-127; none is above 2^127.
+- A block of zeros has the smallest scale and stays zeros, with their signs.
+- A block with an infinity or a NaN has the scale NaN (E8M0 0xFF, E4M3 0x7F), so that all of it is NaN. MX leaves open
+  what becomes of them; Quark's operator for BFP16 lets them through, which no shared exponent can hold.
+- BFP16: the shared exponent is that of the largest value, and 127 steps are the largest mantissa, as in Quark's
+  operator (rounding_mode 2): what would round to 128 saturates. Its compiler's kernel raises the exponent there.
+- NVFP4: a block whose scale would round to 0 gets the smallest one above, where NVIDIA's paper says nothing and torchao
+  takes 2^-6, the smallest that is normal. The tensor's scale is not below 2^-126, float32's smallest normal number.
+- The range of a tensor with a scale is what its observer found, or its largest finite value: `tensor_scale`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from qatkit.quant.formats.elements import rounded
+from qatkit.quant.formats.table import E4M3, Format, Scale
+
+_LEAST_EXPONENT, _LEAST_NORMAL = -127, 2.0**-126
+
+
+def tensor_scale(largest: Tensor, form: Format) -> Tensor:
+    """Returns the float32 scale of a tensor, [], whose largest value is `largest` []."""
+    return (largest.float() / form.reach).clamp(min=_LEAST_NORMAL)
+
+
+def largest_finite(x: Tensor) -> Tensor:
+    """Returns the largest finite size among the values of `x`, []; 0 where there is none."""
+    if not x.numel():
+        return x.new_zeros(())
+    size = x.detach().abs()
+    return torch.where(size.isfinite(), size, 0.0).amax()
+
+
+def block_scales(blocks: Tensor, form: Format, of_tensor: Tensor) -> Tensor:
+    """Returns what the elements of each block are multiplied by.
+
+    Args:
+        blocks: [..., block].
+        of_tensor: [], read by formats that have a scale for the tensor.
+
+    Returns:
+        [..., 1], float32; NaN for a block with a value that is not finite.
+    """
+    largest = blocks.detach().abs().amax(-1, keepdim=True)
+    if form.scale is Scale.E4M3:
+        of_blocks = rounded(largest / form.element.maximum / of_tensor, E4M3).clamp(min=E4M3.least)
+        scale = of_blocks * of_tensor
+    else:
+        scale = _power_of_two((largest.view(torch.int32) >> 23) - 127 - form.element.largest_exponent)
+    return torch.where(largest.isfinite(), scale, torch.nan)
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """Returns 2^exponent in float32, of whole numbers up to 127; the smallest is 2^-127, which is denormal."""
+    bits = torch.where(exponent > _LEAST_EXPONENT, (exponent + 127) << 23, 1 << 22)
+    return bits.to(torch.int32).view(torch.float32)
+
+
+def scales(x: Tensor, form: Format, axis: int, of_tensor: Tensor) -> Tensor | None:
+    """Returns what each value of `x` is divided by before it is rounded; it broadcasts against `x`. None: nothing.
+
+    Args:
+        axis: along which blocks lie.
+        of_tensor: [], as `block_scales` has it.
+    """
+    if form.block is None:
+        return of_tensor if form.scale is Scale.FLOAT32 else None
+    length = x.shape[axis]
+    rows = pad(x.detach().movedim(axis, -1), [0, -length % form.block])
+    found = block_scales(rows.unflatten(-1, (-1, form.block)), form, of_tensor)
+    return found.expand(*found.shape[:-1], form.block).flatten(-2)[..., :length].movedim(-1, axis)
+
+
+def quantized(x: Tensor, form: Format, axis: int, of_tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns float32 `x` as its format holds it, and which values are within the largest element's reach.
+
+    Args:
+        axis: along which blocks lie.
+        of_tensor: the tensor's scale, []; read by formats that have one.
+    """
+    scale = scales(x, form, axis, of_tensor)
+    steps = x.detach() if scale is None else x.detach() / scale
+    found = rounded(steps, form.element)
+    return found if scale is None else found * scale, steps.abs() <= form.element.maximum
