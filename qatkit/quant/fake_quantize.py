@@ -120,7 +120,7 @@ class FakeQuantize(Quantizer):
         self.register_buffer("scale", torch.tensor(1.0))
         self.register_buffer("zero_point", torch.tensor(0, dtype=torch.int32))
         if bounds[0] == 0:  # a file that is exported before calibration has the zero point of its ReLUs
-            self.zero_point.copy_(numerics.choose_qparams(torch.zeros(()), torch.ones(()), spec)[1])
+            self.zero_point.copy_(self.qparams(torch.zeros(()), torch.ones(()))[1])
         if observer is None:
             low, high = bounds
             if low is None or high is None:
@@ -128,7 +128,7 @@ class FakeQuantize(Quantizer):
             self._set_range(torch.tensor(low), torch.tensor(high))
 
     def _set_range(self, low: Tensor, high: Tensor) -> None:
-        scale, zero_point = numerics.choose_qparams(low, high, self.spec)
+        scale, zero_point = self.qparams(low, high)
         self.scale.copy_(scale)
         self.zero_point.copy_(zero_point)
 

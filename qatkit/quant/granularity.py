@@ -4,6 +4,8 @@
     PerChannel(axis)  one for each index along `axis`                  scale [channels]
     PerBlock(size)    of a weight: one for each `size` neighbours      scale [out, ceil(inputs / size)]
                       among the inputs of an output channel
+    AlongAxis(size, axis)   one for each `size` neighbours along   scale as the tensor, but for that
+                      an axis, which number formats ask for        axis: ceil(values / size)
 
 The inputs of an output channel are all its values in their order: of a Linear its row, of a Conv the input channels
 times the kernel. These are the forms that ONNX's DequantizeLinear (blocks from opset 21 on, of a matrix) and ONNX
@@ -126,6 +128,39 @@ class PerBlock(Granularity):
 
     def __str__(self) -> str:
         return f"{{{_BLOCK}: {self.size}}}"
+
+
+@dataclass(frozen=True)
+class AlongAxis(Granularity):
+    """One scale for each block of neighbours along an axis; the last block may be shorter.
+
+    Attributes:
+        size: elements of a block.
+        axis: negative values count from the last one.
+    """
+
+    size: int
+    axis: int
+
+    def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        at = self.axis % len(shape)
+        return (*shape[:at], -(-shape[at] // self.size), *shape[at + 1 :])
+
+    def spread(self, scale: Tensor, shape: Sequence[int]) -> Tensor:
+        return scale.repeat_interleave(self.size, self.axis).narrow(self.axis, 0, shape[self.axis])
+
+    def grouped(self, x: Tensor) -> tuple[Tensor, list[int]]:
+        from torch.nn.functional import pad
+
+        at = self.axis % x.ndim
+        behind = [0, 0] * (x.ndim - 1 - at)
+        return pad(x, [*behind, 0, -x.shape[at] % self.size]).unflatten(at, (-1, self.size)), [at + 1]
+
+    def separates(self, axis: int) -> bool:
+        return axis != self.axis
+
+    def __str__(self) -> str:
+        return f"{{{_BLOCK}: {self.size}, axis: {self.axis}}}"
 
 
 _BLOCK = "block"  # the key of a configuration

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from qatkit.quant.formats.table import FORMATS, Format
 from qatkit.quant.granularity import Granularity, PerTensor
 from qatkit_verify.errors import ConfigError
 
@@ -73,6 +74,8 @@ FEW_BITS = tuple(name for name in DTYPES if name not in _HELD)
 ACTIVATIONS = (*WHOLE, "uint4", *WIDE)
 # Of weights that an override may name.
 SIGNED = tuple(name for name, row in DTYPES.items() if row.signed)
+# What is quantized, in blocks or not, to numbers that are no integers (`qatkit.quant.formats`).
+FORMAT_NAMES = tuple(FORMATS)
 # Types that scales of weights are held in; uint8 with a scale of its own for each output channel
 # (`qatkit.quant.held_scales`).
 SCALE_TYPES = ("float32", "float16", "uint8")
@@ -85,7 +88,8 @@ class QuantSpec:
     """How one tensor is quantized.
 
     Attributes:
-        dtype: a name in `DTYPES`.
+        dtype: a name in `DTYPES`, or in `FORMATS` of `qatkit.quant.formats.table`; the latter has no integers, so that
+            of the rest `granularity` alone says something of it.
         symmetric: real zero sits at the middle of the range and the two ends are equally far from it. For a
             signed type the range is then narrow (int8: -127..127; int2: -1, 0 and 1), and zero_point is 0.
         granularity: which elements share a scale; an activation has one scale.
@@ -105,7 +109,7 @@ class QuantSpec:
 
     def __post_init__(self) -> None:
         for name, value, known in (
-            ("dtype", self.dtype, DTYPES),
+            ("dtype", self.dtype, (*DTYPES, *FORMAT_NAMES)),
             ("scale_dtype", self.scale_dtype, SCALE_TYPES),
         ):
             if value not in known:
@@ -117,6 +121,15 @@ class QuantSpec:
             weights = f"asymmetric {self.dtype} weights, which no guard keeps from saturating"
             allowed = f"false, or true (7 bits), with {weights}"
             raise ConfigError("backend.reduce_range", "auto", allowed)
+
+    @property
+    def form(self) -> Format | None:
+        """The number format; None of integers."""
+        return FORMATS.get(self.dtype)
+
+    def along(self, axis: int) -> QuantSpec:
+        """Returns the spec of a tensor whose blocks lie along `axis`, if it has a format."""
+        return self if self.form is None else replace(self, granularity=self.form.granularity(axis))
 
     @property
     def number_type(self) -> NumberType:
@@ -173,14 +186,16 @@ class QuantSpec:
     @property
     def has_zero_point(self) -> bool:
         """Whether integers are counted from a zero point that may be other than 0."""
-        return not (self.symmetric and self.number_type.signed)
+        return self.form is None and not (self.symmetric and self.number_type.signed)
 
     @property
     def may_saturate(self) -> bool:
         """Whether two of the largest integers do, of a weight. Unsigned ones and those of 16 bits are multiplied
         otherwise.
         """
-        return self.number_type.signed and not self.number_type.wide and 2 * self.quant_max > PAIR_LIMIT
+        if self.form is not None or self.number_type.wide:
+            return False
+        return self.number_type.signed and 2 * self.quant_max > PAIR_LIMIT
 
     @property
     def guards_pairs(self) -> bool:

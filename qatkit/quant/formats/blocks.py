@@ -26,10 +26,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from qatkit.quant.formats.elements import rounded
 from qatkit.quant.formats.table import E4M3, Format, Scale
+from qatkit.quant.granularity import Granularity
 
 _LEAST_EXPONENT, _LEAST_NORMAL = -127, 2.0**-126
 
@@ -47,20 +47,18 @@ def largest_finite(x: Tensor) -> Tensor:
     return torch.where(size.isfinite(), size, 0.0).amax()
 
 
-def block_scales(blocks: Tensor, form: Format, of_tensor: Tensor) -> Tensor:
+def block_scales(largest: Tensor, form: Format, of_tensor: Tensor) -> Tensor:
     """Returns what the elements of each block are multiplied by.
 
     Args:
-        blocks: [..., block].
+        largest: the largest size in each block, of any shape.
         of_tensor: [], read by formats that have a scale for the tensor.
 
     Returns:
-        [..., 1], float32; NaN for a block with a value that is not finite.
+        float32, of the shape of `largest`; NaN for a block with a value that is not finite.
     """
-    largest = blocks.detach().abs().amax(-1, keepdim=True)
     if form.scale is Scale.E4M3:
-        of_blocks = rounded(largest / form.element.maximum / of_tensor, E4M3).clamp(min=E4M3.least)
-        scale = of_blocks * of_tensor
+        scale = rounded(largest / form.element.maximum / of_tensor, E4M3).clamp(min=E4M3.least) * of_tensor
     else:
         scale = _power_of_two((largest.view(torch.int32) >> 23) - 127 - form.element.largest_exponent)
     return torch.where(largest.isfinite(), scale, torch.nan)
@@ -72,29 +70,27 @@ def _power_of_two(exponent: Tensor) -> Tensor:
     return bits.to(torch.int32).view(torch.float32)
 
 
-def scales(x: Tensor, form: Format, axis: int, of_tensor: Tensor) -> Tensor | None:
+def scales(x: Tensor, form: Format, granularity: Granularity, of_tensor: Tensor) -> Tensor | None:
     """Returns what each value of `x` is divided by before it is rounded; it broadcasts against `x`. None: nothing.
 
     Args:
-        axis: along which blocks lie.
+        granularity: that of `form` (`Format.granularity`).
         of_tensor: [], as `block_scales` has it.
     """
     if form.block is None:
         return of_tensor if form.scale is Scale.FLOAT32 else None
-    length = x.shape[axis]
-    rows = pad(x.detach().movedim(axis, -1), [0, -length % form.block])
-    found = block_scales(rows.unflatten(-1, (-1, form.block)), form, of_tensor)
-    return found.expand(*found.shape[:-1], form.block).flatten(-2)[..., :length].movedim(-1, axis)
+    values, dims = granularity.grouped(x.detach().abs())
+    return granularity.spread(block_scales(values.amax(dims), form, of_tensor), x.shape)
 
 
-def quantized(x: Tensor, form: Format, axis: int, of_tensor: Tensor) -> tuple[Tensor, Tensor]:
+def quantized(x: Tensor, form: Format, granularity: Granularity, of_tensor: Tensor) -> tuple[Tensor, Tensor]:
     """Returns float32 `x` as its format holds it, and which values are within the largest element's reach.
 
     Args:
-        axis: along which blocks lie.
+        granularity: that of `form` (`Format.granularity`).
         of_tensor: the tensor's scale, []; read by formats that have one.
     """
-    scale = scales(x, form, axis, of_tensor)
+    scale = scales(x, form, granularity, of_tensor)
     steps = x.detach() if scale is None else x.detach() / scale
     found = rounded(steps, form.element)
     return found if scale is None else found * scale, steps.abs() <= form.element.maximum

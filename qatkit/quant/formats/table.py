@@ -20,6 +20,8 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 
+from qatkit.quant.granularity import AlongAxis, Granularity, PerTensor
+
 
 class Specials(StrEnum):
     """Which bit patterns are no numbers."""
@@ -109,6 +111,10 @@ class Format:
     def bits(self) -> float:
         """Bits of an element with its part of its block's scale, which has 8."""
         return self.element.bits + (0 if self.block is None else 8 / self.block)
+
+    def granularity(self, axis: int) -> Granularity:
+        """Returns which elements share a scale, where blocks lie along `axis`."""
+        return PerTensor() if self.block is None else AlongAxis(self.block, axis)
 
     @property
     def reach(self) -> float:

@@ -10,12 +10,23 @@ import torch
 from numpy.typing import NDArray
 from scalar_formats import BLOCKS, block, nvfp4
 
-from qatkit.quant.formats.blocks import largest_finite, quantized, scales, tensor_scale
-from qatkit.quant.formats.table import FORMATS, Scale
+from qatkit.quant.formats import blocks
+from qatkit.quant.formats.blocks import largest_finite, tensor_scale
+from qatkit.quant.formats.table import FORMATS, Format, Scale
 
 ONE = torch.ones(())
 NAMES = [*BLOCKS, "nvfp4"]
 LAST = -1
+
+
+def quantized(x: torch.Tensor, form: Format, axis: int, of_tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return blocks.quantized(x, form, form.granularity(axis), of_tensor)
+
+
+def scales(x: torch.Tensor, form: Format) -> torch.Tensor:
+    found = blocks.scales(x, form, form.granularity(LAST), ONE)
+    assert found is not None
+    return found
 
 
 def size_of(name: str) -> int:
@@ -96,16 +107,14 @@ def test_a_block_that_is_not_finite_is_nan_alone(name: str, value: float) -> Non
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_the_smallest_scale_is_that_of_e8m0(name: str) -> None:
-    found = scales(torch.full((1, 4), 1e-45), FORMATS[name], LAST, ONE)
-    assert found is not None
+    found = scales(torch.full((1, 4), 1e-45), FORMATS[name])
     assert found.tolist() == [[2.0**-127] * 4]
 
 
 def test_a_scale_of_nvfp4_that_rounds_to_zero_is_raised() -> None:
     x = torch.zeros(1, 32)
     x[0, 0], x[0, 16] = 6 * 448.0, 1e-3
-    found = scales(x, FORMATS["nvfp4"], LAST, ONE)
-    assert found is not None
+    found = scales(x, FORMATS["nvfp4"])
     assert (found[0, 0].item(), found[0, 16].item()) == (448.0, 2.0**-9)
 
 

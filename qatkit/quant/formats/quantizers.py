@@ -1,0 +1,104 @@
+"""Quantizers whose numbers are no integers: each value goes to its format and back, in float32.
+
+Scales of blocks are those of the values that pass, in training as in inference. A format with a scale for the whole
+tensor has that of the activation's observed range, or of the weight as it is. The gradient passes straight through where
+a value is within the largest element's reach, and is 0 where it saturates. Biases stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qatkit.quant.fake_quantize import FakeQuantize
+from qatkit.quant.formats.blocks import largest_finite, quantized, tensor_scale
+from qatkit.quant.formats.table import Format
+from qatkit.quant.spec import QuantSpec
+from qatkit.quant.weight_fake_quantize import Integers, WeightFakeQuantize
+
+
+class _Round(torch.autograd.Function):
+    """`quantized` with a straight-through gradient; a byte a value is kept for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor, spec: QuantSpec) -> Tensor:
+        found, inside = quantized(x, _form(spec), spec.granularity, scale)
+        ctx.save_for_backward(inside)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (inside,) = ctx.saved_tensors
+        return torch.where(inside, grads[0], 0.0), None, None
+
+
+def round_to_format(x: Tensor, scale: Tensor, spec: QuantSpec) -> Tensor:
+    """Returns `x` as the format of `spec` holds it, with a gradient; `scale` [] is the tensor's."""
+    found: Tensor = _Round.apply(x.float(), scale, spec)  # type: ignore[no-untyped-call]
+    return found.to(x.dtype)
+
+
+def _form(spec: QuantSpec) -> Format:
+    if spec.form is None:
+        raise ValueError(f"dtype={spec.dtype}: expected a name in qatkit.quant.formats.table.FORMATS")
+    return spec.form
+
+
+class FormatFakeQuantize(FakeQuantize):
+    """An activation in a number format. `scale` is the tensor's, 1 where its format has none."""
+
+    def qparams(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+        form, largest = _form(self.spec), torch.maximum(-low, high).float()
+        scale = tensor_scale(largest, form) if form.has_tensor_scale else torch.ones_like(largest)
+        return scale, torch.zeros_like(scale, dtype=torch.int32)
+
+    def _follow(self, low: Tensor, high: Tensor) -> None:
+        self.scale.copy_(torch.where(low <= high, self.qparams(low, high)[0], self.scale))
+
+    def shipped(self) -> tuple[Tensor, Tensor]:
+        return self.scale.detach().clone(), self.zero_point.detach().clone()
+
+    def range_record(self) -> dict[str, float | int | str]:
+        """The range that was observed: blocks hold what comes."""
+        low, high = self.bounds if self.observer is None else (self.observer.low.item(), self.observer.high.item())
+        return {"low": low or 0.0, "high": high or 0.0, "scale": self.scale.item(), "zero_point": 0,
+                "dtype": self.spec.dtype}  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.observing:
+            self.observe(x)
+        x = self.clamp_bounds(x)
+        return round_to_format(x, self.scale, self.spec) if self.enabled else x
+
+
+class FormatWeightFakeQuantize(WeightFakeQuantize):
+    """A weight in a number format; it has no integers, and nothing that counts them."""
+
+    def __init__(self, spec: QuantSpec, shape: Sequence[int]) -> None:
+        super().__init__(spec, shape)
+        self.clip = torch.ones(())  # nothing is clipped but by the format
+
+    @property
+    def by_rows(self) -> bool:
+        return False
+
+    def clip_to_least_error(self, weight: Tensor) -> None:
+        """Nothing: a format's scales are given by its definition."""
+
+    @torch.no_grad()
+    def scale(self, weight: Tensor) -> Tensor:
+        """The scale of the tensor, [], 1 where its format has none."""
+        form = _form(self.spec)
+        return tensor_scale(largest_finite(weight), form) if form.has_tensor_scale else weight.new_ones(())
+
+    def rounded(self, weight: Tensor, scale: Tensor) -> Tensor:
+        return round_to_format(weight, scale, self.spec)
+
+    def forward(self, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        return (self.rounded(weight, self.scale(weight)) if self.enabled else weight), bias
+
+    def integers(self, weight: Tensor, bias: Tensor | None, input_scale: Tensor) -> Integers:
+        raise TypeError(f"dtype={self.spec.dtype}: a number format has no integers")
