@@ -29,7 +29,7 @@ def set_limits(graph_module: fx.GraphModule) -> None:
     for node in graph_module.graph.nodes:
         if is_quantizer(node):
             quantizer = cast(FakeQuantize, module_of(node))
-            if quantizer.observer is not None and quantizer.observer.seen:
+            if quantizer.spec.form is None and quantizer.observer is not None and quantizer.observer.seen:
                 quantizer.range_limits = _limits(node, quantizer)
 
 
@@ -91,6 +91,8 @@ def _step(node: fx.Node) -> float | None:
     if not is_quantizer(node):
         return None
     quantizer = cast(FakeQuantize, module_of(node))
+    if quantizer.spec.form is not None:
+        return None
     if not quantizer.movable:
         return float(quantizer.scale)
     assert quantizer.observer is not None

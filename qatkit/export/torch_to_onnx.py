@@ -23,6 +23,7 @@ from qatkit.config.schema import ExportConfig
 from qatkit.export.decompositions import decomposed_where_needed
 from qatkit.export.default_rules import apply_default_rules
 from qatkit.export.fixed_sizes import at_fixed_sizes
+from qatkit.export.format_functions import add_format_functions
 from qatkit.export.lower_opset import lower
 from qatkit.export.node_names import name_functions, name_nodes
 from qatkit.export.ort_fusions import for_onnxruntime
@@ -211,6 +212,7 @@ def _model(
     with quiet():
         for_onnxruntime(model, wanted.opset, bytes_too=backend is None or backend.for_onnxruntime)
         lower(model, wanted.opset)
+        add_format_functions(model, wanted.opset)
         if wanted.pack_int4:
             pack(model, module)
         if wanted.weights_for_amx:

@@ -190,7 +190,9 @@ class Placer:
     def _leads_to_demand(self, node: fx.Node) -> bool:
         return any(
             self._demands(user, node)
-            or (self.facts[user].keeps_range and self.rule(user) is not _FLOAT and self._leads_to_demand(user))
+            or (
+                self.facts[user].keeps_range and self.rule(user) is not _FLOAT and self._leads_to_demand(user)
+            )
             for user in node.users
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import cast
 
@@ -24,6 +24,7 @@ from qatkit.graph.weight_only import is_recurrent, quantize_weights_alone
 from qatkit.quant.backends import Backend
 from qatkit.quant.computed_weights import identity_of
 from qatkit.quant.fake_quantize import FakeQuantize
+from qatkit.quant.formats.quantizers import FormatFakeQuantize, FormatWeightFakeQuantize
 from qatkit.quant.qat_layers import QATOperator, with_the_same_parameters
 from qatkit.quant.spec import QuantSpec
 from qatkit.quant.weight_fake_quantize import Quantizers
@@ -77,7 +78,8 @@ def prepare_qat(
     for point in placement.points:
         spec = _spec(point, chosen, backend)
         observer = None if point.fixed else quantizers.observer()
-        quantizer = quantizers.activation(spec, observer, point.bounds)
+        made = quantizers.activation if spec.form is None else FormatFakeQuantize
+        quantizer = made(spec, observer, point.bounds)
         quantizer.features = max(1, point.node.meta["value"].numel() // images)
         _insert(graph_module, point, quantizer)
     for node, spec in _weight_specs(placement, chosen, backend).items():
@@ -157,12 +159,18 @@ def _spec(point: Point, chosen: Overrides, backend: Backend) -> QuantSpec:
     if point.bounds[0] == 0.0 and not backend.activation.symmetric:
         # The range must end at the bound, or the clamp that it stands for (a ReLU) would be lost.
         spec = replace(spec, symmetric=False)
-    return spec
+    return spec.along(_reduced_axis(point.readers))
+
+
+def _reduced_axis(readers: Iterable[fx.Node]) -> int:
+    """The axis over which products of the first reader add up: the channels of a convolution, the last of a Linear."""
+    weighted = (facts(reader).name for reader in readers if facts(reader).weighted)
+    return -1 if next(weighted, "linear") == "linear" else 1
 
 
 def _weight_specs(placement: Placement, chosen: Overrides, backend: Backend) -> dict[fx.Node, QuantSpec]:
     """The specs of the weights; one that serves several calls is guarded for all of them or for none."""
-    specs = {node: chosen.weight(node, backend) for node in placement.weighted}
+    specs = {node: chosen.weight(node, backend).along(1) for node in placement.weighted}
     weights = {node: identity_of(module_of(node), "weight") for node in specs}
     guarded = {weights[node] for node, spec in specs.items() if spec.pairs and adds_in_16_bits(node)}
     return {node: replace(spec, pairs=weights[node] in guarded) for node, spec in specs.items()}
@@ -211,7 +219,8 @@ def _quantize_weight(node: fx.Node, spec: QuantSpec, quantizers: Quantizers) -> 
         module = qat_type(module).from_float(module).train(training)
         cast(fx.GraphModule, node.graph.owning_module).set_submodule(str(node.target), module)
     weight = module.weight
-    module.weight_fake_quant = quantizers.weight(spec, weight.shape).to(weight.device)
+    made = quantizers.weight if spec.form is None else FormatWeightFakeQuantize
+    module.weight_fake_quant = made(spec, weight.shape).to(weight.device)
 
 
 def _link_weights(graph_module: fx.GraphModule) -> None:

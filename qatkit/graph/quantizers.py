@@ -120,5 +120,5 @@ def clip_weights(graph_module: fx.GraphModule, levels: int = 256) -> None:
         levels: of weights with no more integers.
     """
     for _, operator, fake in quantized_weights(graph_module):
-        if fake.spec.quant_max - fake.spec.quant_min < levels:
+        if fake.spec.form is None and fake.spec.quant_max - fake.spec.quant_min < levels:
             fake.clip_to_least_error(inference_weight(operator, fake).detach())

@@ -85,6 +85,8 @@ def _shares_guarded(module: nn.Module, guarded: Collection[object]) -> bool:
 
 
 def _why_not(module: nn.Module, backend: Backend) -> str:
+    if backend.simulated:
+        return f"{type(module).__name__} stays float: number formats are those of Conv and Linear"
     if isinstance(module, nn.Embedding) and (not backend.for_onnxruntime or module.max_norm is not None):
         return "Embedding stays float: its backend, or its max_norm, has no int8 table"
     if isinstance(module, nn.RNNBase) and not backend.for_onnxruntime:

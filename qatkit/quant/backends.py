@@ -69,6 +69,9 @@ class Backend:
             if found not in known and not blocks:
                 allowed = f"{' or '.join(map(str, known))}, which int8 kernels know (backend=weight_only has blocks)"
                 raise ConfigError(f"backend={self.name}: {part}.granularity", found, allowed)
+        if (self.weight.form is None) != (self.activation.form is None):
+            allowed = "integers with an activation of integers, or number formats for both"
+            raise ConfigError(f"backend={self.name}: weight.dtype", self.weight.dtype, allowed)
         if self.weight.scale_dtype != "float32" and not self.weights_alone:
             allowed = "float32, which int8 kernels take (backend=weight_only has others)"
             raise ConfigError(f"backend={self.name}: weight.scale_dtype", self.weight.scale_dtype, allowed)
@@ -84,11 +87,18 @@ class Backend:
         return all(rule.when == "weight" for rule in self.rules.values())
 
     @property
+    def simulated(self) -> bool:
+        """Returns whether numbers are of formats that no kernel computes with here: the file does in float."""
+        return self.weight.form is not None
+
+    @property
     def label(self) -> str:
-        """The name of its files in reports: "INT8", "INT4 weights" or "W8A16"."""
+        """The name of its files in reports: "INT8", "INT4 weights", "W8A16", or "simulated MXFP4 x MXFP8_E4M3"."""
+        if self.simulated:
+            return f"simulated {self.weight.dtype.upper()} x {self.activation.dtype.upper()}"
         if self.weights_alone:
             return f"{self.weight.dtype.upper()} weights"
-        return f"W{self.weight.bits}A{self.activation.bits}" if self.activation.number_type.wide else "INT8"
+        return f"W{self.weight.bits}A{self.activation.bits}" if self.activation.wide else "INT8"
 
     def with_activations(self, dtype: str) -> Backend:
         """The same target with activations of another number type.
@@ -97,7 +107,7 @@ class Backend:
         makes one that rounds activations to 8 bits unless a session asks for accuracy level 0.
         """
         found = replace(self, activation=replace(self.activation, dtype=dtype))
-        if not found.activation.number_type.wide:
+        if not found.activation.wide:
             return found
         options = {**self.session_options, "session.qdq_matmulnbits_accuracy_level": "0"}
         return replace(found, session_options=options, channel_multiples={}, has_amx=False)
@@ -189,4 +199,13 @@ WEIGHT_ONLY = Backend(
     activation=QuantSpec("uint8"),
     weight=QuantSpec("int4", granularity=PerBlock(32)),
     rules=dict.fromkeys(("conv", "linear"), OpRule("weight")),
+)
+
+# Number formats of other hardware (`qatkit.quant.formats`): the inputs and weights of every product, in blocks along
+# the axis over which it adds up. Between the products everything is float, as it is where such hardware accumulates.
+SIMULATED = Backend(
+    name="simulated",
+    activation=QuantSpec("mxfp8_e4m3", symmetric=True),
+    weight=QuantSpec("mxfp8_e4m3", symmetric=True),
+    rules=dict.fromkeys(("conv", "linear"), OpRule("always", output=False)),
 )

@@ -137,6 +137,11 @@ class QuantSpec:
         return DTYPES[self.dtype]
 
     @property
+    def wide(self) -> bool:
+        """Whether it has integers of more than 8 bits, which no kernel multiplies."""
+        return self.form is None and self.number_type.wide
+
+    @property
     def bits(self) -> int:
         """How many it takes to write an integer of the type."""
         return (self.number_type.high - self.number_type.low).bit_length()
@@ -162,9 +167,8 @@ class QuantSpec:
         """The smallest type of tensors that hold integers counted from a zero point."""
         import torch
 
-        wide = self.number_type.wide
-        smallest = torch.int16 if wide else torch.int8
-        return (torch.int32 if wide else torch.int16) if self.has_zero_point else smallest
+        smallest = torch.int16 if self.wide else torch.int8
+        return (torch.int32 if self.wide else torch.int16) if self.has_zero_point else smallest
 
     @property
     def type_range(self) -> tuple[int, int]:
@@ -193,9 +197,8 @@ class QuantSpec:
         """Whether two of the largest integers do, of a weight. Unsigned ones and those of 16 bits are multiplied
         otherwise.
         """
-        if self.form is not None or self.number_type.wide:
-            return False
-        return self.number_type.signed and 2 * self.quant_max > PAIR_LIMIT
+        narrow = self.form is None and not self.wide
+        return narrow and self.number_type.signed and 2 * self.quant_max > PAIR_LIMIT
 
     @property
     def guards_pairs(self) -> bool:

@@ -261,7 +261,7 @@ class WeightFakeQuantize(Quantizer):
             return self.fixed_scale
         scale = held(self.wanted_scale(weight), self.spec.scale_dtype)
         source, target = self._edges
-        if source is None or target is None or source.spec.number_type.wide or target.spec.number_type.wide:
+        if source is None or target is None or source.spec.wide or target.spec.wide:
             return scale
         per_step = target.scale.double() / source.scale.double()
         return (numerics.odd_fraction(scale / per_step, up=True) * per_step).to(scale.dtype)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from qatkit.config.schema import BackendConfig, Config, OverrideConfig
 from qatkit.quant.backends import Backend
 from qatkit.quant.granularity import granularity_of
-from qatkit.quant.spec import FEW_BITS, WHOLE, WIDE, QuantSpec
+from qatkit.quant.spec import FEW_BITS, FORMAT_NAMES, WHOLE, WIDE, QuantSpec
 from qatkit_verify.dotted import resolve
 from qatkit_verify.errors import ConfigError
 
@@ -25,6 +26,7 @@ def backend_of(config: Config) -> Backend:
         )
     for name in ("asks_for_int8", "broken_pairs") if backend.other_runtime else ():
         resolve(f"{backend.other_runtime}.{name}", "backend.target (other_runtime)")
+    _check_formats(config, backend)
     backend = replace(backend, weight=_weight(backend.weight, config.backend))
     if backend.weights_alone:
         _check_weights_alone(config)
@@ -78,6 +80,77 @@ def _check_other_runtime(config: Config) -> None:
                     f"null or {', '.join(WHOLE)} with {config.backend.target}, which takes 8 bits at most"
                 )
                 raise ConfigError(f"{place}.{key}", value, allowed)
+
+
+# What has no meaning without integers, or looks at them: key, and what it has to be.
+_OF_INTEGERS: tuple[tuple[str, object], ...] = (
+    ("backend.weight_granularity", None),
+    ("backend.weight_symmetric", None),
+    ("backend.weight_scale_dtype", None),
+    ("backend.every_operator", False),
+    ("algorithm", {}),
+    ("algorithm_choice", "all"),
+    ("calibration.search", "none"),
+    ("precision.search", "none"),
+    ("schedule.oscillation", "ignore"),
+    ("quantizer.activation", "qatkit.quant.fake_quantize.FakeQuantize"),
+    ("quantizer.weight", "qatkit.quant.weight_fake_quantize.WeightFakeQuantize"),
+    ("analysis.tensors", 0),
+    ("analysis.sensitivity", "none"),
+    ("export.io", "float32"),
+    ("export.pack_int4", False),
+    ("export.weights_for_amx", False),
+    ("export.tensorrt_table", None),
+)
+
+
+def _check_formats(config: Config, backend: Backend) -> None:
+    """Refuses number formats where a backend has integers, integers where it has formats, and what counts integers.
+
+    Raises:
+        ConfigError: the first setting that does not fit.
+    """
+    for key, dtype in _dtypes(config.backend):
+        if dtype is not None and (dtype in FORMAT_NAMES) != backend.simulated:
+            formats, integers = (
+                f"one of {', '.join(FORMAT_NAMES)}",
+                "an integer type (backend=simulated has others)",
+            )
+            raise ConfigError(
+                key, dtype, f"{formats} with backend=simulated" if backend.simulated else integers
+            )
+    if not backend.simulated:
+        return
+    for key, needed in _OF_INTEGERS:
+        group, _, name = key.partition(".")
+        value = getattr(getattr(config, group), name) if name else getattr(config, group)
+        if value != needed:
+            shown = ", ".join(value) if isinstance(value, dict) else value
+            allowed = "none" if needed == {} else "null" if needed is None else str(needed).lower()
+            raise ConfigError(key, shown, f"{allowed} with backend=simulated, whose numbers are no integers")
+    if config.calibration.observer not in _OBSERVERS:
+        allowed = f"one of {', '.join(_OBSERVERS)} with backend=simulated: others count integers"
+        raise ConfigError("calibration.observer", config.calibration.observer, allowed)
+
+
+_OBSERVERS = tuple(
+    f"qatkit.quant.observers.{name}"
+    for name in (
+        "MinMaxObserver",
+        "MovingAverageMinMaxObserver",
+        "PercentileObserver",
+        "DistributionObserver",
+    )
+)
+
+
+def _dtypes(asked: BackendConfig) -> Iterator[tuple[str, str | None]]:
+    """Yields the number types that are asked for, each with its key."""
+    settings: list[tuple[str, BackendConfig | OverrideConfig]] = [("backend", asked)]
+    settings += [(f"backend.overrides.{pattern}", override) for pattern, override in asked.overrides.items()]
+    for key, one in settings:
+        yield f"{key}.weight_dtype", one.weight_dtype
+        yield f"{key}.activation_dtype", one.activation_dtype
 
 
 def _weight(spec: QuantSpec, asked: BackendConfig) -> QuantSpec:

@@ -7,7 +7,7 @@ from typing import Any
 
 from qatkit.config.fields import BITS, BLOCK, COUNT, PLACE, POSITIVE, SCALES, SWITCH, Choices, Range, setting
 from qatkit.config.sizes import SIZE
-from qatkit.quant.spec import ACTIVATIONS, SCALE_TYPES, SIGNED
+from qatkit.quant.spec import ACTIVATIONS, FORMAT_NAMES, SCALE_TYPES, SIGNED
 from qatkit_verify.fitting import ALIGNMENTS, FITS, LAYOUTS, ORDERS, PIXELS
 from qatkit_verify.sound_limits import LARGEST_MELS, LEAST_OFFSET, LOG_MEL, MFCC
 
@@ -247,7 +247,10 @@ class OverrideConfig:
         "compute SiLUs in 8 bits too, as Sigmoid and Mul, where backends keep one float operator between two pairs",
     )
     weight_dtype: str | None = setting(
-        None, "of the weights; below 8 bits they are kept in bytes, which int8 kernels take", Choices(SIGNED)
+        None,
+        "of the weights; integers below 8 bits are kept in bytes, which int8 kernels take; number formats: "
+        "backend=simulated",
+        Choices((*SIGNED, *FORMAT_NAMES)),
     )
     weight_granularity: Any = setting(None, "as backend.weight_granularity, of these operators", SCALES)
     weight_symmetric: bool | None = setting(None, "as backend.weight_symmetric, of these operators")
@@ -259,8 +262,8 @@ class OverrideConfig:
     activation_dtype: str | None = setting(
         None,
         "of inputs and outputs; uint4 is simulated: the file clips to 16 steps and computes in float; ONNX Runtime "
-        "rounds to 16 bits and computes in float, too",
-        Choices(ACTIVATIONS),
+        "rounds to 16 bits and computes in float, too; number formats: backend=simulated",
+        Choices((*ACTIVATIONS, *FORMAT_NAMES)),
     )
     activation_symmetric: bool | None = setting(None, "zero in the middle of the range")
 
@@ -277,12 +280,15 @@ class BackendConfig:
         SWITCH,
     )
     weight_dtype: str | None = setting(
-        None, "of all weights, as an override has it; null: the backend's choice", Choices(SIGNED)
+        None,
+        "of all weights, as an override has it; null: the backend's choice",
+        Choices((*SIGNED, *FORMAT_NAMES)),
     )
     activation_dtype: str | None = setting(
         None,
-        "of all activations, the model's inputs too, as an override has it; null: the backend's choice",
-        Choices(ACTIVATIONS),
+        "of all activations, the model's inputs too, as an override has it; number formats: backend=simulated; "
+        "null: the backend's choice",
+        Choices((*ACTIVATIONS, *FORMAT_NAMES)),
     )
     # Any: a text or a mapping.
     weight_granularity: Any = setting(

@@ -222,7 +222,7 @@ class Quantized(nn.Module):
         )
         self.repaired, self.dtype, self.has_zero_point = found.repaired, spec.dtype, spec.has_zero_point
         self.operator, self.is_linear = Settings(operator), isinstance(operator, nn.Linear)
-        self.input_steps, self._wide = input_steps, spec.number_type.wide or input_steps > 255
+        self.input_steps, self._wide = input_steps, spec.wide or input_steps > 255
         self.register_buffer("input_scale", input_scale.clone())
         self.register_buffer("output_scale", None if output_scale is None else output_scale.clone())
         self.register_buffer("weight", found.weight)

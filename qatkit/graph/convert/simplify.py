@@ -168,6 +168,6 @@ def _linear_below(node: fx.Node, factor: Tensor) -> fx.Node | None:
     module: Any = module_of(node)
     quantized = getattr(module, "weight_fake_quant", None)
     fits = factor.numel() == module.out_features and (
-        quantized is None or quantized.spec.granularity.separates(0)
+        quantized is None or (quantized.spec.form is None and quantized.spec.granularity.separates(0))
     )
     return node if fits else None

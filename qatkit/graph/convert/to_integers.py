@@ -10,6 +10,7 @@ What ONNX Runtime wants beside that is written down here as graph rules, from do
 - a float operator between a dequantize and a quantize, or behind a dequantize where ONNX Runtime would
   otherwise miss a fusion, is set apart by a barrier (an ONNX Sum with one input);
 - channels of zeros fill up what its kernels want multiples of (`qatkit.graph.pad_channels`).
+Numbers of formats stay float (`format_modules`).
 A backend of another runtime (`Backend.for_onnxruntime`) gets float biases and none of these.
 Equal values are ordered as ONNX orders them (`qatkit.graph.convert.orders`), for any backend.
 """
@@ -24,6 +25,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 
+from qatkit.graph.convert.format_modules import RoundToFormat, with_rounded_weight
 from qatkit.graph.convert.integer_modules import (
     Quantized,
     QuantizedEmbedding,
@@ -45,9 +47,10 @@ from qatkit.graph.rows import rows_of
 from qatkit.graph.sharing import large_tensors
 from qatkit.graph.trace import tidy
 from qatkit.quant.fake_quantize import FakeQuantize
+from qatkit.quant.formats.quantizers import FormatFakeQuantize, FormatWeightFakeQuantize
 from qatkit.quant.qat_layers import QATEmbedding, QATOperator
 from qatkit.quant.recurrent_layers import QATRecurrent
-from qatkit.quant.spec import WHOLE, WIDE, NumberType
+from qatkit.quant.spec import WHOLE, WIDE, QuantSpec
 
 
 def convert(graph_module: fx.GraphModule) -> PassResult:
@@ -107,13 +110,17 @@ def _convert_operator(node: fx.Node, result: PassResult) -> None:
         if operator.weight_fake_quant is not None:
             graph_module.set_submodule(str(node.target), WeightOnly(operator))
         return
+    if isinstance(operator.weight_fake_quant, FormatWeightFakeQuantize):
+        rounded = with_rounded_weight(operator, operator.weight_fake_quant)
+        graph_module.set_submodule(str(node.target), rounded)
+        return
     quantizer = quantizer_of(node.args[0])
     if quantizer is None:
         raise ValueError(f"{site(node)}: its input carries no FakeQuantize")
     after = quantizer_after(node)
     ours = _for_onnxruntime(node)
     output_scale = None if after is None else _pair(after)[0]
-    kind = _type(quantizer)
+    kind = _spec(quantizer).number_type
     quantized = Quantized(
         operator,
         _pair(quantizer)[0],
@@ -183,7 +190,7 @@ def _convert_arithmetic(node: fx.Node, kind: Any) -> None:
     """An operator that the 8-bit kernel computes in a way of its own, with two inputs or with one."""
     if issubclass(kind, QuantizedPair):
         _convert_two_inputs(node, kind)
-    elif (quantizer := quantizer_of(node.args[0])) is not None and not _type(quantizer).wide:
+    elif (quantizer := quantizer_of(node.args[0])) is not None and _has_bytes(quantizer):
         node.meta["integer"] = functools.partial(kind, _pair(quantizer))
 
 
@@ -192,7 +199,7 @@ def _convert_two_inputs(node: fx.Node, kind: type[QuantizedPair]) -> None:
     quantizers, after = [quantizer_of(a) for a in node.args], quantizer_after(node)
     if node.kwargs or len(quantizers) != 2 or after is None or None in quantizers:
         return
-    if any(_type(cast(fx.Node, q)).wide for q in (*quantizers, after)):
+    if not all(_has_bytes(cast(fx.Node, q)) for q in (*quantizers, after)):
         return  # floats are added and rounded
     path, owner = site(node), cast(fx.GraphModule, node.graph.owning_module)
     owner.add_submodule(path, kind([_pair(cast(fx.Node, q)) for q in (*quantizers, after)]))
@@ -204,9 +211,14 @@ def _pair(quantizer: fx.Node) -> tuple[Tensor, Tensor]:
     return cast(FakeQuantize, module_of(quantizer)).shipped()
 
 
-def _type(quantizer: fx.Node) -> NumberType:
-    """The number type of a FakeQuantize node."""
-    return cast(FakeQuantize, module_of(quantizer)).spec.number_type
+def _spec(quantizer: fx.Node) -> QuantSpec:
+    return cast(FakeQuantize, module_of(quantizer)).spec
+
+
+def _has_bytes(quantizer: fx.Node) -> bool:
+    """Whether the values are integers of 8 bits, which kernels of ONNX Runtime compute with."""
+    spec = _spec(quantizer)
+    return spec.form is None and not spec.wide
 
 
 def _two_dimensional(node: fx.Node) -> None:
@@ -279,6 +291,8 @@ def _repeat_pairs(graph_module: fx.GraphModule) -> None:
         others = [u for u in node.users if u not in inside]
         if quantizer is None or not any(_is_int8_reader(user) for user in others):
             continue
+        if isinstance(module_of(quantizer), FormatFakeQuantize):  # whose values are moved as floats
+            continue
         with graph_module.graph.inserting_after(node):
             again = graph_module.graph.call_module(str(quantizer.target), (node,))
         again.meta = {"site": f"{site(node)}_quant", QUANTIZES: site(node), "value": node.meta["value"]}
@@ -299,6 +313,9 @@ def _convert_pair(node: fx.Node) -> None:
     fake = module_of(node)
     before = cast(fx.Node, node.args[0])
     if not isinstance(fake, FakeQuantize):
+        return
+    if isinstance(fake, FormatFakeQuantize):
+        graph_module.set_submodule(str(node.target), RoundToFormat(fake))
         return
     scale, zero_point = fake.shipped()
     arithmetic = before.meta.get("integer")

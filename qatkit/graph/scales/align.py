@@ -127,21 +127,23 @@ def _unique(quantizers: Iterable[FakeQuantize]) -> list[FakeQuantize]:
 
 
 def _around(node: fx.Node) -> list[FakeQuantize] | None:
-    """The quantizers of all inputs and of the output; None where one is missing, or one has 16 bits: such an operator
+    """The quantizers of all inputs and of the output; None where one has no integers of 8 bits: with 16 an operator
     computes in float wherever the file runs, and no scale keeps a float sum away from ties so close to each other.
     """
     found = [*map(quantizer_of, node.all_input_nodes), quantizer_after(node)]
-    if None in found:
-        return None
-    quantizers = [cast(FakeQuantize, module_of(cast(fx.Node, n))) for n in found]
-    return None if any(q.spec.number_type.wide for q in quantizers) else quantizers
+    return _with_integers([None if n is None else cast(FakeQuantize, module_of(n)) for n in found])
 
 
 def _before(node: fx.Node) -> list[FakeQuantize] | None:
     """The quantizer of the input, in place of that of the output too: the output's range is fixed."""
     before = quantizer_of(node.args[0])
-    found = None if before is None else cast(FakeQuantize, module_of(before))
-    return None if found is None or found.spec.number_type.wide else [found] * 2
+    return _with_integers([None if before is None else cast(FakeQuantize, module_of(before))] * 2)
+
+
+def _with_integers(found: list[FakeQuantize | None]) -> list[FakeQuantize] | None:
+    """Returns the quantizers; None where one is missing, has a number format, which rounds in no steps, or 16 bits."""
+    known = [one for one in found if one is not None and one.spec.form is None and not one.spec.wide]
+    return known if len(known) == len(found) else None
 
 
 def _groups(graph_module: fx.GraphModule) -> list[list[FakeQuantize]]:

@@ -1,8 +1,8 @@
 """Quantizers whose numbers are no integers: each value goes to its format and back, in float32.
 
 Scales of blocks are those of the values that pass, in training as in inference. A format with a scale for the whole
-tensor has that of the activation's observed range, or of the weight as it is. The gradient passes straight through where
-a value is within the largest element's reach, and is 0 where it saturates. Biases stay as they are.
+tensor has that of the activation's observed range, or of the weight as it is. The gradient passes straight through
+where a value is within the largest element's reach, and is 0 where it saturates. Biases stay as they are.
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ class FormatFakeQuantize(FakeQuantize):
 
     def range_record(self) -> dict[str, float | int | str]:
         """The range that was observed: blocks hold what comes."""
-        low, high = self.bounds if self.observer is None else (self.observer.low.item(), self.observer.high.item())
+        low, high = (
+            self.bounds if self.observer is None else (self.observer.low.item(), self.observer.high.item())
+        )
         return {"low": low or 0.0, "high": high or 0.0, "scale": self.scale.item(), "zero_point": 0,
                 "dtype": self.spec.dtype}  # fmt: skip
 

@@ -30,7 +30,7 @@ class AuditCheck(Check):
         return replace(results, audit=found)
 
     def shortfalls(self, bounds: VerifyConfig, results: Results) -> list[Shortfall]:
-        if not bounds.audit:
+        if not bounds.audit or RequestedSettings(results).simulated:
             return []
         if results.audit is None:
             return [Shortfall("verify.audit=true: the file was not audited")]
@@ -45,6 +45,9 @@ class AuditCheck(Check):
     def lines(self, results: Results) -> list[str]:
         if results.audit is None:
             return []
+        if RequestedSettings(results).simulated:
+            count = len(results.audit.matrix_nodes)
+            return [f"audit: {count} Conv/Gemm/MatMul compute in float: the number formats are simulated"]
         if without := RequestedSettings(results).without_kernels:
             rest = ", what runs in float is in the report" if results.output_dir else ""
             return [f"{audit_line(results.audit)}; no kernel computes {without}{rest}"]

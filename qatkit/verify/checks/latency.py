@@ -101,6 +101,7 @@ def _why_float(asked: RequestedSettings) -> str:
 def _placement(asked: RequestedSettings, results: Results) -> list[str]:
     """To measure where int8 pays, of a module for ONNX Runtime whose operators nobody has measured or all asked for."""
     elsewhere = results.audit is not None and not results.audit.for_onnxruntime
+    elsewhere = elsewhere or asked.simulated
     fixed = asked.has_module and asked.get("placement") == "fixed" and not asked.get("backend.every_operator")
     return (
         ["placement=measured (operators that are slower in int8 here stay float)"]

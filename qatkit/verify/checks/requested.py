@@ -46,19 +46,29 @@ class RequestedSettings:
     @property
     def weights_alone(self) -> bool:
         """Returns whether the backend quantizes weights and computes in float (`Backend.weights_alone`)."""
+        return self._backend_is("weights_alone")
+
+    @property
+    def simulated(self) -> bool:
+        """Returns whether the file computes in float what number formats hold (`Backend.simulated`)."""
+        return self._backend_is("simulated")
+
+    def _backend_is(self, name: str) -> bool:
         if not self.has_module:
             return False
         try:
             backend = resolve(str(self.get("backend.target")), "backend.target")
         except ConfigError:  # of a package that is not here
             return False
-        return bool(getattr(backend, "weights_alone", False))
+        return bool(getattr(backend, name, False))
 
     @property
     def without_kernels(self) -> str:
         """What makes the file one that ONNX Runtime computes in float, for want of kernels, as it is typed; "" if
         nothing does, or an override of some operators alone.
         """
+        if self.simulated:
+            return "backend=simulated"
         if self.get("export.pack_int4"):
             return "export.pack_int4=true"
         overrides = (self.get("backend.overrides") or {}).get("*") or {}
@@ -87,6 +97,9 @@ class RequestedSettings:
             return self.other_modes()
         if self.weights_alone:
             return self._closer_weights()
+        if self.simulated:
+            wider = "backend.weight_dtype or backend.activation_dtype of more bits"
+            return either([wider, self._longer()])
         ways = []
         if self.get("data.source") == DRAWN:
             ways.append(f"real data ({_REAL_DATA})")

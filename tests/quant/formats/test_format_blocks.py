@@ -19,7 +19,9 @@ NAMES = [*BLOCKS, "nvfp4"]
 LAST = -1
 
 
-def quantized(x: torch.Tensor, form: Format, axis: int, of_tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantized(
+    x: torch.Tensor, form: Format, axis: int, of_tensor: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     return blocks.quantized(x, form, form.granularity(axis), of_tensor)
 
 
