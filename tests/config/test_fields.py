@@ -37,6 +37,7 @@ from qatkit.data import Preprocessing
 from qatkit.export import ort_modes
 from qatkit.export.torch_to_onnx import export_onnx
 from qatkit.graph.fuse import fuse
+from qatkit.quant.formats.table import FORMATS
 from qatkit.quant.granularity import BLOCK_SIZES, GRANULARITIES
 from qatkit.quant.observers import Distribution, Percentile
 from qatkit.quant.spec import ACTIVATIONS
@@ -199,9 +200,10 @@ def test_every_setting_of_the_schema_says_what_it_is() -> None:
 
 def test_the_schema_takes_the_words_of_the_library() -> None:
     """Number types and granularities stand in `qatkit.quant.spec`; modes are functions of `qatkit.export.ort_modes`."""
-    assert limit_of(OverrideConfig, "activation_dtype") == Choices(ACTIVATIONS)
     assert ACTIVATIONS == ("uint8", "int8", "uint4", "int16", "uint16")
-    assert limit_of(OverrideConfig, "weight_dtype") == Choices(("int8", "int4", "int3", "int2", "int16"))
+    for owner in (OverrideConfig, BackendConfig):
+        assert limit_of(owner, "activation_dtype") == Choices((*ACTIVATIONS, *FORMATS))
+        assert limit_of(owner, "weight_dtype") == Choices(("int8", "int4", "int3", "int2", "int16", *FORMATS))
     for owner in (OverrideConfig, BackendConfig):
         limit = limit_of(owner, "weight_granularity")
         assert all(map(limit.holds, (*GRANULARITIES, *({"block": size} for size in BLOCK_SIZES))))

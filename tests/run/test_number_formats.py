@@ -1,0 +1,72 @@
+"""Backends of number formats: what goes with them, and what is refused in one line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from qatkit.config.schema import BackendConfig, Config, OverrideConfig
+from qatkit.quant.formats.table import FORMATS
+from qatkit.run.backend import backend_of
+from qatkit_verify.errors import ConfigError
+
+SIMULATED = "qatkit.quant.backends.SIMULATED"
+
+
+def config(**backend: Any) -> Config:
+    return Config(backend=BackendConfig(target=SIMULATED, **backend))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_format_is_named_for_weights_and_activations(name: str) -> None:
+    backend = backend_of(config(weight_dtype=name, activation_dtype=name))
+    assert (backend.weight.dtype, backend.activation.dtype) == (name, name)
+    assert backend.simulated and not backend.weights_alone and not backend.saturates
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (
+            BackendConfig(weight_dtype="mxfp4"),
+            "backend.weight_dtype=mxfp4: expected an integer type (backend=simul",
+        ),
+        (BackendConfig(activation_dtype="bfp16"), "backend.activation_dtype=bfp16: expected an integer type"),
+        (
+            BackendConfig(overrides={"fc": OverrideConfig(weight_dtype="nvfp4")}),
+            "backend.overrides.fc.weight_dtype=nvfp4: expected an integer type",
+        ),
+        (
+            BackendConfig(target=SIMULATED, weight_dtype="int8"),
+            "backend.weight_dtype=int8: expected one of float16",
+        ),
+        (
+            BackendConfig(target=SIMULATED, weight_granularity="per_tensor"),
+            "backend.weight_granularity=per_tensor: expected null with backend=simulated, whose numbers are no integers",
+        ),
+        (
+            BackendConfig(target=SIMULATED, every_operator=True),
+            "backend.every_operator=True: expected false with",
+        ),
+    ],
+)
+def test_formats_and_integers_are_kept_apart(asked: BackendConfig, message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        backend_of(Config(backend=asked))
+    assert str(refused.value).startswith(message)
+
+
+def test_what_counts_integers_is_refused() -> None:
+    asked = config()
+    asked.algorithm = {"gptq": {"target": "qatkit.algorithms.gptq.GPTQ"}}
+    with pytest.raises(ConfigError, match="algorithm=gptq: expected none with backend=simulated"):
+        backend_of(asked)
+    asked = config()
+    asked.calibration.observer = "qatkit.quant.observers.MSEObserver"
+    with pytest.raises(ConfigError, match="others count integers"):
+        backend_of(asked)
+    asked = config()
+    asked.export.io = "uint8"
+    with pytest.raises(ConfigError, match="export.io=uint8: expected float32 with backend=simulated"):
+        backend_of(asked)
