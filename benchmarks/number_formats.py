@@ -73,6 +73,7 @@ def in_file(module: QATModule, images: Tensor) -> Tensor:
 
 
 def main() -> None:
+    """Prints a line for each format."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -3,7 +3,7 @@
     y = qatkit.mxfp4(x) {axis}          blocks along an axis
     y = qatkit.nvfp4(x, scale) {axis}   and a scale for the tensor
     y = qatkit.float8_e5m2(x, scale)    a scale for the tensor
-    y = qatkit.bfloat16(x)
+    y = qatkit.bfloat16(x)              (float8 from opset 19 on: QuantizeLinear, DequantizeLinear)
 
 Any runtime that knows functions runs them; ONNX Runtime puts their bodies in their places. Every step is exact in
 float32, but for the quotients that the formats themselves round, so the results are the simulation's bit for bit:
@@ -19,26 +19,49 @@ from __future__ import annotations
 
 import math
 
+import ml_dtypes
+import numpy as np
 import onnx
 import onnx_ir as ir
 from onnx import parser
+from onnx_ir import tape
 
+from qatkit.export.rewrite import new_constant, rewrite
 from qatkit.graph.convert.format_modules import DOMAIN
 from qatkit.quant.formats.table import BFLOAT16, E4M3, FLOAT16, FORMATS, Element, Format, Scale
 
 _CASTS = {FLOAT16: onnx.TensorProto.FLOAT16, BFLOAT16: onnx.TensorProto.BFLOAT16}
+# Formats that QuantizeLinear knows from this opset on.
+_FLOAT8_PAIRS, _FLOAT8 = 19, {"float8_e4m3fn": ml_dtypes.float8_e4m3fn, "float8_e5m2": ml_dtypes.float8_e5m2}
 _FEW = 8  # spacings that are chosen by comparisons
 _LEAST = -127  # exponent of the first power of two in the table
 
 
 def add_format_functions(model: ir.Model, opset: int) -> None:
-    """Adds the bodies of the format functions that `model` calls, for operators of `opset`."""
+    """Adds the bodies of the format functions that `model` calls, for operators of `opset`.
+
+    From opset 19 on a float8 with a scale for the tensor is a pair of QuantizeLinear and DequantizeLinear instead.
+    """
+    if opset >= _FLOAT8_PAIRS:
+        rewrite(model.graph, {name: [_as_pair] for name in _FLOAT8}, DOMAIN)
     called = {node.op_type for node in model.graph if node.domain == DOMAIN}
     for name in sorted(called & FORMATS.keys()):
         function = ir.serde.deserialize_function(format_function(name, opset))
         model.functions[function.identifier()] = function
     if called:
         model.opset_imports[DOMAIN] = 1
+
+
+def _as_pair(node: ir.Node, builder: tape.Tape) -> ir.Value:
+    """Call of a function → the operators that hold float8 in between, and a barrier on either side.
+
+    ONNX Runtime makes a QLinearConv of a Conv between two such pairs, and moves a QuantizeLinear up through a Reshape;
+    neither has a kernel for float8, so that it would refuse the file.
+    """
+    x, scale = node.inputs
+    zero = new_constant(builder, node, "zero_point", np.zeros((), _FLOAT8[node.op_type]))
+    held = builder.op("QuantizeLinear", [builder.op("Sum", [x]), scale, zero])
+    return builder.op("Sum", [builder.op("DequantizeLinear", [held, scale, zero])])
 
 
 def format_function(name: str, opset: int) -> onnx.FunctionProto:

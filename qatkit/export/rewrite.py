@@ -16,15 +16,15 @@ MICROSOFT = "com.microsoft"  # the domain of ONNX Runtime's own operators
 Rule = Callable[[ir.Node, tape.Tape], "ir.Value | Sequence[ir.Value] | None"]
 
 
-def rewrite(graph: ir.Graph, rules: Mapping[str, Sequence[Rule]]) -> None:
-    """Applies to every node that is there now the rules of its operator, up to the first that replaces it.
+def rewrite(graph: ir.Graph, rules: Mapping[str, Sequence[Rule]], domain: str = "") -> None:
+    """Applies to every node of `domain` that is there now the rules of its operator, up to the first that replaces it.
 
     The branches of an If and the bodies of loops are graphs of their own, and the same is done in them.
     """
     for node in list(graph):
         for inner in subgraphs(node):
-            rewrite(inner, rules)
-        for rule in rules.get(node.op_type, ()) if not node.domain else ():
+            rewrite(inner, rules, domain)
+        for rule in rules.get(node.op_type, ()) if node.domain == domain else ():
             builder = tape.Tape()
             new = rule(node, builder)
             for value in builder.initializers:

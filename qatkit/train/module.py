@@ -260,7 +260,7 @@ class QATModule(FineTuning):
         """
         sample = Sample(self.graph)
         images = calibrate(self.graph, sample.of(map(self.tensors, batches)))
-        if self.quantize:
+        if self.quantize and not self.backend.simulated:  # both are about steps of one size
             if fake_quantizers(self.graph):
                 self._find_mixed_scales(sample)
             correct = self.mean_shifts == "correct"

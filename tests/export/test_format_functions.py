@@ -117,6 +117,23 @@ def test_a_whole_file_computes_what_was_simulated(name: str) -> None:
     assert [function.name for function in onnx.load(shipped.path).functions] == [name]
 
 
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2"])
+def test_float8_is_a_pair_from_opset_19_on(name: str) -> None:
+    shipped = ship(ConvFlattenLinear(), noise(4, 3, 8, 8), f"pair_{name}", of(name), opset=19)
+    model = onnx.load(shipped.path)
+    pairs = [node for node in model.graph.node if node.op_type in ("QuantizeLinear", "DequantizeLinear")]
+    assert not model.functions
+    assert len(pairs) == 2 * len(fake_quantizers(shipped.simulated))
+    images = shipped.images * torch.tensor([1.0, 30.0, 1e-4, -1.0])[:, None, None, None]
+    expected = run_torch(shipped.converted, images)
+    for optimize in (True, False):
+        found = run_ort(shipped.path, images, optimize=optimize)
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    zeros = {one.name: one.data_type for one in model.graph.initializer}
+    kind = getattr(TensorProto, name.upper().replace("FLOAT8_", "FLOAT8"))
+    assert {zeros[node.input[2]] for node in pairs} == {kind}
+
+
 def test_onnx_computes_the_same_file() -> None:
     shipped = ship(ConvFlattenLinear(), noise(4, 3, 8, 8), "reference", of("mxfp8_e4m3", "mxfp4"))
     found = evaluated(onnx.load(shipped.path), {"input": shipped.images.numpy()})
