@@ -246,6 +246,11 @@ def describe(data: DataModule) -> dict[str, Any]:
 def _low_bits(module: QATModule, config: Config) -> list[str]:
     """What runs in float because no kernel has its type."""
     quantizers = fake_quantizers(module.graph).values()
+    if module.backend.simulated:
+        return [
+            f"{len(quantizers)} activations and their weights are numbers of formats, simulated: the file computes in "
+            "float what they hold; its accuracy is theirs, its size and latency are not"
+        ]
     narrow = [q for q in quantizers if q.spec.dtype not in (*WHOLE, *WIDE)]
     wide = [q for q in quantizers if q.spec.dtype in WIDE]
     notes = []

@@ -81,8 +81,9 @@ class SaturationCheck(Check):
         if found.get("elsewhere"):
             return [_ELSEWHERE]
         guards = results.measured.get(GUARDS)
-        weights_alone = RequestedSettings(results).weights_alone  # no products of bytes
-        said = "" if guards is None or weights_alone else guard_line(guards)
+        asked = RequestedSettings(results)
+        no_bytes = asked.weights_alone or asked.simulated
+        said = "" if guards is None or no_bytes else guard_line(guards)
         return saturation_lines(found, results.task) + ([said] if said else [])
 
 
