@@ -23,6 +23,7 @@ from qatkit.export.larger_file import why_larger
 from qatkit.export.tensorrt_table import split_parts, tensorrt_table
 from qatkit.export.torch_to_onnx import export_onnx
 from qatkit.graph.captured import Captured
+from qatkit.graph.convert.format_modules import RoundToFormat
 from qatkit.graph.convert.integer_modules import Quantized
 from qatkit.graph.convert.simplify import float_baseline
 from qatkit.graph.nodes import is_opaque
@@ -141,6 +142,9 @@ def _only_edited(graph: nn.Module, config: Config) -> bool:
     path = next((path for path, module in graph.named_modules() if is_opaque(module)), None)
     if path is None:
         return False
+    if any(isinstance(module, RoundToFormat) for module in graph.modules()):
+        reason = f"number formats need a new file, in which '{path}', which ONNX Runtime computes, has no form"
+        raise ConfigError("backend.target", config.backend.target, reason=reason)
     wanted = config.export
     options = {
         "pack_int4": (wanted.pack_int4, False),
