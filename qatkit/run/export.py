@@ -143,7 +143,9 @@ def _only_edited(graph: nn.Module, config: Config) -> bool:
     if path is None:
         return False
     if any(isinstance(module, RoundToFormat) for module in graph.modules()):
-        reason = f"number formats need a new file, in which '{path}', which ONNX Runtime computes, has no form"
+        reason = (
+            f"number formats need a new file, in which '{path}', which ONNX Runtime computes, has no form"
+        )
         raise ConfigError("backend.target", config.backend.target, reason=reason)
     wanted = config.export
     options = {

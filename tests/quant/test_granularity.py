@@ -17,6 +17,7 @@ from qatkit.quant.backends import FBGEMM
 from qatkit.quant.granularity import (
     BLOCK_SIZES,
     GRANULARITIES,
+    AlongAxis,
     Granularity,
     PerBlock,
     PerChannel,
@@ -38,6 +39,9 @@ CASES: list[tuple[Granularity, tuple[int, ...], tuple[int, ...]]] = [
     (PerBlock(8), (4, 5, 2, 2), (4, 3)),  # of a Conv: input channels times kernel
     (PerBlock(16), (6, 1, 3, 3), (6, 1)),
     (PerBlock(8), (3, 5), (3, 1)),
+    (AlongAxis(4, 1), (5, 6), (5, 2)),
+    (AlongAxis(2, 1), (4, 5, 2, 3), (4, 3, 2, 3)),  # of a Conv: input channels
+    (AlongAxis(4, -1), (3, 2, 8), (3, 2, 2)),
 ]
 
 
@@ -47,6 +51,9 @@ def index_of_scale(
     """Follows the definition in the ONNX standard; blocks are those of the weight as a matrix [out, inputs]."""
     if isinstance(granularity, PerChannel):
         return (place[granularity.axis],)
+    if isinstance(granularity, AlongAxis):
+        at = granularity.axis % len(shape)
+        return tuple(i // granularity.size if axis == at else i for axis, i in enumerate(place))
     if isinstance(granularity, PerBlock):
         return place[0], int(np.ravel_multi_index(place[1:], shape[1:])) // granularity.size
     return ()
