@@ -84,7 +84,7 @@ def scales(x: Tensor, form: Format, granularity: Granularity, of_tensor: Tensor)
 
 
 def quantized(x: Tensor, form: Format, granularity: Granularity, of_tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns float32 `x` as its format holds it, and which values are within the largest element's reach.
+    """Returns float32 `x` as its format holds it, and which values do not saturate (`Element.limit`).
 
     Args:
         granularity: that of `form` (`Format.granularity`).
@@ -93,4 +93,4 @@ def quantized(x: Tensor, form: Format, granularity: Granularity, of_tensor: Tens
     scale = scales(x, form, granularity, of_tensor)
     steps = x.detach() if scale is None else x.detach() / scale
     found = rounded(steps, form.element)
-    return found if scale is None else found * scale, steps.abs() <= form.element.maximum
+    return found if scale is None else found * scale, steps.abs() < form.element.limit

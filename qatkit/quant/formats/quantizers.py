@@ -1,8 +1,8 @@
 """Quantizers whose numbers are no integers: each value goes to its format and back, in float32.
 
 Scales of blocks are those of the values that pass, in training as in inference. A format with a scale for the whole
-tensor has that of the activation's observed range, or of the weight as it is. The gradient passes straight through
-where a value is within the largest element's reach, and is 0 where it saturates. Biases stay as they are.
+tensor has that of the activation's observed range, or of the weight as it is. The gradient passes straight through, and
+is 0 where a value saturates: where a number beyond the largest would be nearer. Biases stay as they are.
 """
 
 from __future__ import annotations

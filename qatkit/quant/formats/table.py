@@ -83,6 +83,11 @@ class Element:
         return math.ldexp(1 + mantissa / (1 << self.mantissa_bits), self.largest_exponent)
 
     @property
+    def limit(self) -> float:
+        """The smallest size that is beyond: halfway from the largest number to what would be the next one."""
+        return self.maximum + math.ldexp(1.0, self.largest_exponent - self.mantissa_bits - 1)
+
+    @property
     def least(self) -> float:
         """The smallest positive number."""
         return math.ldexp(1.0, self.least_exponent - self.mantissa_bits)

@@ -61,6 +61,7 @@ def test_rows_have_the_largest_and_smallest_numbers(name: str) -> None:
     row, spec = ROWS[name], ELEMENTS[name]
     numbers = [one for one in patterns(name) if one is not None]
     assert (row.maximum, row.least) == (spec.maximum, spec.least) == (float(numbers[-1]), float(numbers[1]))
+    assert row.limit == (numbers[-1] + 2 * numbers[-1] - numbers[-2]) / 2  # halfway to what would follow
     assert row.bits == 1 + spec.exponent + spec.mantissa
     assert 2.0**row.largest_exponent <= spec.maximum < 2.0 ** (row.largest_exponent + 1)
 

@@ -137,10 +137,10 @@ def test_blocks_lie_along_the_axis(name: str) -> None:
 
 
 def test_mxfp4_saturates_between_6_and_8_scales() -> None:
-    x = torch.tensor([[7.9, 6.0, 5.1, -7.0]])
+    x = torch.tensor([[7.9, 6.0, 5.1, -7.0, 6.9]])
     found, inside = quantized(x, FORMATS["mxfp4"], LAST, ONE)
-    assert found.tolist() == [[6.0, 6.0, 6.0, -6.0]]
-    assert inside.tolist() == [[False, True, True, False]]
+    assert found.tolist() == [[6.0, 6.0, 6.0, -6.0, 6.0]]
+    assert inside.tolist() == [[False, True, True, False, True]]  # 8 would be the next number
 
 
 def test_bfp16_is_that_of_quarks_operator() -> None:
