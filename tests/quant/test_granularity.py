@@ -175,7 +175,7 @@ def test_a_bias_beside_blocks_is_refused() -> None:
 
 def test_the_rows_of_the_number_types_say_what_they_are() -> None:
     assert {row.kind for row in DTYPES.values()} == {Kind.INTEGER}
-    assert [name for name, row in DTYPES.items() if row.signed] == ["int8", "int4", "int3", "int2"]
+    assert [name for name, row in DTYPES.items() if row.signed] == ["int8", "int4", "int3", "int2", "int16"]
     for name, row in DTYPES.items():
         info = torch.iinfo(getattr(torch, row.storage))
         assert info.min <= row.low and row.high <= info.max
