@@ -322,10 +322,9 @@ def _check_16_bits(config: Config) -> None:
         ("placement", config.placement, "fixed"),
         ("precision.search", config.precision.search, "none"),
         ("export.io", config.export.io, "float32"),
-        ("rescue.climb", config.rescue.climb, False),
     ):
         if value != needed:
-            raise ConfigError(key, value, f"{_shown(needed)} with backend.activation_dtype={kind}")
+            raise ConfigError(key, value, f"{needed} with backend.activation_dtype={kind}")
 
 
 def _shown(value: object) -> str:

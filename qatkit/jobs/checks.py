@@ -8,6 +8,7 @@ from pathlib import Path
 
 from qatkit.config.rules import DOTTED
 from qatkit.config.schema import Config, TrainerConfig
+from qatkit.quant.spec import WIDE
 from qatkit.run.backend import backend_of
 from qatkit.tasks import dotted as dotted_task
 from qatkit_verify.dotted import check_path
@@ -36,6 +37,9 @@ def check_job(config: Config, from_checkpoint: bool) -> None:
         if not key.startswith("algorithm."):
             check_path(path, key)
     load_runtimes(config.verify.runtimes)
+    if config.rescue.climb and config.backend.activation_dtype in WIDE:
+        allowed = f"false with backend.activation_dtype={config.backend.activation_dtype}, which no kernel is faster by"
+        raise ConfigError("rescue.climb", True, allowed)
     if config.algorithm:
         _check_algorithms(config)
 
