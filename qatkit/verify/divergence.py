@@ -32,6 +32,7 @@ Tensors = Mapping[str, NDArray[Any]]
 # Enough to see a difference in, few enough to hold every tensor of a large model at once.
 IMAGES = 4
 TOLERANCE = 1  # steps: of the integers, or of a float tensor's range / 255
+_STEP_OF_16_BITS = 16  # integers: float sums of any order are a few of 65,535 apart
 # Its whole set of fusions; the last level also turns tensors around, which takes most names away.
 _LEVELS = (ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED, ort.GraphOptimizationLevel.ORT_ENABLE_ALL)
 
@@ -314,13 +315,16 @@ def _recorded_steps(name: str, value: NDArray[Any], recorded: NDArray[Any]) -> T
 
 
 def in_steps(name: str, value: NDArray[Any], reference: NDArray[Any]) -> TensorParity:
-    """Integers in their own steps, floats in steps of the reference's range / 255."""
+    """Integers of 8 bits in their own steps, of 16 bits in whole steps of 16; floats in steps of the reference's
+    range / 255.
+    """
     if reference.dtype.kind == "f":
         finite = reference[np.isfinite(reference)].astype(np.float64)
         span = float(finite.max() - finite.min()) if finite.size else 0.0
         return _float_steps(name, value, reference, span / 255 or 1.0)
     distance = np.abs(value.astype(np.int64).ravel() - reference.astype(np.int64).ravel())
-    return _summary(name, distance)
+    wide = reference.dtype.itemsize == 2
+    return _summary(name, distance // _STEP_OF_16_BITS if wide else distance)
 
 
 def _float_steps(name: str, value: NDArray[Any], reference: NDArray[Any], step: float) -> TensorParity:

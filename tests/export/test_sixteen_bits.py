@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qatkit.config.schema import Config, OverrideConfig
+from qatkit.export.converted_reference import ConvertedReference
 from qatkit.export.torch_to_onnx import export_onnx
 from qatkit.graph.convert.integer_modules import Quantized, QuantizeDequantize
 from qatkit.graph.convert.to_integers import convert
@@ -27,6 +28,7 @@ from qatkit.quant.fake_quantize import FakeQuantize
 from qatkit.quant.spec import QuantSpec
 from qatkit.run.backend import backend_of
 from qatkit.verify.audit import audit
+from qatkit.verify.divergence import first_divergence
 from qatkit_verify.errors import ConfigError
 
 UINT16 = OverrideConfig(activation_dtype="uint16")
@@ -144,6 +146,22 @@ def test_no_operator_counts_as_int8(tmp_path: Path) -> None:
     export_onnx(convert(graph).graph, noise(2, 3, 10, 10), tmp_path / "model.onnx")
     found = audit(tmp_path / "model.onnx")
     assert found.ok and found.int8_share == 0 and found.macs > 0
+
+
+def test_a_wrong_scale_is_found_and_a_tie_is_not(tmp_path: Path) -> None:
+    graph = calibrated(Gate().eval(), noise(32, 3, 10, 10), _backend())
+    converted, images, path = convert(graph).graph, noise(4, 3, 10, 10, seed=4), tmp_path / "model.onnx"
+    export_onnx(converted, images[:2], path)
+    file, reference = onnx.load(path), ConvertedReference(converted)
+    recorded = reference.integers(images.numpy(), path)
+    assert len(recorded) >= 8 and first_divergence(path, images.numpy(), recorded).first is None
+    scale = next(one for one in file.graph.initializer if one.name == "inner.weight_scale")
+    scale.CopyFrom(
+        onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(scale) * np.float32(1.01), scale.name)
+    )
+    onnx.save(file, path)
+    found = first_divergence(path, images.numpy(), recorded)
+    assert found.operator == "inner/Conv"
 
 
 def test_a_float_conv_between_pairs_keeps_its_weight(tmp_path: Path) -> None:
