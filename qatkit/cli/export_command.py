@@ -17,7 +17,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from qatkit.config.compose import load_config, schema
 from qatkit.config.fields import limit_of
-from qatkit.config.schema import MODES, UNLABELLED_BOUNDS, Config, DataConfig
+from qatkit.config.schema import FILE_MODES, UNLABELLED_BOUNDS, Config, DataConfig
+from qatkit.config.schema.files import CLEAN, SUMMARY
 from qatkit.config.schema.model import DRAWN
 from qatkit.records.preprocessing_file import preprocessing_beside
 from qatkit.records.run_files import CONFIG_FILE
@@ -29,10 +30,16 @@ EXPORT_KEYS = ("checkpoint", "output_dir", "export.opset", "export.dynamic_batch
                "export.golden_images", "export.sign", "export.demo", "export.demo_runtime", "export.encrypt",
                "export.encrypt_bundle", "data", "calibration.cache", "verify.threads", "verify.audit",
                "verify.latency_batch", "trainer.debug")  # fmt: skip
-ONNX_GROUPS = ("data", "backend", "calibration", "export", "verify", "trainer")
+ONNX_GROUPS = ("data", "backend", "calibration", "export", "verify", "trainer", "clean")
 ONNX_KEYS = ("onnx", "mode", "weights", "name", "seed", "task", "output_dir", "model.kwargs", "data", "backend",
              "verify", "calibration.images", "calibration.batch_size", "export.opset", "export.encrypt",
-             "trainer.progress", "trainer.debug")  # fmt: skip
+             "trainer.progress", "trainer.debug", "clean")  # fmt: skip
+# With modes that quantize nothing.
+FILE_KEYS = {
+    CLEAN: ("onnx", "mode", "name", "output_dir", "clean", "export.encrypt", "verify.threads", "trainer.debug"),
+    SUMMARY: ("onnx", "mode", "name", "output_dir", "verify.threads", "clean.custom_ops", "clean.inputs",
+              "trainer.debug"),
+}  # fmt: skip
 # With mode=static, whose stages are those of train.py.
 STATIC_GROUPS = (*ONNX_GROUPS, "quantizer", "algorithm", "precision", "target", "analysis")
 STATIC_KEYS = (*ONNX_KEYS, "quantizer", "calibration", "algorithm", "algorithm_choice", "precision", "placement",
@@ -88,11 +95,11 @@ def _onnx_run(node: DictConfig, overrides: Sequence[str]) -> DictConfig:
     (`verify.audit`, `verify.min_agreement`) they are off, and loose, where the command line says nothing of them.
     """
     if node.mode is None:
-        raise ConfigError("mode", None, f"one of {', '.join(MODES.values)} with onnx=FILE")
+        raise ConfigError("mode", None, f"one of {', '.join(FILE_MODES.values)} with onnx=FILE")
     packed = node.mode == "weight_only" and node.weights.bits is not None
     graph = packed or node.mode == "static"
     keys, groups = (STATIC_KEYS, STATIC_GROUPS) if graph else (ONNX_KEYS, ONNX_GROUPS)
-    typed = _typed(node.mode, overrides, PACKED_KEYS if packed else keys)
+    typed = _typed(node.mode, overrides, PACKED_KEYS if packed else FILE_KEYS.get(node.mode, keys))
     config = schema()
     config.name = Path(node.onnx).stem or "onnx"
     for group in groups:
@@ -207,6 +214,10 @@ def export_notes() -> list[str]:
         + ", ".join(ONNX_KEYS)
         + "; with mode=static, which takes the stages of train.py, these too: "
         + ", ".join(key for key in STATIC_KEYS if key not in ONNX_KEYS),
+        "onnx=FILE mode=clean writes it with fixed shapes, folded constants and the like, and takes "
+        + ", ".join(FILE_KEYS[CLEAN])
+        + "; onnx=FILE mode=summary prints a table of its operators, and takes "
+        + ", ".join(FILE_KEYS[SUMMARY]),
         "placement=variants writes files of a model or recipe, as train.py takes it, for qatkit-measure on another "
         "machine.",
     ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -14,6 +13,7 @@ import torch
 from qatkit.importing.operators.table import Array
 from qatkit.importing.program import ImportedModel
 from qatkit.importing.read import read
+from qatkit.verify.sqnr import sqnr
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.session import open_session
 
@@ -23,19 +23,6 @@ _OF_A_NODE = 90.0  # dB, of one node: ONNX Runtime approximates exponentials
 _OF_A_HALF = 50.0  # dB, of one node that gives float16, which the module computes in float32
 _SMALL = 2e-6  # the same, where values are near 1 or smaller
 _AMPLIFIED = 40.0  # dB, of a network that amplifies rounding
-
-
-def sqnr(wanted: Any, got: Any) -> float:
-    """Returns the signal-to-noise ratio in dB; infinite where both are equal, -infinity where shapes differ."""
-    a, b = np.asarray(wanted, np.float64), np.asarray(got, np.float64)
-    if a.shape != b.shape:
-        return float("-inf")
-    same = (a == b) | (np.isnan(a) & np.isnan(b))
-    if same.all():
-        return float("inf")
-    a, b = np.where(same, np.nan_to_num(a), a), np.where(same, np.nan_to_num(a), b)
-    noise, signal = np.sum((a - b) ** 2), np.sum(a**2)
-    return float(10 * np.log10(max(signal, 1e-300) / noise)) if np.isfinite(noise) else float("-inf")
 
 
 def prove_import(model: ImportedModel, feeds: Feeds) -> dict[str, float]:

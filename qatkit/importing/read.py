@@ -29,7 +29,11 @@ def last_opset() -> int:
 
 
 def read(
-    path: Path, *, most: int | None = None, check: Callable[[onnx.GraphProto], None] | None = None
+    path: Path,
+    *,
+    most: int | None = None,
+    check: Callable[[onnx.GraphProto], None] | None = None,
+    as_is: bool = False,
 ) -> ir.Model:
     """Reads a file of any opset; weights in other files are read from beside it.
 
@@ -37,6 +41,7 @@ def read(
         path: of the file.
         most: bytes that it may have, external data included; None: any number.
         check: is given the graph as it lies in the file, before onnx_ir, which takes long to import.
+        as_is: leaves operators whole, and external data where they lie.
 
     What has no 8-bit kernels and is made of what has is taken apart (`qatkit.importing.fused`).
 
@@ -47,7 +52,7 @@ def read(
     if not path.is_file():
         raise ConfigError("onnx", path, "a float ONNX file that exists")
     with reading(path), readable(path) as plain:
-        return _read(path, plain, most, check)
+        return _read(path, plain, most, check, as_is)
 
 
 @contextlib.contextmanager
@@ -65,7 +70,11 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def _read(
-    path: Path, plain: Path, most: int | None, check: Callable[[onnx.GraphProto], None] | None
+    path: Path,
+    plain: Path,
+    most: int | None,
+    check: Callable[[onnx.GraphProto], None] | None,
+    as_is: bool,
 ) -> ir.Model:
     import onnx
 
@@ -90,7 +99,7 @@ def _read(
     if model.functions:
         common.InlinePass()(model)
     common.RemoveInitializersFromInputsPass()(model)
-    _check_and_load(path, model, plain.stat().st_size, most)
+    _check_and_load(path, model, plain.stat().st_size, most, as_is)
     for value in model.graph.inputs:  # some exporters write an open size as -1 or 0
         if value.shape is not None and any(isinstance(size, int) and size < 1 for size in value.shape):
             sizes = [None if isinstance(size, int) and size < 1 else size for size in value.shape]
@@ -101,7 +110,8 @@ def _read(
         node = _in_circle(model.graph)
         reason = f"the graph has a circle: node '{node.name}' ({node.op_type}) reads a result of its own"
         raise ConfigError("onnx", path, reason=reason) from error
-    take_apart(model)
+    if not as_is:
+        take_apart(model)
     return model
 
 
@@ -117,14 +127,14 @@ def _check_opset(path: Path, model: ir.Model) -> None:
         raise ConfigError("onnx", path, allowed)
 
 
-def _check_and_load(path: Path, model: ir.Model, size: int, most: int | None) -> None:
+def _check_and_load(path: Path, model: ir.Model, size: int, most: int | None, as_is: bool) -> None:
     _check_outputs(path, model.graph)
     graphs = list(_graphs(model.graph))
     for graph in graphs:
         _check_inputs(path, graph)
     _check_bytes(path, size + _external_bytes(path, graphs), most)
     for graph in graphs:
-        _load_weights(path, graph)
+        _load_weights(path, graph, as_is)
 
 
 def _in_circle(graph: ir.Graph) -> ir.Node:
@@ -215,8 +225,8 @@ def _external(graph: ir.Graph) -> list[tuple[ir.Value, ir.ExternalTensor]]:
     return [(one, held) for one in values if isinstance(held := one.const_value, ir.ExternalTensor)]
 
 
-def _load_weights(path: Path, graph: ir.Graph) -> None:
-    """Reads the initializers of a graph that lie in other files.
+def _load_weights(path: Path, graph: ir.Graph, as_is: bool) -> None:
+    """Reads the initializers of a graph that lie in other files; `as_is` looks whether they are there alone.
 
     Raises:
         ConfigError: such a file ends too early.
@@ -228,7 +238,8 @@ def _load_weights(path: Path, graph: ir.Graph) -> None:
         if (held.offset or 0) + (held.length or held.nbytes) > beside.stat().st_size:
             reason = f"its external data {held.location} ends before all values of '{value.name}' are read"
             raise ConfigError("onnx", path, reason=reason)
-        value.const_value = ir.Tensor(held.numpy().copy(), name=value.name)
+        if not as_is:
+            value.const_value = ir.Tensor(held.numpy().copy(), name=value.name)
 
 
 def _fill_sparse(graph: onnx.GraphProto) -> None:

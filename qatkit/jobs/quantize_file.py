@@ -1,5 +1,6 @@
 """A user's float ONNX file by a mode: checked, quantized, verified and reported like a trained model.
 
+    clean, summary                               `qatkit.jobs.clean_file`, `qatkit.jobs.summarize_file`
     static, and weight_only with weights.bits    float file → check → `qatkit.jobs.pipeline`, which imports it and
                                                  writes it back
     the other modes                              float file → check, upgrade → `qatkit.jobs.float_file` →
@@ -24,10 +25,12 @@ from typing import Any
 from qatkit.config.compose import load_config
 from qatkit.config.data_folders import FOLDERS, data_folder
 from qatkit.config.rules import validate
-from qatkit.config.schema import BackendConfig, Config, ModelConfig, ScheduleConfig, VerifyConfig
+from qatkit.config.schema import BackendConfig, CleanConfig, Config, ModelConfig, ScheduleConfig, VerifyConfig
+from qatkit.config.schema.files import CLEAN, SUMMARY
 from qatkit.config.schema.model import AUDIO, DRAWN, PAIRS, TEXT
 from qatkit.encryption.vault import protected
 from qatkit.importing.float_file import FloatFile, for_tools, layout_of, read_float_file
+from qatkit.jobs.clean_file import clean_file, cleaned_before
 from qatkit.records.run_files import CONFIG_FILE, FLOAT_FILE, REPORT_FILE, file_name
 from qatkit.run.backend import backend_of
 from qatkit.run.find import output_dir
@@ -47,6 +50,15 @@ def quantize(config: Config) -> int:
     Raises:
         ConfigError: anything that the user can put right, before any long work; nothing is written.
     """
+    if config.mode == SUMMARY:
+        from qatkit.jobs.summarize_file import summarize_file
+
+        return summarize_file(config, output_dir(config))
+    assert config.mode is not None
+    if config.mode == CLEAN:
+        return clean_file(config, _new_folder(config, file_name(CLEAN)))
+    if config.clean != CleanConfig():
+        config = cleaned_before(config, _new_folder(config, file_name(config.mode)))
     return _by_graph(config) if config.mode == "static" or _packs(config) else by_tools(config)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -58,6 +58,7 @@ def open_session(
     optimized_path: str | Path | None = None,
     profile_prefix: str | Path | None = None,
     arena: bool | None = None,
+    without: Collection[str] = (),
 ) -> ort.InferenceSession:
     """Opens `path` on the CPU.
 
@@ -71,6 +72,7 @@ def open_session(
         profile_prefix: turns profiling on; the events are written to PREFIX_<time>.json.
         arena: whether the session keeps the memory of a run for the next one, and more than the run took. It is ONNX
             Runtime's default, and how files are timed; None: as `keep_memory_of_runs` says.
+        without: names of ONNX Runtime's optimizers that are left out; those that it does not have change nothing.
 
     Raises:
         ConfigError: the file is missing or ONNX Runtime refuses it (with all that it says).
@@ -96,7 +98,8 @@ def open_session(
     try:
         for key, value in session_options(options).items():
             settings.add_session_config_entry(key, value)
-        return ort.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
+        left_out = {"disabled_optimizers": list(without)} if without else {}
+        return ort.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"], **left_out)
     except Exception as error:  # ONNX Runtime's exceptions have no public common base
         full = None if optimized_path is None else no_room(Path(optimized_path))
         if full is not None:  # it could not be saved

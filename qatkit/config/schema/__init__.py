@@ -11,7 +11,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from qatkit.config.fields import PLACE, Choices, Range, setting
-from qatkit.config.schema.files import MODES, UNLABELLED_BOUNDS, AnalysisConfig, ExportConfig, VerifyConfig
+from qatkit.config.schema.clean import CleanConfig
+from qatkit.config.schema.files import (
+    FILE_MODES,
+    MODES,
+    UNLABELLED_BOUNDS,
+    AnalysisConfig,
+    ExportConfig,
+    VerifyConfig,
+)
 from qatkit.config.schema.goals import PrecisionConfig, RescueConfig, SearchConfig, TargetConfig
 from qatkit.config.schema.model import (
     BackendConfig,
@@ -25,11 +33,13 @@ from qatkit.config.schema.model import (
 from qatkit.config.schema.training import ScheduleConfig, TrainerConfig
 
 __all__ = [
+    "FILE_MODES",
     "MODES",
     "UNLABELLED_BOUNDS",
     "AnalysisConfig",
     "BackendConfig",
     "CalibrationConfig",
+    "CleanConfig",
     "Config",
     "DataConfig",
     "ExportConfig",
@@ -61,7 +71,13 @@ class Config:
     onnx: str | None = setting(
         None, "export.py only: a float ONNX file to quantize, instead of a checkpoint", PLACE
     )
-    mode: str | None = setting(None, "with onnx: how it is quantized", MODES)
+    mode: str | None = setting(
+        None,
+        "with onnx: how it is quantized; clean: it is cleaned alone (clean); summary: a table of its operators, of any "
+        "file",
+        FILE_MODES,
+    )
+    clean: CleanConfig = field(default_factory=CleanConfig)
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     task: str = setting(
         "classification",

@@ -9,6 +9,8 @@ from qatkit.config.fields import AXES, COUNT, FRACTION, PLACE, POSITIVE, Choices
 
 # How a file is quantized: by simulation and training, or by ONNX Runtime's tools (qatkit.export.ort_modes).
 MODES = Choices(("dynamic", "static", "float16", "weight_only"))
+CLEAN, SUMMARY = "clean", "summary"
+FILE_MODES = Choices((*MODES.values, CLEAN, SUMMARY))  # of a given file
 # Bounds of VerifyConfig in place of max_drop where the images have no labels.
 UNLABELLED_BOUNDS = ("min_float_agreement", "max_float_kl", "min_float_sqnr")
 

@@ -1,0 +1,124 @@
+"""Open axes of a file's inputs get sizes, by the name of the size or by the axis."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import onnx_ir as ir
+
+from qatkit.export.clean.graphs import graphs, values
+from qatkit_verify.errors import ConfigError, did_you_mean
+
+KEY = "clean.fix_shapes"
+_PLACED = re.compile(r"(.+)\[(-?\d+)\]")
+Place = tuple[str, int]  # an input and one of its axes
+
+
+def fix_shapes(model: ir.Model, asked: Mapping[str, Any]) -> list[str]:
+    """Fixes sizes in the inputs, and wherever the same names of sizes stand.
+
+    Raises:
+        ConfigError: a name of neither a size nor an input, an axis that the input lacks, or another size than the
+            file has.
+    """
+    inputs = {str(value.name): value for value in model.graph.inputs}
+    symbols = {
+        size.value
+        for value in inputs.values()
+        for size in value.shape or ()
+        if isinstance(size, ir.SymbolicDim)
+    } - {None, ""}
+    named: dict[str, int] = {}
+    placed: dict[Place, int] = {}
+    for key, given in asked.items():
+        if key in symbols and not (key in inputs and not isinstance(given, int)):
+            named[key] = _size(key, given)
+            continue
+        for place, size in _places(key, given, inputs, symbols):
+            found = _present(inputs, place, key)
+            if isinstance(found, int) and found != size:
+                reason = f"axis {place[1]} of input '{place[0]}' has {found} in the file, not {size}"
+                raise ConfigError(f"{KEY}.{key}", given, reason=reason)
+            placed[place] = size
+            symbol = found.value if isinstance(found, ir.SymbolicDim) else None
+            if symbol and named.setdefault(symbol, size) != size:
+                reason = f"'{symbol}' is one size, and gets {named[symbol]} and {size}"
+                raise ConfigError(f"{KEY}.{key}", given, reason=reason)
+    return [*_fix_named(model, named), *_fix_placed(inputs, placed)]
+
+
+def _places(
+    key: str, given: Any, inputs: Mapping[str, ir.Value], symbols: set[str]
+) -> Iterator[tuple[Place, int]]:
+    """Yields the axes that one entry of the setting names."""
+    found = _PLACED.fullmatch(key)
+    if key in inputs and isinstance(given, Mapping):
+        for axis, size in given.items():
+            yield (key, _axis(key, axis)), _size(f"{key}.{axis}", size)
+    elif key in inputs and isinstance(given, (list, tuple)):
+        rank = len(inputs[key].shape or ())
+        if len(given) != rank:
+            raise ConfigError(f"{KEY}.{key}", list(given), f"{rank} sizes, one for each axis of the input")
+        for axis, size in enumerate(given):
+            yield (key, axis), _size(key, size)
+    elif found and found[1] in inputs:
+        yield (found[1], int(found[2])), _size(key, given)
+    elif key in inputs:
+        raise ConfigError(f"{KEY}.{key}", given, "sizes by axis ({2: 224}) or of all axes ([1, 3, 224, 224])")
+    else:
+        known = [*sorted(symbols), *inputs]
+        listed = ", ".join(known) or "none"
+        allowed = f"a name of a size or an input of the file ({listed}){did_you_mean(key, known)}"
+        raise ConfigError(f"{KEY}.{key}", given, allowed)
+
+
+def _axis(key: str, axis: Any) -> int:
+    try:
+        return int(axis)
+    except (TypeError, ValueError):
+        raise ConfigError(f"{KEY}.{key}", axis, "the number of an axis, from 0 on") from None
+
+
+def _size(key: str, size: Any) -> int:
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise ConfigError(f"{KEY}.{key}", size, "an integer of at least 1")
+    return size
+
+
+def _present(inputs: Mapping[str, ir.Value], place: Place, key: str) -> int | ir.SymbolicDim:
+    """Returns the size that an input has at an axis."""
+    name, axis = place
+    shape = inputs[name].shape
+    if shape is None or not 0 <= axis < len(shape):
+        rank = "no known axes" if shape is None else f"axes 0 to {len(shape) - 1}"
+        raise ConfigError(f"{KEY}.{key}", axis, f"an axis of input '{name}', which has {rank}")
+    return shape[axis]
+
+
+def _fix_named(model: ir.Model, named: Mapping[str, int]) -> list[str]:
+    """Puts sizes in the place of their names, throughout the file."""
+    counts = dict.fromkeys(named, 0)
+    for graph in graphs(model.graph):
+        for value in values(graph):
+            shape = value.shape
+            for axis, size in enumerate(shape or ()):
+                if shape is not None and isinstance(size, ir.SymbolicDim) and size.value in named:
+                    value.shape = shape = _with(shape, axis, named[size.value])
+                    counts[size.value] += 1
+    return [f"{name} = {size} (in {counts[name]} places)" for name, size in named.items()]
+
+
+def _fix_placed(inputs: Mapping[str, ir.Value], placed: Mapping[Place, int]) -> list[str]:
+    lines = []
+    for (name, axis), size in placed.items():
+        shape = inputs[name].shape
+        if shape is not None and not isinstance(shape[axis], int):
+            inputs[name].shape = _with(shape, axis, size)
+            lines.append(f"{name}[{axis}] = {size}")
+    return lines
+
+
+def _with(shape: ir.Shape, axis: int, size: int) -> ir.Shape:
+    return ir.Shape([size if i == axis else one for i, one in enumerate(shape)])

@@ -1,0 +1,107 @@
+"""Constants folded, nodes that do nothing removed, duplicates merged: by ONNX Runtime's basic optimizer and onnx_ir.
+
+The optimizer is the one that prepares files for its quantization tools (`qatkit.export.for_ort_tools`). Left out are
+those of its passes that replace ONNX's operators by ones of its own, that round otherwise where all is to be exact, and
+that move the pairs of a quantized file.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import onnx_ir as ir
+import onnxruntime as ort
+from onnx_ir.passes import common
+
+from qatkit.export.clean.graphs import nodes
+from qatkit.export.clean.store import store
+from qatkit.export.quiet import quiet
+from qatkit_verify.session import open_session
+
+_OWN_OPERATORS = ("GeluFusionL1", "LayerNormFusionL1", "LabelEncoderFusion")
+_ROUNDING = (
+    "ConvAddFusion",
+    "ConvBNFusion",
+    "ConvMulFusion",
+    "DivMulFusion",
+    "GemmSumFusion",
+    "MatMulAddFusion",
+    "MatMul_BatchNormalization_Fusion",
+)
+_OF_PAIRS = (
+    "QDQPropagationTransformer",
+    "EnsureUniqueDQForNodeUnit",
+    "WeightBiasQuantization",
+    "WhereDummyDq",
+    "DoubleQDQPairsRemover",
+    "ConstantFoldingDQ",
+    "TransposeOptimizer",
+)
+_QUANTIZED = ("QuantizeLinear", "DequantizeLinear")
+
+
+def fold(model: ir.Model, folder: Path, *, exact: bool, threads: int) -> tuple[ir.Model, list[str]]:
+    """Returns the folded model, whose large weights may lie in `folder`, and what was removed.
+
+    Args:
+        model: of any opset.
+        folder: a temporary one, which is there as long as the model is used.
+        exact: whether all passes are left out that round otherwise.
+        threads: of ONNX Runtime.
+
+    Raises:
+        ConfigError: ONNX Runtime can't load the model.
+    """
+    before = _kinds(model)
+    with quiet():
+        found = _cleared(_optimized(model, folder, exact=exact, threads=threads))
+    found.producer_name, found.doc_string = model.producer_name, model.doc_string
+    found.metadata_props.update(model.metadata_props)
+    found.ir_version = max(found.ir_version, model.ir_version)
+    if {node.domain for node in nodes(found)} - {node.domain for node in nodes(model)}:
+        found = _cleared(model)  # a later ONNX Runtime has other passes that make operators of its own
+    return found, _lines(before, _kinds(found))
+
+
+def _optimized(model: ir.Model, folder: Path, *, exact: bool, threads: int) -> ir.Model:
+    raw, folded = folder / "raw.onnx", folder / "folded.onnx"
+    store(model, raw)
+    pairs = any(node.op_type in _QUANTIZED for node in nodes(model))
+    without = [*_OWN_OPERATORS, *(_ROUNDING if exact else ()), *(_OF_PAIRS if pairs else ())]
+    level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
+    open_session(raw, threads=threads, optimize=level, optimized_path=folded, without=without)
+    return ir.load(folded)
+
+
+def _cleared(model: ir.Model) -> ir.Model:
+    """Returns the model without what nobody reads and what is there twice."""
+    for one in (
+        common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
+        common.IdentityEliminationPass(),
+        common.CommonSubexpressionEliminationPass(),
+        common.DeduplicateHashedInitializersPass(),
+        common.RemoveUnusedNodesPass(),
+        common.RemoveUnusedFunctionsPass(),
+        common.RemoveUnusedOpsetsPass(),
+    ):
+        one(model)
+    return model
+
+
+def _kinds(model: ir.Model) -> Counter[str]:
+    found = Counter(node.op_type for node in nodes(model))
+    found[""] = len(model.graph.initializers)
+    return found
+
+
+def _lines(before: Counter[str], after: Counter[str]) -> list[str]:
+    """Returns nodes and initializers before and after, and the types whose number changed."""
+    totals = [(one.total() - one[""], one[""]) for one in (before, after)]
+    changed = {kind: after[kind] - before[kind] for kind in sorted({*before, *after}) if kind}
+    kinds = ", ".join(f"{kind} {count:+}" for kind, count in changed.items() if count)
+    if totals[0] == totals[1] and not kinds:
+        return []
+    (nodes_before, held_before), (nodes_after, held_after) = totals
+    line = f"{nodes_before} nodes to {nodes_after}, {held_before} initializers to {held_after}"
+    return [line, kinds] if kinds else [line]

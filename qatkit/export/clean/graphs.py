@@ -1,0 +1,38 @@
+"""Walks over a model's graphs at any depth."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import onnx_ir as ir
+
+from qatkit.export.rewrite import subgraphs
+
+
+def graphs(graph: ir.Graph) -> Iterator[ir.Graph]:
+    """Yields a graph, then the branches and bodies below it."""
+    yield graph
+    for node in graph:
+        for inner in subgraphs(node):
+            yield from graphs(inner)
+
+
+def values(graph: ir.Graph) -> Iterator[ir.Value]:
+    """Yields the inputs, initializers and results of one graph."""
+    yield from graph.inputs
+    for value in graph.initializers.values():
+        if not value.is_graph_input():
+            yield value
+    for node in graph:
+        yield from node.outputs
+
+
+def nodes(model: ir.Model) -> Iterator[ir.Node]:
+    """Yields all nodes, those of branches and bodies, too."""
+    for graph in graphs(model.graph):
+        yield from graph
+
+
+def taken_names(model: ir.Model) -> set[str | None]:
+    """Returns the names of all tensors."""
+    return {value.name for graph in graphs(model.graph) for value in values(graph)}

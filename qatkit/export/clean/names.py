@@ -1,0 +1,63 @@
+"""Names that any other tool takes: unique, of plain characters."""
+
+from __future__ import annotations
+
+import re
+
+import onnx_ir as ir
+
+from qatkit.export.clean.graphs import graphs, values
+
+_OTHERS = re.compile(r"[^A-Za-z0-9_./]")
+
+
+def safe_names(model: ir.Model, *, ends: bool) -> list[str]:
+    """Gives nodes and tensors safe names.
+
+    Args:
+        model: whose names change.
+        ends: whether its inputs and outputs get them as well.
+    """
+    kept = {value.name for value in (*model.graph.inputs, *model.graph.outputs)}
+    tensors = _tensors(model)
+    keeps = set() if ends else kept
+    present: set[str | None] = set(keeps)
+    renamed = []
+    for value in tensors:
+        if value.name in keeps and value in (*model.graph.inputs, *model.graph.outputs):
+            continue
+        if (name := _free(str(value.name), present)) != value.name:
+            renamed.append((value, name))
+    for number, (value, _) in enumerate(renamed):  # so that no name is for a moment another one's
+        value.name = f"\0{number}"
+    for value, name in renamed:
+        value.name = name
+    nodes = _rename_nodes(model)
+    lines = [f"{len(renamed)} tensors"] if renamed else []
+    return lines + ([f"{nodes} nodes"] if nodes else [])
+
+
+def _tensors(model: ir.Model) -> list[ir.Value]:
+    found = (value for graph in graphs(model.graph) for value in values(graph) if value.name)
+    return list(dict.fromkeys(found))
+
+
+def _rename_nodes(model: ir.Model) -> int:
+    present: set[str | None] = set()
+    renamed = 0
+    for graph in graphs(model.graph):
+        for node in graph:
+            name = _free(node.name or f"{node.op_type}_{node.outputs[0].name}", present)
+            renamed += name != node.name
+            node.name = name
+    return renamed
+
+
+def _free(name: str, present: set[str | None]) -> str:
+    """Returns a safe name that is not present yet, and is from now on."""
+    plain = _OTHERS.sub("_", name) or "_"
+    free, number = plain, 1
+    while free in present:
+        free, number = f"{plain}_{number}", number + 1
+    present.add(free)
+    return free

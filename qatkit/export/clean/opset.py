@@ -1,0 +1,80 @@
+"""Another opset: higher by onnx's converter, lower by the project's own rules and, below 13, by the converter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx_ir as ir
+from onnx import version_converter
+
+from qatkit.export.clean.graphs import nodes
+from qatkit.export.clean.store import LARGE, weight_bytes
+from qatkit.export.float_graph import upgraded
+from qatkit.export.lower_opset import lower
+from qatkit.export.quiet import quiet
+from qatkit_verify.errors import ConfigError, one_line
+
+KEY = "clean.opset"
+_RULES_FROM, _RULES_TO = 18, 13  # what the project's rules lower, and how far
+_CONVERTERS_OWN = (
+    "Resize",
+    "Upsample",
+)  # whose older forms place pixels otherwise, which the converter overlooks
+
+
+def to_opset(path: Path, model: ir.Model, opset: int) -> tuple[ir.Model, list[str]]:
+    """Returns the model at an opset.
+
+    Args:
+        path: of the file, for messages.
+        model: of any opset.
+        opset: that is asked for.
+
+    Raises:
+        ConfigError: an operator has no form there, or the weights are too large for the converter.
+    """
+    before = model.opset_imports.get("", model.opset_imports.get("ai.onnx", 0))
+    if before == opset:
+        return model, []
+    if weight_bytes(model) >= LARGE:
+        raise ConfigError(
+            KEY, opset, f"null for weights of more than {LARGE >> 30} GiB, which onnx's converter copies"
+        )
+    ir.external_data.load_to_model(model)
+    with quiet():
+        found = (
+            _raised(path, model, before, opset) if opset > before else _lowered(path, model, before, opset)
+        )
+    found.graph.sort()
+    return found, [f"opset {before} to {opset}"]
+
+
+def _raised(path: Path, model: ir.Model, before: int, opset: int) -> ir.Model:
+    try:
+        return upgraded(path, ir.to_proto(model), before, opset)
+    except ConfigError as error:
+        raise ConfigError(KEY, opset, reason=error.problem) from error
+
+
+def _lowered(path: Path, model: ir.Model, before: int, opset: int) -> ir.Model:
+    if before < _RULES_FROM and opset >= _RULES_TO:
+        model = _raised(path, model, before, _RULES_FROM)
+    if before > _RULES_TO:
+        try:
+            lower(model, max(opset, _RULES_TO))
+        except ConfigError as error:
+            raise ConfigError(KEY, opset, reason=error.problem) from error
+    return model if opset >= _RULES_TO else _converted(model, opset)
+
+
+def _converted(model: ir.Model, opset: int) -> ir.Model:
+    own = next((node for node in nodes(model) if node.op_type in _CONVERTERS_OWN), None)
+    if own is not None and opset < _RULES_TO - 2:
+        reason = f"{own.op_type} '{own.name}' has another meaning below opset 11"
+        raise ConfigError(KEY, opset, reason=reason)
+    try:
+        return ir.from_proto(version_converter.convert_version(ir.to_proto(model), opset))
+    except Exception as error:
+        raise ConfigError(
+            KEY, opset, reason=f"the file has no form in this opset ({one_line(error)})"
+        ) from error

@@ -1,0 +1,125 @@
+"""Proof that a cleaned file computes what the file did, by ONNX Runtime without optimizations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qatkit.export.clean.drawn import Feeds, Port, drawn, given
+from qatkit.export.clean.layout import permutation
+from qatkit.verify.sqnr import sqnr
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.feeds import numpy_type
+from qatkit_verify.session import open_session
+
+EQUAL = float("inf")
+ROUNDED = 80.0  # dB, where operators were joined or replaced: float32 rounds at 140 and networks amplify that
+OF_HALVES = 30.0  # dB, from float16 to float32: float16 rounds at 70
+
+
+@dataclass(frozen=True)
+class Proof:
+    """A comparison of two files.
+
+    Attributes:
+        outputs: dB of the worst set of inputs by output; infinite: every value is equal.
+        inputs: the shapes of each set of inputs.
+        bound: that every output had to meet.
+        drawn: whether the inputs were drawn.
+    """
+
+    outputs: dict[str, float]
+    inputs: list[dict[str, list[int]]]
+    bound: float
+    drawn: bool
+
+    def lines(self) -> list[str]:
+        """Returns what was compared, for people."""
+        source = "drawn" if self.drawn else "given"
+        sets = "; ".join(", ".join(f"{name} {shape}" for name, shape in one.items()) for one in self.inputs)
+        worst = min(self.outputs.values(), default=EQUAL)
+        if worst == EQUAL:
+            return [f"all {len(self.outputs)} outputs are equal in every value, on {source} inputs ({sets})"]
+        equal = sum(ratio == EQUAL for ratio in self.outputs.values())
+        told = f"{equal} of {len(self.outputs)} outputs are equal, the worst is {worst:.1f} dB (bound {self.bound:.0f})"
+        return [f"{told}, on {source} inputs ({sets})"]
+
+
+def prove(
+    before: Path,
+    after: Path,
+    wanted: Sequence[Port],
+    *,
+    layout: Mapping[str, str],
+    names: Mapping[str, str],
+    bound: float,
+    inputs: str | None,
+    threads: int,
+) -> Proof:
+    """Runs both files on the same inputs, one file after the other.
+
+    Args:
+        before: the file as it was.
+        after: the cleaned file.
+        wanted: the inputs of `before`, with sizes that were fixed.
+        layout: of inputs and outputs that were transposed, by their former names.
+        names: of inputs and outputs in `after`, by their former names.
+        bound: dB; infinite where every value has to be equal.
+        inputs: an .npz file; None: they are drawn.
+        threads: of ONNX Runtime.
+
+    Raises:
+        ConfigError: an output differs by more, or the file does not run.
+    """
+    session = open_session(before, threads=threads, optimize=False)
+    sets = drawn(session, wanted) if inputs is None else [given(Path(inputs), wanted)]
+    outputs = [one.name for one in session.get_outputs()]
+    exact = [session.run(outputs, feeds) for feeds in sets]
+    del session
+    session = open_session(after, threads=threads, optimize=False)
+    types = {one.name: numpy_type(one.type) for one in session.get_inputs()}
+    ratios = dict.fromkeys(outputs, EQUAL)
+    for feeds, expected in zip(sets, exact, strict=True):
+        new = {names[name]: _placed(name, value, layout) for name, value in feeds.items()}
+        found = session.run(
+            [names[name] for name in outputs],
+            {name: value.astype(types[name]) for name, value in new.items()},
+        )
+        for name, old, now in zip(outputs, expected, found, strict=True):
+            ratios[name] = min(ratios[name], _ratio(_placed(name, old, layout), now))
+    for name, ratio in ratios.items():
+        if ratio < bound:
+            least = "all values equal" if bound == EQUAL else f"at least {bound:.0f} dB"
+            reason = (
+                f"output '{name}' of the cleaned file differs from the file's by {ratio:.1f} dB ({least})"
+            )
+            raise ConfigError("clean", after.name, reason=f"{reason}; nothing is written")
+    shapes = [{name: list(value.shape) for name, value in feeds.items()} for feeds in sets]
+    return Proof(ratios, shapes, bound, inputs is None)
+
+
+def _placed(name: str, value: Any, layout: Mapping[str, str]) -> Any:
+    """Returns an array in the layout that its input or output has now."""
+    asked = layout.get(name)
+    return (
+        value if asked is None else np.ascontiguousarray(np.transpose(value, permutation(asked, value.ndim)))
+    )
+
+
+def _ratio(wanted: Any, got: Any) -> float:
+    """Returns the dB of an output; of whole numbers and texts minus infinity where one differs."""
+    if isinstance(wanted, (list, tuple)):
+        same = isinstance(got, (list, tuple)) and len(wanted) == len(got)
+        return min(map(_ratio, wanted, got), default=EQUAL) if same else -EQUAL
+    a: NDArray[Any] = np.asarray(wanted)
+    if a.dtype.kind == "f":
+        return sqnr(a, got)
+    return EQUAL if np.array_equal(a, np.asarray(got)) else -EQUAL
+
+
+__all__ = ["EQUAL", "OF_HALVES", "ROUNDED", "Feeds", "Proof", "prove"]

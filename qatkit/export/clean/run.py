@@ -1,0 +1,119 @@
+"""A file through all services that are asked for, proved and stored in a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import onnx_ir as ir
+
+from qatkit.export.clean.drawn import Port, ports
+from qatkit.export.clean.fix_shapes import fix_shapes
+from qatkit.export.clean.float32 import to_float32
+from qatkit.export.clean.fold import fold
+from qatkit.export.clean.graphs import nodes
+from qatkit.export.clean.layout import change_layout
+from qatkit.export.clean.names import safe_names
+from qatkit.export.clean.opset import to_opset
+from qatkit.export.clean.proof import EQUAL, OF_HALVES, ROUNDED, Proof, prove
+from qatkit.export.clean.shapes import fill_shapes
+from qatkit.export.clean.store import check, store
+from qatkit.export.clean.unshare import unshare
+
+Row = tuple[str, str]  # a service, and what it changed
+
+
+class Asked(NamedTuple):
+    """The services: settings of `clean`, with `fold` known."""
+
+    fix_shapes: Mapping[str, Any]
+    fold: str
+    float32: bool
+    layout: Mapping[str, str]
+    opset: int | None
+    unshare: bool
+    names: str
+    inputs: str | None
+
+    @property
+    def bound(self) -> float:
+        """The dB that outputs have to meet."""
+        if self.float32:
+            return OF_HALVES
+        return ROUNDED if self.fold == "all" or self.opset is not None else EQUAL
+
+
+@dataclass(frozen=True)
+class Cleaned:
+    """A cleaned file.
+
+    Attributes:
+        files: in a temporary folder; the model first.
+        rows: services with what they changed.
+    """
+
+    files: list[Path]
+    rows: list[Row]
+    proof: Proof
+    nodes: tuple[int, int]
+    bytes: tuple[int, int]
+
+
+def clean(source: Path, model: ir.Model, asked: Asked, target: Path, threads: int) -> Cleaned:
+    """Applies the services, and proves the result.
+
+    Args:
+        source: the file, with its external data beside it.
+        model: as it was read.
+        asked: the services.
+        target: where the cleaned file is stored, in a temporary folder.
+        threads: of ONNX Runtime.
+
+    Raises:
+        ConfigError: a service does not fit the file, or the result does not compute what the file does.
+    """
+    beside = _has_external(model)
+    count = sum(1 for _ in nodes(model))
+    wanted, ends = ports(model), [*model.graph.inputs, *model.graph.outputs]
+    former = [str(value.name) for value in ends]
+    model, wanted, rows = _prepared(source, model, asked, wanted)
+    if asked.fold != "none":
+        model, lines = fold(model, target.parent, exact=asked.fold == "exact", threads=threads)
+        rows += [("fold", line) for line in lines]
+    rows += [("layout", line) for line in change_layout(model, asked.layout)]
+    rows += [("unshare", line) for line in (unshare(model) if asked.unshare else ())]
+    rows += [("shapes", line) for line in fill_shapes(model)]
+    if asked.names != "keep":
+        rows += [("names", line) for line in safe_names(model, ends=asked.names == "all")]
+    present = [str(value.name) for value in (*model.graph.inputs, *model.graph.outputs)]
+    files = store(model, target, beside=beside)
+    check(target, source)
+    names = dict(zip(former, present, strict=True))
+    found = prove(source, target, wanted, layout=asked.layout, names=names, bound=asked.bound,
+                  inputs=asked.inputs, threads=threads)  # fmt: skip
+    sizes = (source.stat().st_size, sum(path.stat().st_size for path in files))
+    return Cleaned(files, rows, found, (count, sum(1 for _ in nodes(model))), sizes)
+
+
+def _prepared(
+    source: Path, model: ir.Model, asked: Asked, wanted: list[Port]
+) -> tuple[ir.Model, list[Port], list[Row]]:
+    """Changes types, opset and sizes.
+
+    Returns:
+        The model, its inputs with sizes that were fixed and the types of the file, and what was changed.
+    """
+    rows: list[Row] = [("float32", line) for line in (to_float32(model) if asked.float32 else ())]
+    if asked.opset is not None:
+        model, lines = to_opset(source, model, asked.opset)
+        rows += [("opset", line) for line in lines]
+    rows += [("fix_shapes", line) for line in fix_shapes(model, asked.fix_shapes)]
+    fixed = [Port(old.name, old.dtype, new.shape) for old, new in zip(wanted, ports(model), strict=True)]
+    return model, fixed, rows
+
+
+def _has_external(model: ir.Model) -> bool:
+    held = (value.const_value for value in model.graph.initializers.values())
+    return any(isinstance(tensor, ir.ExternalTensor) for tensor in held)

@@ -1,0 +1,24 @@
+"""An initializer for each node that reads it."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from qatkit.export.clean.graphs import graphs, taken_names
+from qatkit.export.for_ort_tools import copied
+from qatkit.export.hidden_names import free_name
+
+
+def unshare(model: ir.Model) -> list[str]:
+    """Copies initializers that several places read; one that is an output as well keeps its name for that."""
+    taken, copies = taken_names(model), 0
+    for graph in graphs(model.graph):
+        for value in list(graph.initializers.values()):
+            places = list(value.uses())
+            kept = 0 if value.is_graph_output() else 1
+            for node, index in places[kept:]:
+                assert value.const_value is not None
+                name = free_name(f"{value.name}_copy", taken)
+                node.replace_input_with(index, copied(graph, value.const_value, name))
+                copies += 1
+    return [f"{copies} copies of initializers"] if copies else []

@@ -1,0 +1,164 @@
+"""A given ONNX file cleaned: by itself (mode=clean), or before another mode."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qatkit.config.schema import CleanConfig, Config
+from qatkit.config.schema.files import CLEAN
+from qatkit.encryption.vault import protected, readable, secret
+from qatkit.importing.read import read
+from qatkit.records.preprocessing_file import preprocessing_beside
+from qatkit.records.run_files import file_name
+from qatkit.run.lock import locked
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.files import whole, write_text
+from qatkit_verify.table import drawn
+
+if TYPE_CHECKING:
+    from qatkit.export.clean.run import Cleaned
+
+RECORD = "clean.json"
+
+
+def clean_file(config: Config, folder: Path) -> int:
+    """Writes the cleaned file and clean.json into the run's folder, and prints what was changed. Returns 0.
+
+    Raises:
+        ConfigError: a setting that does not fit the file, or a result that computes something else; nothing is
+            written.
+    """
+    with protected(config.export.encrypt), locked(folder):
+        for line in _written(config, folder, "all"):
+            print(line, flush=True)
+    return 0
+
+
+def cleaned_before(config: Config, folder: Path) -> Config:
+    """Returns the configuration of a mode with the cleaned file in the place of its own; as it is where no service is
+    asked for.
+
+    The cleaned file lies in the run's folder. A run that is begun again takes the one that is there.
+    """
+    if config.clean == CleanConfig():
+        return config
+    assert config.onnx is not None
+    path = folder / file_name(CLEAN)
+    layout = config.data.layout
+    if layout is None and not config.clean.layout:
+        layout = (preprocessing_beside(Path(config.onnx)) or {}).get("layout")
+    with protected(config.export.encrypt), locked(folder):
+        _use_libraries(config.clean)
+        if not (path.is_file() and _told(folder) == _settings(config)):
+            for line in _written(config, folder, "none"):
+                print(line, flush=True)
+    data = replace(config.data, layout=None if layout is None else str(layout).lower())
+    return replace(config, onnx=str(path), clean=CleanConfig(), data=data)
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    """What makes the cleaned file, as its record tells it."""
+    assert config.onnx is not None
+    source = Path(config.onnx)
+    stamp = source.stat().st_mtime_ns if source.is_file() else 0
+    return {"file": str(source), "changed": stamp, "clean": asdict(config.clean)}
+
+
+def _told(folder: Path) -> dict[str, Any]:
+    """The settings of the cleaned file in a folder; {} without one."""
+    try:
+        found = json.loads((folder / RECORD).read_text(encoding="utf-8"))["settings"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    return dict(found)
+
+
+def _use_libraries(asked: CleanConfig) -> None:
+    """Registers libraries of custom operators, before any long work."""
+    if asked.custom_ops:
+        from qatkit_verify.session import use_library
+
+        for number, library in enumerate(asked.custom_ops):
+            try:
+                use_library(library)
+            except ConfigError as error:
+                raise ConfigError(f"clean.custom_ops[{number}]", library, reason=error.problem) from error
+
+
+def _written(config: Config, folder: Path, folded: str) -> list[str]:
+    """Cleans the file of a configuration into a folder.
+
+    Args:
+        folded: what `clean.fold` is where it is null.
+
+    Returns:
+        What was changed, as lines.
+    """
+    assert config.onnx is not None
+    source, asked = Path(config.onnx), config.clean
+    _use_libraries(asked)
+    with (
+        tempfile.TemporaryDirectory() as made,
+        readable(source) if source.is_file() else _missing(source) as plain,
+    ):
+        target = Path(made) / file_name(CLEAN)
+        model = read(source, as_is=True)
+        from qatkit.export.clean.run import Asked, clean
+
+        services = Asked(asked.fix_shapes, asked.fold or folded, asked.float32, asked.layout, asked.opset,
+                         asked.unshare, asked.names, asked.inputs)  # fmt: skip
+        found = clean(plain, model, services, target, config.verify.threads)
+        _hand_over(found, folder, config.export.encrypt)
+    write_text(folder / RECORD, json.dumps(_record(config, found), indent=2) + "\n")
+    return _table(source, folder / file_name(CLEAN), found)
+
+
+def _missing(source: Path) -> Any:
+    raise ConfigError("onnx", source, "an ONNX file that exists")
+
+
+def _hand_over(found: Cleaned, folder: Path, key: str | None) -> None:
+    """Copies the files into the run's folder, weights before the model that names them."""
+    if key is not None and len(found.files) > 1:
+        raise ConfigError("export.encrypt", key, "null for a file with external data")
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in reversed(found.files):
+        with secret(folder / path.name) if key is not None else whole(folder / path.name) as temporary:
+            shutil.copyfile(path, temporary)
+
+
+def _record(config: Config, found: Cleaned) -> dict[str, Any]:
+    proof = found.proof
+    outputs = {name: None if ratio == float("inf") else ratio for name, ratio in proof.outputs.items()}
+    return {
+        "settings": _settings(config),
+        "changed": [{"service": service, "what": what} for service, what in found.rows],
+        "nodes": dict(zip(("before", "after"), found.nodes, strict=True)),
+        "bytes": dict(zip(("before", "after"), found.bytes, strict=True)),
+        "proof": {
+            "outputs_db": outputs,
+            "bound_db": None if proof.bound == float("inf") else proof.bound,
+            "inputs": proof.inputs,
+            "drawn": proof.drawn,
+        },
+    }
+
+
+def _table(source: Path, path: Path, found: Cleaned) -> list[str]:
+    """The record for people."""
+    rows, last = [("clean", "what was changed")], ""
+    for service, what in found.rows:
+        rows.append((service if service != last else "", what))
+        last = service
+    rows += [("proof", line) for line in found.proof.lines()]
+    before, after = (count / 1e6 for count in found.bytes)
+    return [
+        f"{source.name}: {found.nodes[0]} nodes, {before:.2f} MB",
+        *drawn(rows),
+        f"{path}  {found.nodes[1]} nodes, {after:.2f} MB",
+    ]
