@@ -15,6 +15,7 @@ import onnxruntime as ort
 from onnx_ir.passes import common
 
 from qatkit.export.clean.graphs import nodes
+from qatkit.export.clean.join import join
 from qatkit.export.clean.store import store
 from qatkit.export.quiet import quiet
 from qatkit_verify.session import open_session
@@ -28,6 +29,7 @@ _ROUNDING = (
     "GemmSumFusion",
     "MatMulAddFusion",
     "MatMul_BatchNormalization_Fusion",
+    "TransposeOptimizer",  # sums then run in another order
 )
 _OF_PAIRS = (
     "QDQPropagationTransformer",
@@ -55,12 +57,16 @@ def fold(model: ir.Model, folder: Path, *, exact: bool, threads: int) -> tuple[i
     """
     before = _kinds(model)
     with quiet():
-        found = _cleared(_optimized(model, folder, exact=exact, threads=threads))
+        found = _optimized(model, folder, exact=exact, threads=threads)
+        common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(found)
+        join(found, exact=exact)
+        _clear(found)
     found.producer_name, found.doc_string = model.producer_name, model.doc_string
     found.metadata_props.update(model.metadata_props)
     found.ir_version = max(found.ir_version, model.ir_version)
     if {node.domain for node in nodes(found)} - {node.domain for node in nodes(model)}:
-        found = _cleared(model)  # a later ONNX Runtime has other passes that make operators of its own
+        found = model  # a later ONNX Runtime has other passes that make operators of its own
+        _clear(found)
     return found, _lines(before, _kinds(found))
 
 
@@ -74,19 +80,17 @@ def _optimized(model: ir.Model, folder: Path, *, exact: bool, threads: int) -> i
     return ir.load(folded)
 
 
-def _cleared(model: ir.Model) -> ir.Model:
-    """Returns the model without what nobody reads and what is there twice."""
+def _clear(model: ir.Model) -> None:
+    """Removes what nobody reads and what is there twice."""
     for one in (
         common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
-        common.IdentityEliminationPass(),
-        common.CommonSubexpressionEliminationPass(),
         common.DeduplicateHashedInitializersPass(),
+        common.CommonSubexpressionEliminationPass(),
         common.RemoveUnusedNodesPass(),
         common.RemoveUnusedFunctionsPass(),
         common.RemoveUnusedOpsetsPass(),
     ):
         one(model)
-    return model
 
 
 def _kinds(model: ir.Model) -> Counter[str]:

@@ -1,0 +1,103 @@
+"""Constant factors and sums joined with the convolution beside them, where ONNX Runtime's optimizer leaves them."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from qatkit.export.clean.graphs import graphs, taken_names
+from qatkit.export.for_ort_tools import add_constant
+from qatkit.export.hidden_names import free_name
+from qatkit.verify.graph_view import constant, operand
+
+
+def join(model: ir.Model, *, exact: bool) -> None:
+    """Multiplies a number into the weights of the Conv that reads the product, and adds a vector that follows a
+    ConvTranspose to its bias.
+
+    Args:
+        model: which is changed.
+        exact: whether factors are powers of two alone, and nothing is added.
+    """
+    for graph in graphs(model.graph):
+        for node in list(graph):
+            if node.domain:
+                continue
+            if node.op_type == "Conv":
+                _join_factor(model, graph, node, exact)
+            elif node.op_type == "ConvTranspose" and not exact:
+                _join_sum(model, graph, node)
+
+
+def _constant_beside(node: ir.Node) -> tuple[ir.Value | None, NDArray[np.floating] | None]:
+    """Returns the computed operand of a node with two, and the constant one; None where there is no such pair."""
+    for index in (0, 1):
+        held = constant(operand(node, index))
+        other = operand(node, 1 - index)
+        if held is not None and other is not None and constant(other) is None and held.dtype.kind == "f":
+            return other, held
+    return None, None
+
+
+def _lone(value: ir.Value | None, graph: ir.Graph) -> bool:
+    """Returns whether one node of the graph alone reads a value."""
+    if value is None or len(value.uses()) != 1 or value.is_graph_output():
+        return False
+    return all(node.graph is graph for node in value.consumers())
+
+
+def _join_factor(model: ir.Model, graph: ir.Graph, conv: ir.Node, exact: bool) -> None:
+    product = operand(conv, 0)
+    node = None if product is None else product.producer()
+    weight = constant(operand(conv, 1))
+    if node is None or node.op_type != "Mul" or node.domain or weight is None or not _lone(product, graph):
+        return
+    source, factor = _constant_beside(node)
+    if source is None or factor is None or factor.size != 1 or factor.ndim > 1:
+        return
+    number = factor.reshape(()).astype(weight.dtype)
+    if exact and (np.frexp(np.abs(number))[0] != 0.5 or not _scales_exactly(weight, number)):
+        return
+    taken = taken_names(model)
+    scaled = add_constant(graph, free_name(f"{conv.inputs[1].name}_scaled", taken), weight * number)  # type: ignore[union-attr]
+    conv.replace_input_with(0, source)
+    conv.replace_input_with(1, scaled)
+    graph.remove(node, safe=True)
+
+
+def _scales_exactly(weight: NDArray[np.floating], number: np.floating) -> bool:
+    """Returns whether no weight leaves the range in which a power of two keeps all digits."""
+    scaled = weight * number
+    smallest = np.finfo(weight.dtype).tiny
+    return bool(np.isfinite(scaled).all() and (np.abs(scaled[scaled != 0]) >= smallest).all())
+
+
+def _join_sum(model: ir.Model, graph: ir.Graph, conv: ir.Node) -> None:
+    made, weight = conv.outputs[0], constant(operand(conv, 1))
+    bias = constant(operand(conv, 2))
+    if weight is None or not _lone(made, graph) or (operand(conv, 2) is not None and bias is None):
+        return
+    node = next(iter(made.consumers()))
+    _, added = _constant_beside(node) if node.op_type == "Add" and not node.domain else (None, None)
+    channels = weight.shape[1] * conv.attributes.get_int("group", 1)
+    if (
+        added is None
+        or added.shape[-weight.ndim + 1 : -weight.ndim + 2] != (channels,)
+        or added.size != channels
+    ):
+        return
+    summed = added.reshape(-1) if bias is None else bias + added.reshape(-1)
+    name = free_name(f"{conv.inputs[1].name}_bias", taken_names(model))  # type: ignore[union-attr]
+    conv.resize_inputs(3)
+    conv.replace_input_with(2, add_constant(graph, name, summed.astype(weight.dtype)))
+    result = node.outputs[0]
+    made.name, name = f"{made.name}_before", str(result.name)
+    made.shape = result.shape or made.shape
+    is_output = result.is_graph_output()
+    result.replace_all_uses_with(made)
+    if is_output:
+        place = next(i for i, output in enumerate(graph.outputs) if output is result)
+        graph.outputs[place] = made
+    graph.remove(node, safe=True)
+    made.name = name
