@@ -53,7 +53,7 @@ def cleaned_before(config: Config, folder: Path) -> Config:
     if layout is None and not config.clean.layout:
         layout = (preprocessing_beside(Path(config.onnx)) or {}).get("layout")
     with protected(config.export.encrypt), locked(folder):
-        _use_libraries(config.clean)
+        use_libraries(config.clean)
         if not (path.is_file() and _told(folder) == _settings(config)):
             for line in _written(config, folder, "none"):
                 print(line, flush=True)
@@ -78,7 +78,7 @@ def _told(folder: Path) -> dict[str, Any]:
     return dict(found)
 
 
-def _use_libraries(asked: CleanConfig) -> None:
+def use_libraries(asked: CleanConfig) -> None:
     """Registers libraries of custom operators, before any long work."""
     if asked.custom_ops:
         from qatkit_verify.session import use_library
@@ -101,7 +101,7 @@ def _written(config: Config, folder: Path, folded: str) -> list[str]:
     """
     assert config.onnx is not None
     source, asked = Path(config.onnx), config.clean
-    _use_libraries(asked)
+    use_libraries(asked)
     with (
         tempfile.TemporaryDirectory() as made,
         readable(source) if source.is_file() else _missing(source) as plain,

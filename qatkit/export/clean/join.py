@@ -1,4 +1,6 @@
-"""Constant factors and sums joined with the convolution beside them, where ONNX Runtime's optimizer leaves them."""
+"""Constant factors and sums joined with the convolution beside them, and nodes of one part that split or concatenate
+nothing, where ONNX Runtime's optimizer leaves them.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,27 @@ def join(model: ir.Model, *, exact: bool) -> None:
         for node in list(graph):
             if node.domain:
                 continue
-            if node.op_type == "Conv":
+            if _passes(node):
+                _drop(graph, node)
+            elif node.op_type == "Conv":
                 _join_factor(model, graph, node, exact)
             elif node.op_type == "ConvTranspose" and not exact:
                 _join_sum(model, graph, node)
+
+
+def _passes(node: ir.Node) -> bool:
+    """Returns whether a node gives its only input as it is."""
+    return (node.op_type == "Split" and len(node.outputs) == 1) or (
+        node.op_type == "Concat" and len(node.inputs) == 1
+    )
+
+
+def _drop(graph: ir.Graph, node: ir.Node) -> None:
+    """Removes a node whose readers get its first input instead; one that makes an output stays."""
+    source, made = node.inputs[0], node.outputs[0]
+    if source is not None and not made.is_graph_output():
+        made.replace_all_uses_with(source)
+        graph.remove(node, safe=True)
 
 
 def _constant_beside(node: ir.Node) -> tuple[ir.Value | None, NDArray[np.floating] | None]:
