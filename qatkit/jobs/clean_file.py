@@ -110,9 +110,14 @@ def _written(config: Config, folder: Path, folded: str) -> list[str]:
         model = read(source, as_is=True)
         from qatkit.export.clean.run import Asked, clean
 
-        services = Asked(asked.fix_shapes, asked.fold or folded, asked.float32, asked.layout, asked.opset,
+        services = Asked(asked.fix_shapes or {}, asked.fold or folded, asked.float32, asked.layout or {}, asked.opset,
                          asked.unshare, asked.names, asked.inputs)  # fmt: skip
-        found = clean(plain, model, services, target, config.verify.threads)
+        try:
+            found = clean(plain, model, services, target, config.verify.threads)
+        except ConfigError as error:
+            if error.key != "onnx file":
+                raise
+            raise ConfigError("onnx", source, reason=error.problem) from error
         _hand_over(found, folder, config.export.encrypt)
     write_text(folder / RECORD, json.dumps(_record(config, found), indent=2) + "\n")
     return _table(source, folder / file_name(CLEAN), found)

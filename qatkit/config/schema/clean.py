@@ -12,9 +12,9 @@ from qatkit.config.fields import PLACE, Choices, Range, setting
 class CleanConfig:
     """Changes of an ONNX file that keep its function, which ONNX Runtime proves; before another mode, only if set."""
 
-    fix_shapes: dict[str, Any] = setting(
-        dict,
-        "sizes of open axes: {NAME: 1} by the name of the size, {INPUT: {2: 224}} or {'INPUT[2]': 224} by axis, "
+    fix_shapes: Any = setting(
+        None,
+        "sizes of open axes: {NAME: 1} by the name of the size, {INPUT: {2: 224}} or {INPUT[2]: 224} by axis, "
         "{INPUT: [1, 3, 224, 224]} for all axes",
     )
     fold: str | None = setting(
@@ -25,11 +25,11 @@ class CleanConfig:
         Choices(("none", "exact", "all")),
     )
     float32: bool = setting(False, "float16 tensors, inputs and outputs become float32")
-    layout: dict[str, str] = setting(
-        dict,
+    layout: Any = setting(
+        None,
         "of inputs and outputs: {NAME: nhwc} makes [N, C, ...] [N, ..., C], {NAME: nchw} the opposite, by a Transpose",
     )
-    opset: int | None = setting(None, "of the cleaned file, higher or lower; null: as it is", Range(9, 23))
+    opset: int | None = setting(None, "of the cleaned file, higher or lower; null: as it is", Range(13, 23))
     unshare: bool = setting(False, "an initializer that several nodes read gets a copy for each")
     names: str = setting(
         "keep",

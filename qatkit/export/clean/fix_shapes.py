@@ -23,16 +23,14 @@ def fix_shapes(model: ir.Model, asked: Mapping[str, Any]) -> list[str]:
         ConfigError: a name of neither a size nor an input, an axis that the input lacks, or another size than the
             file has.
     """
+    if not isinstance(asked, Mapping):
+        raise ConfigError(KEY, asked, "sizes by name ({batch: 1}) or by input ({input: {2: 224}})")
     inputs = {str(value.name): value for value in model.graph.inputs}
-    symbols = {
-        size.value
-        for value in inputs.values()
-        for size in value.shape or ()
-        if isinstance(size, ir.SymbolicDim)
-    } - {None, ""}
+    sizes = (size for value in inputs.values() for size in value.shape or ())
+    symbols = {size.value for size in sizes if isinstance(size, ir.SymbolicDim) and size.value}
     named: dict[str, int] = {}
     placed: dict[Place, int] = {}
-    for key, given in asked.items():
+    for key, given in ((str(key), given) for key, given in asked.items()):
         if key in symbols and not (key in inputs and not isinstance(given, int)):
             named[key] = _size(key, given)
             continue
@@ -104,9 +102,10 @@ def _fix_named(model: ir.Model, named: Mapping[str, int]) -> list[str]:
         for value in values(graph):
             shape = value.shape
             for axis, size in enumerate(shape or ()):
-                if shape is not None and isinstance(size, ir.SymbolicDim) and size.value in named:
-                    value.shape = shape = _with(shape, axis, named[size.value])
-                    counts[size.value] += 1
+                name = size.value if isinstance(size, ir.SymbolicDim) else None
+                if shape is not None and name is not None and name in named:
+                    value.shape = shape = _with(shape, axis, named[name])
+                    counts[name] += 1
     return [f"{name} = {size} (in {counts[name]} places)" for name, size in named.items()]
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import onnx_ir as ir
 
 from qatkit.export.clean.graphs import graphs, values
+from qatkit.export.clean.shapes import infer
 
 _HALF, _FLOAT = ir.DataType.FLOAT16, ir.DataType.FLOAT
 _TYPES = ("to", "dtype")  # attributes that hold an element type
@@ -13,6 +14,7 @@ _TYPES = ("to", "dtype")  # attributes that hold an element type
 
 def to_float32(model: ir.Model) -> list[str]:
     """Replaces float16 by float32 throughout the model."""
+    infer(model)  # since casts are known by their types
     counts = {"tensors stored": 0, "types": 0, "casts": 0}
     for graph in graphs(model.graph):
         for value in values(graph):
@@ -39,8 +41,8 @@ def _as_float(kind: ir.TypeProtocol | None) -> ir.TypeProtocol:
     return ir.TensorType(_FLOAT)
 
 
-def _widened(tensor: ir.TensorProtocol) -> ir.Tensor:
-    return ir.Tensor(tensor.numpy().astype(np.float32), name=tensor.name)
+def _widened(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
+    return ir.tensor(tensor.numpy().astype(np.float32), name=tensor.name)
 
 
 def _widen(node: ir.Node, attribute: ir.Attr) -> bool:

@@ -75,7 +75,7 @@ def _join_factor(model: ir.Model, graph: ir.Graph, conv: ir.Node, exact: bool) -
     source, factor = _constant_beside(node)
     if source is None or factor is None or factor.size != 1 or factor.ndim > 1:
         return
-    number = factor.reshape(()).astype(weight.dtype)
+    number = weight.dtype.type(factor.reshape(-1)[0])
     if exact and (np.frexp(np.abs(number))[0] != 0.5 or not _scales_exactly(weight, number)):
         return
     taken = taken_names(model)
@@ -113,10 +113,6 @@ def _join_sum(model: ir.Model, graph: ir.Graph, conv: ir.Node) -> None:
     result = node.outputs[0]
     made.name, name = f"{made.name}_before", str(result.name)
     made.shape = result.shape or made.shape
-    is_output = result.is_graph_output()
-    result.replace_all_uses_with(made)
-    if is_output:
-        place = next(i for i, output in enumerate(graph.outputs) if output is result)
-        graph.outputs[place] = made
+    result.replace_all_uses_with(made, replace_graph_outputs=True)
     graph.remove(node, safe=True)
     made.name = name

@@ -25,6 +25,8 @@ def change_layout(model: ir.Model, asked: Mapping[str, str]) -> list[str]:
     Raises:
         ConfigError: a name of neither, a word that is no layout, or a tensor of fewer than 3 axes.
     """
+    if not isinstance(asked, Mapping):
+        raise ConfigError(KEY, asked, "layouts by name ({input: nhwc})")
     inputs = {str(value.name): value for value in model.graph.inputs}
     outputs = {str(value.name): value for value in model.graph.outputs}
     lines = []
@@ -131,9 +133,8 @@ def _drop_identity(graph: ir.Graph, node: ir.Node) -> None:
         if source.is_graph_input() or source.is_initializer() or source.is_graph_output():
             return
         name = made.name
-        place = next(i for i, output in enumerate(graph.outputs) if output is made)
-        made.replace_all_uses_with(source)
-        graph.outputs[place] = source
+        made.name = f"{name}_before"
+        made.replace_all_uses_with(source, replace_graph_outputs=True)
         graph.remove(node, safe=True)
         source.name, source.shape = name, made.shape
         return

@@ -1,4 +1,4 @@
-"""Another opset: higher by onnx's converter, lower by the project's own rules and, below 13, by the converter."""
+"""Another opset: higher, and from 18 on lower, by onnx's converter; 13 to 17 by the project's own rules."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 import onnx_ir as ir
 from onnx import version_converter
 
-from qatkit.export.clean.graphs import nodes
 from qatkit.export.clean.store import LARGE, weight_bytes
 from qatkit.export.float_graph import upgraded
 from qatkit.export.lower_opset import lower
@@ -57,24 +56,16 @@ def _raised(path: Path, model: ir.Model, before: int, opset: int) -> ir.Model:
 
 
 def _lowered(path: Path, model: ir.Model, before: int, opset: int) -> ir.Model:
-    if before < _RULES_FROM and opset >= _RULES_TO:
-        model = _raised(path, model, before, _RULES_FROM)
-    if before > _RULES_TO:
+    if opset >= _RULES_FROM:
         try:
-            lower(model, max(opset, _RULES_TO))
-        except ConfigError as error:
-            raise ConfigError(KEY, opset, reason=error.problem) from error
-    return model if opset >= _RULES_TO else _converted(model, opset)
-
-
-def _converted(model: ir.Model, opset: int) -> ir.Model:
-    own = next((node for node in nodes(model) if node.op_type in _CONVERTERS_OWN), None)
-    if own is not None and opset < _RULES_TO - 2:
-        reason = f"{own.op_type} '{own.name}' has another meaning below opset 11"
-        raise ConfigError(KEY, opset, reason=reason)
+            return ir.from_proto(version_converter.convert_version(ir.to_proto(model), opset))
+        except Exception as error:
+            reason = f"the file has no form in this opset ({one_line(error)})"
+            raise ConfigError(KEY, opset, reason=reason) from error
+    if before < _RULES_FROM:
+        model = _raised(path, model, before, _RULES_FROM)
     try:
-        return ir.from_proto(version_converter.convert_version(ir.to_proto(model), opset))
-    except Exception as error:
-        raise ConfigError(
-            KEY, opset, reason=f"the file has no form in this opset ({one_line(error)})"
-        ) from error
+        lower(model, opset)
+    except ConfigError as error:
+        raise ConfigError(KEY, opset, reason=error.problem) from error
+    return model

@@ -24,12 +24,17 @@ def fill_shapes(model: ir.Model) -> list[str]:
             for value in node.outputs:
                 if not node.domain and not value.is_graph_output():
                     value.shape = None
-    with contextlib.suppress(Exception), quiet():  # of operators that onnx does not know
-        common.ShapeInferencePass(check_type=False, strict_mode=False)(model)
+    infer(model)
     if _known(model) < _all(model) and _bytes(model) < _IN_MEMORY:
         _fill_symbolic(model)
     known, total = _known(model), _all(model)
     return [f"{known} of {total} tensors have shapes (before: {before})"]
+
+
+def infer(model: ir.Model) -> None:
+    """Infers types and shapes where onnx can."""
+    with contextlib.suppress(Exception), quiet():  # of operators that onnx does not know
+        common.ShapeInferencePass(check_type=False, strict_mode=False)(model)
 
 
 def _fill_symbolic(model: ir.Model) -> None:
