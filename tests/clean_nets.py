@@ -44,7 +44,7 @@ def cleaned(source: Path, **asked: Any) -> tuple[Cleaned, onnx.ModelProto]:
 
 def reference(source: Path, feeds: Arrays) -> list[NDArray[Any]]:
     """Outputs by onnx's reference, which is written in NumPy."""
-    return [np.asarray(one) for one in ReferenceEvaluator(str(source)).run(None, feeds)]  # type: ignore[union-attr]
+    return [np.asarray(one) for one in ReferenceEvaluator(str(source)).run(None, feeds)]
 
 
 def run(path: Path, feeds: Arrays) -> list[NDArray[Any]]:

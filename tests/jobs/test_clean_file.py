@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from clean_nets import drawn, kinds, reference, run, save, sizes
+from clean_nets import Arrays, drawn, kinds, reference, run, save, sizes
 from command_line import Launch
 
 from qatkit.config.schema import CalibrationConfig, CleanConfig, Config, DataConfig, VerifyConfig
@@ -44,7 +44,7 @@ NET = """<ir_version: 8, opset_import: ["" : 17]> net (float[batch, 3, height, w
 }"""
 
 
-def weights() -> dict[str, np.ndarray]:
+def weights() -> Arrays:
     return {
         "w": drawn(4, 3, 3, 3),
         "one": np.ones(4, np.float32) * 2,

@@ -10,7 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from clean_nets import drawn, save
+from clean_nets import Arrays, drawn, save
 
 from qatkit.config.schema import Config
 from qatkit.jobs.quantize_file import quantize
@@ -44,9 +44,13 @@ def summary(capsys: pytest.CaptureFixture[str]) -> Summary:
     return summarized
 
 
-def held() -> dict[str, np.ndarray]:
+def held() -> Arrays:
     weight = np.random.default_rng(0).integers(-64, 64, (4, 3, 3, 3)).astype(np.int8)
-    scales = {"s": np.asarray(0.05, np.float32), "z": np.asarray(128, np.uint8), "n": np.asarray(0, np.uint8)}
+    scales: Arrays = {
+        "s": np.asarray(0.05, np.float32),
+        "z": np.asarray(128, np.uint8),
+        "n": np.asarray(0, np.uint8),
+    }
     return scales | {
         "t": np.full(4, 0.01, np.float32),
         "o": np.zeros(4, np.int8),

@@ -14,8 +14,8 @@ class CleanConfig:
 
     fix_shapes: Any = setting(
         None,
-        "sizes of open axes: {NAME: 1} by the name of the size, {INPUT: {2: 224}} or {INPUT[2]: 224} by axis, "
-        "{INPUT: [1, 3, 224, 224]} for all axes",
+        'sizes of open axes: {NAME: 1} by the name of the size, {INPUT: {2: 224}} by axis (in a YAML file "INPUT[2]": '
+        "224, too), {INPUT: [1, 3, 224, 224]} for all axes",
     )
     fold: str | None = setting(
         None,

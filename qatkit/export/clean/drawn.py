@@ -12,6 +12,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 from numpy.typing import NDArray
 
+from qatkit.export.clean.graphs import size_name
 from qatkit_verify.errors import ConfigError, one_line
 
 Feeds = dict[str, NDArray[Any]]
@@ -42,7 +43,7 @@ def ports(model: ir.Model) -> list[Port]:
                 f"input '{value.name}' is no tensor of numbers with known axes, so the file can't be compared"
             )
             raise ConfigError("onnx", value.name, reason=reason)
-        shape = tuple(size if isinstance(size, int) else size.value for size in value.shape)
+        shape = tuple(size if isinstance(size, int) else size_name(size) for size in value.shape)
         found.append(Port(str(value.name), np.dtype(kind.dtype.numpy()), shape))
     return found
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from qatkit.export.clean.graphs import graphs, values
+from qatkit.export.clean.graphs import graphs, size_name, values
 from qatkit_verify.errors import ConfigError, did_you_mean
 
 KEY = "clean.fix_shapes"
@@ -27,7 +27,7 @@ def fix_shapes(model: ir.Model, asked: Mapping[str, Any]) -> list[str]:
         raise ConfigError(KEY, asked, "sizes by name ({batch: 1}) or by input ({input: {2: 224}})")
     inputs = {str(value.name): value for value in model.graph.inputs}
     sizes = (size for value in inputs.values() for size in value.shape or ())
-    symbols = {size.value for size in sizes if isinstance(size, ir.SymbolicDim) and size.value}
+    symbols = {name for size in sizes if (name := size_name(size))}
     named: dict[str, int] = {}
     placed: dict[Place, int] = {}
     for key, given in ((str(key), given) for key, given in asked.items()):
@@ -40,7 +40,7 @@ def fix_shapes(model: ir.Model, asked: Mapping[str, Any]) -> list[str]:
                 reason = f"axis {place[1]} of input '{place[0]}' has {found} in the file, not {size}"
                 raise ConfigError(f"{KEY}.{key}", given, reason=reason)
             placed[place] = size
-            symbol = found.value if isinstance(found, ir.SymbolicDim) else None
+            symbol = size_name(found)
             if symbol and named.setdefault(symbol, size) != size:
                 reason = f"'{symbol}' is one size, and gets {named[symbol]} and {size}"
                 raise ConfigError(f"{KEY}.{key}", given, reason=reason)
@@ -102,7 +102,7 @@ def _fix_named(model: ir.Model, named: Mapping[str, int]) -> list[str]:
         for value in values(graph):
             shape = value.shape
             for axis, size in enumerate(shape or ()):
-                name = size.value if isinstance(size, ir.SymbolicDim) else None
+                name = size_name(size)
                 if shape is not None and name is not None and name in named:
                     value.shape = shape = _with(shape, axis, named[name])
                     counts[name] += 1

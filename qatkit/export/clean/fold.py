@@ -16,7 +16,7 @@ from onnx_ir.passes import common
 
 from qatkit.export.clean.graphs import nodes
 from qatkit.export.clean.join import join
-from qatkit.export.clean.store import store
+from qatkit.export.clean.store import UNPACKED, store
 from qatkit.export.quiet import quiet
 from qatkit_verify.session import open_session
 
@@ -76,7 +76,9 @@ def _optimized(model: ir.Model, folder: Path, *, exact: bool, threads: int) -> i
     pairs = any(node.op_type in _QUANTIZED for node in nodes(model))
     without = [*_OWN_OPERATORS, *(_ROUNDING if exact else ()), *(_OF_PAIRS if pairs else ())]
     level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
-    open_session(raw, threads=threads, optimize=level, optimized_path=folded, without=without)
+    open_session(
+        raw, threads=threads, optimize=level, optimized_path=folded, without=without, options=UNPACKED
+    )
     return ir.load(folded)
 
 

@@ -36,3 +36,8 @@ def nodes(model: ir.Model) -> Iterator[ir.Node]:
 def taken_names(model: ir.Model) -> set[str | None]:
     """Returns the names of all tensors."""
     return {value.name for graph in graphs(model.graph) for value in values(graph)}
+
+
+def size_name(size: int | ir.SymbolicDim) -> str | None:
+    """Returns the name of an open size; None of a number, and of one that exporters write for any size."""
+    return None if isinstance(size, int) or size.value in (None, "", "?") else size.value

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qatkit.export.clean.drawn import Feeds, Port, drawn, given
+from qatkit.export.clean.drawn import Port, drawn, given
 from qatkit.export.clean.layout import permutation
+from qatkit.export.clean.store import UNPACKED
 from qatkit.verify.sqnr import sqnr
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.feeds import numpy_type
@@ -19,8 +20,6 @@ from qatkit_verify.session import open_session
 
 EQUAL = float("inf")
 ROUNDED = 80.0  # dB, where operators were joined or replaced: float32 rounds at 140 and networks amplify that
-# Kernels that pack weights add in another order than those that are given the same values as no constant.
-_UNPACKED = {"session.disable_prepacking": "1"}
 OF_HALVES = 30.0  # dB, from float16 to float32: float16 rounds at 70
 
 
@@ -78,12 +77,12 @@ def prove(
     Raises:
         ConfigError: an output differs by more, or the file does not run.
     """
-    session = open_session(before, threads=threads, optimize=False, options=_UNPACKED)
+    session = open_session(before, threads=threads, optimize=False, options=UNPACKED)
     sets = drawn(session, wanted) if inputs is None else [given(Path(inputs), wanted)]
     outputs = [one.name for one in session.get_outputs()]
     exact = [session.run(outputs, feeds) for feeds in sets]
     del session
-    session = open_session(after, threads=threads, optimize=False, options=_UNPACKED)
+    session = open_session(after, threads=threads, optimize=False, options=UNPACKED)
     types = {one.name: numpy_type(one.type) for one in session.get_inputs()}
     ratios = dict.fromkeys(outputs, EQUAL)
     for feeds, expected in zip(sets, exact, strict=True):
@@ -122,6 +121,3 @@ def _ratio(wanted: Any, got: Any) -> float:
     if a.dtype.kind == "f":
         return sqnr(a, got)
     return EQUAL if np.array_equal(a, np.asarray(got)) else -EQUAL
-
-
-__all__ = ["EQUAL", "OF_HALVES", "ROUNDED", "Feeds", "Proof", "prove"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from clean_nets import cleaned, drawn, kinds, reference, run, save
+from clean_nets import Arrays, cleaned, drawn, kinds, reference, run, save
 from onnx import TensorProto, helper, numpy_helper
 
 HEAD = '<ir_version: 8, opset_import: ["" : 13]>'
@@ -24,7 +24,7 @@ NORMED = f"""{HEAD.replace("13", "17")} net (float[1, 3, 8, 8] x) => (float[1, 4
 
 
 def test_what_does_nothing_goes_and_batchnorm_joins_its_conv(tmp_path: Path) -> None:
-    weights = {"w": drawn(4, 3, 3, 3), "scale": drawn(4), "shift": drawn(4), "mean": drawn(4),
+    weights: Arrays = {"w": drawn(4, 3, 3, 3), "scale": drawn(4), "shift": drawn(4), "mean": drawn(4),
                "variance": np.abs(drawn(4)) + 0.5, "unread_weight": drawn(1000)}  # fmt: skip
     net = save(tmp_path / "net.onnx", NORMED, weights)
     found, model = cleaned(net, fold="all")
@@ -41,7 +41,11 @@ def test_what_does_nothing_goes_and_batchnorm_joins_its_conv(tmp_path: Path) -> 
 @pytest.mark.parametrize(("factor", "fold", "left"), [(0.5, "exact", 0), (0.3, "exact", 1), (0.3, "all", 0)])
 def test_a_factor_joins_the_conv_behind_it(factor: float, fold: str, left: int, tmp_path: Path) -> None:
     text = f"{HEAD} net (float[1, 3, 8, 8] x) => (float[1, 4, 6, 6] y) {{ f = Mul (x, by)\n y = Conv (f, w, b) }}"
-    net = save(tmp_path / "n.onnx", text, {"by": np.float32(factor), "w": drawn(4, 3, 3, 3), "b": drawn(4)})
+    net = save(
+        tmp_path / "n.onnx",
+        text,
+        {"by": np.asarray(factor, np.float32), "w": drawn(4, 3, 3, 3), "b": drawn(4)},
+    )
     found, model = cleaned(net, fold=fold)
     assert kinds(model).count("Mul") == left
     feeds = {"x": drawn(1, 3, 8, 8)}
@@ -84,7 +88,10 @@ def test_branches_and_bodies_are_cleaned_too(tmp_path: Path) -> None:
             "If", ["positive"], ["y"], then_branch=branch("up", "Add"), else_branch=branch("down", "Mul")
         ),
     ]
-    held = [numpy_helper.from_array(np.float32(v), n) for n, v in (("zero", 0), ("two", 2), ("three", 3))]
+    held = [
+        numpy_helper.from_array(np.asarray(v, np.float32), n)
+        for n, v in (("zero", 0), ("two", 2), ("three", 3))
+    ]
     ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [4]) for name in "xy"]
     graph = helper.make_graph(nodes, "g", ends[:1], ends[1:], held)
     net = tmp_path / "net.onnx"
