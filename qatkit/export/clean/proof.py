@@ -99,7 +99,8 @@ def prove(
             reason = (
                 f"output '{name}' of the cleaned file differs from the file's by {ratio:.1f} dB ({least})"
             )
-            raise ConfigError("clean", after.name, reason=f"{reason}; nothing is written")
+            hint = " (clean.fold=exact joins no operators)" if bound == ROUNDED else ""
+            raise ConfigError("clean", after.name, reason=f"{reason}; nothing is written{hint}")
     shapes = [{name: list(value.shape) for name, value in feeds.items()} for feeds in sets]
     return Proof(ratios, shapes, bound, inputs is None)
 
