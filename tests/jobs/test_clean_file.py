@@ -14,8 +14,17 @@ import pytest
 from clean_nets import Arrays, drawn, kinds, reference, run, save, sizes
 from command_line import Launch
 
-from qatkit.config.schema import CalibrationConfig, CleanConfig, Config, DataConfig, VerifyConfig
+from qatkit.config.schema import (
+    CalibrationConfig,
+    CleanConfig,
+    Config,
+    DataConfig,
+    ExportConfig,
+    VerifyConfig,
+)
 from qatkit.config.schema.model import DRAWN
+from qatkit.encryption.cipher import is_encrypted, new_key
+from qatkit.jobs.clean_file import cleaned_before
 from qatkit.jobs.quantize_file import quantize
 from qatkit_verify.errors import ConfigError
 
@@ -144,6 +153,24 @@ def test_a_service_comes_before_another_mode(mode: str, net: Path, tmp_path: Pat
     for name in ("model.clean.onnx", f"model.{mode}.onnx"):
         model = onnx.load(tmp_path / "out" / name)
         assert sizes(model.graph.input[0])[1:] == [3, 8, 8]
+
+
+def test_a_run_begun_again_takes_its_cleaned_file(net: Path, tmp_path: Path) -> None:
+    out, config = tmp_path / "out", run_of(net, "static", fix_shapes={"height": 8, "width": 8})
+    first = cleaned_before(config, out)
+    written = (out / "model.clean.onnx").stat().st_ino
+    assert cleaned_before(config, out) == first
+    assert (out / "model.clean.onnx").stat().st_ino == written
+    cleaned_before(run_of(net, "static", fix_shapes={"height": 9}), out)
+    assert (out / "model.clean.onnx").stat().st_ino != written
+    assert (first.onnx, first.clean) == (f"{out / 'model.clean.onnx'}", CleanConfig())
+
+
+def test_a_key_encrypts_the_cleaned_file(net: Path, tmp_path: Path) -> None:
+    pytest.importorskip("cryptography")
+    new_key(tmp_path / "my.key")
+    quantize(replace(run_of(net), export=ExportConfig(encrypt=f"{tmp_path / 'my.key'}")))
+    assert is_encrypted(tmp_path / "out" / "model.clean.onnx")
 
 
 @pytest.mark.parametrize(
