@@ -3,12 +3,12 @@
     float32.py     float16 tensors become float32
     opset.py       another opset
     fix_shapes.py  open axes get sizes
-    fold.py        constants folded, what does nothing removed, duplicates merged
+    fold.py        constants folded, what does nothing removed, duplicates merged; join.py: joined with convolutions
     layout.py      channels first or last at the file's ends
     unshare.py     an initializer for each reader
     names.py       names of plain characters
     shapes.py      types and shapes of all tensors
 
-`drawn.py` makes inputs, on which `proof.py` compares the file with what it was; `store.py` writes it, large ones with
+`run.py` calls them. `drawn.py` makes inputs, on which `proof.py` compares the file with what it was; `store.py` writes it, large ones with
 external data. A service returns the lines that say what it changed; without any, it changed nothing.
 """
