@@ -111,7 +111,7 @@ def _onnx_run(node: DictConfig, overrides: Sequence[str]) -> DictConfig:
     config.weights = node.weights
     config.model.kwargs = node.model.kwargs
     # A data group is of its images; a bundle knows what its file wants of them.
-    told = preprocessing_beside(Path(node.onnx)) or {}
+    told = {} if node.mode in FILE_KEYS else preprocessing_beside(Path(node.onnx)) or {}
     presets: dict[str, Any] = {
         f"data.{_KEYS.get(name, name)}": None for name in told if name not in _NOT_KEYS
     }

@@ -6,9 +6,9 @@
     fold.py        constants folded, what does nothing removed, duplicates merged; join.py: joined with convolutions
     layout.py      channels first or last at the file's ends
     unshare.py     an initializer for each reader
-    names.py       names of plain characters
     shapes.py      types and shapes of all tensors
+    names.py       names of plain characters
 
-`run.py` calls them. `drawn.py` makes inputs, on which `proof.py` compares the file with what it was; `store.py` writes it, large ones with
-external data. A service returns the lines that say what it changed; without any, it changed nothing.
+`run.py` calls them. `drawn.py` makes inputs, on which `proof.py` compares the file with what it was; `store.py` writes
+it, large ones with external data. A service returns lines that say what it changed, none where it changed nothing.
 """
