@@ -55,7 +55,8 @@ def cleaned_before(config: Config, folder: Path) -> Config:
     with protected(config.export.encrypt), locked(folder):
         use_libraries(config.clean)
         if not (path.is_file() and _told(folder) == _settings(config)):
-            for line in _written(config, folder, "none"):
+            folded = "exact" if config.clean.fix_shapes else "none"  # sizes that are fixed make constants
+            for line in _written(config, folder, folded):
                 print(line, flush=True)
     data = replace(config.data, layout=None if layout is None else str(layout).lower())
     return replace(config, onnx=str(path), clean=CleanConfig(), data=data)

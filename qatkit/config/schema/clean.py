@@ -21,7 +21,7 @@ class CleanConfig:
         None,
         "constants are folded, identities, dropouts and unused nodes removed, duplicates merged (exact); and operators "
         "joined that round otherwise, such as a BatchNormalization with its Conv (all); null: all with mode=clean, "
-        "none before another mode",
+        "before another mode exact with fix_shapes, else none",
         Choices(("none", "exact", "all")),
     )
     float32: bool = setting(False, "float16 tensors, inputs and outputs become float32")
