@@ -53,14 +53,14 @@ def prepared(config: Config, data: DataModule) -> QATModule:
 
 
 def outputs(graph: fx.GraphModule, batches: Sequence[Tensor], *, quantize: bool) -> Tensor:
-    """What the graph makes of all images."""
+    """Returns the graph's outputs for all images."""
     with inference(graph):
         set_phase(graph, observe=False, quantize=quantize)
         return torch.cat([graph(images) for images in batches])
 
 
 def in_file(module: QATModule, images: Tensor) -> Tensor:
-    """What ONNX Runtime makes of them."""
+    """Returns ONNX Runtime's outputs for them."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.onnx"
         set_phase(module.graph, observe=False, quantize=True)

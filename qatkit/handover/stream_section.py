@@ -79,7 +79,7 @@ def _example(
 
 
 def _time(told: Mapping[str, Any]) -> str:
-    """What a step of a recording is, where the preparation says so."""
+    """Returns the length of a step of a recording, where the preparation says so."""
     if "hop" not in told:
         return ""
     step = 1000 * told["hop"] / told["rate"]

@@ -63,7 +63,7 @@ def cleaned_before(config: Config, folder: Path) -> Config:
 
 
 def _settings(config: Config) -> dict[str, Any]:
-    """What makes the cleaned file, as its record tells it."""
+    """Returns the settings that make the cleaned file, as its record holds them."""
     assert config.onnx is not None
     source = Path(config.onnx)
     stamp = source.stat().st_mtime_ns if source.is_file() else 0

@@ -49,7 +49,7 @@ class NumberType:
 
     @property
     def wide(self) -> bool:
-        """Whether it has more than 8 bits, which no kernel multiplies."""
+        """Returns whether it has more than 8 bits, which no kernel multiplies."""
         return self.high - self.low > 255
 
 
@@ -138,12 +138,12 @@ class QuantSpec:
 
     @property
     def wide(self) -> bool:
-        """Whether it has integers of more than 8 bits, which no kernel multiplies."""
+        """Returns whether it has integers of more than 8 bits, which no kernel multiplies."""
         return self.form is None and self.number_type.wide
 
     @property
     def bits(self) -> int:
-        """How many it takes to write an integer of the type."""
+        """The number of bits that an integer of the type takes."""
         return (self.number_type.high - self.number_type.low).bit_length()
 
     @property

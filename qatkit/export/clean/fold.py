@@ -83,7 +83,7 @@ def _optimized(model: ir.Model, folder: Path, *, exact: bool, threads: int) -> i
 
 
 def _clear(model: ir.Model) -> None:
-    """Removes what nobody reads and what is there twice."""
+    """Removes unused nodes and duplicates."""
     for one in (
         common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
         common.DeduplicateHashedInitializersPass(),

@@ -216,7 +216,7 @@ def _spec(quantizer: fx.Node) -> QuantSpec:
 
 
 def _has_bytes(quantizer: fx.Node) -> bool:
-    """Whether the values are integers of 8 bits, which kernels of ONNX Runtime compute with."""
+    """Returns whether values are 8-bit integers, which kernels of ONNX Runtime compute with."""
     spec = _spec(quantizer)
     return spec.form is None and not spec.wide
 

@@ -24,7 +24,7 @@ from qatkit.quant.granularity import AlongAxis, Granularity, PerTensor
 
 
 class Specials(StrEnum):
-    """Which bit patterns are no numbers."""
+    """The bit patterns that are not numbers."""
 
     IEEE = "ieee"  # the highest exponent: infinities (mantissa 0) and NaNs
     NAN = "nan"  # all ones, alone
@@ -109,7 +109,7 @@ class Format:
 
     @property
     def has_tensor_scale(self) -> bool:
-        """Whether a float32 scale of the whole tensor is among what is held."""
+        """Returns whether the tensor has a float32 scale of its own."""
         return self.scale in (Scale.FLOAT32, Scale.E4M3)
 
     @property
