@@ -17,7 +17,7 @@ from typing import Any
 from qatkit.config.fields import check_limits
 from qatkit.config.schema import AnalysisConfig, Config, DataConfig, OverrideConfig, QuantizerConfig
 from qatkit.config.search_space import axes
-from qatkit.quant.spec import WHOLE, WIDE
+from qatkit.quant.spec import FORMAT_NAMES, WHOLE, WIDE
 from qatkit.records.objectives import check_objectives, constraints
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.files import not_writable
@@ -302,7 +302,7 @@ def _check_low_bits(config: Config) -> None:
     packed, overrides = config.export.pack_int4, config.backend.overrides
     if packed and config.export.opset < 21:
         raise ConfigError("export.opset", config.export.opset, "21 to 23 with export.pack_int4=true")
-    seen = (None, *WHOLE, *WIDE)  # the audit tells these from the file
+    seen = (None, *WHOLE, *WIDE, *FORMAT_NAMES)  # the audit recognizes them in the file
     narrow = [pattern for pattern, one in overrides.items() if one.activation_dtype not in seen]
     key = "export.pack_int4=true"
     if config.backend.activation_dtype not in seen:

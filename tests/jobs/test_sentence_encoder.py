@@ -65,9 +65,10 @@ def asked(folder: Path, model: Path, root: Path, *changes: str) -> Config:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
-    [(), pytest.param(("backend=weight_only", "algorithm=gptq"), marks=pytest.mark.slow)],
+    [(), ("backend=weight_only", "algorithm=gptq")],
     ids=["int8", "int4"],
 )
 def test_the_rank_correlation_is_that_of_the_file(

@@ -91,6 +91,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return top / "run", root
 
 
+@pytest.mark.slow
 def test_metrics_are_those_of_the_file(made: tuple[Path, Path]) -> None:
     run, root = made
     report, model = report_of(run), onnx_inputs(run / "model.int8.onnx")
@@ -122,6 +123,7 @@ def f1(guess: np.ndarray[Any, Any], truth: np.ndarray[Any, Any], label: int) -> 
     return float(2 * right / ((guess == label).sum() + (truth == label).sum()))
 
 
+@pytest.mark.slow
 def test_a_file_takes_texts_of_any_length(made: tuple[Path, Path]) -> None:
     session = ort.InferenceSession(made[0] / "model.int8.onnx")
     for length in (2, 9, 40):
@@ -133,6 +135,7 @@ def test_a_file_takes_texts_of_any_length(made: tuple[Path, Path]) -> None:
         assert found.shape == (1, 2) and np.abs(found - other).max() < 0.1 * max(1.0, np.abs(found).max())
 
 
+@pytest.mark.slow
 def test_the_card_of_a_bundle_tells_how_a_text_is_read(
     made: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
