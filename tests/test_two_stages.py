@@ -107,6 +107,23 @@ def test_losses_are_torchvisions(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(p.grad is not None and p.grad.any() for part in parts for p in part.parameters())
 
 
+def test_an_image_without_proposals_trains_the_first_stage_alone() -> None:
+    model = TwoStageDetector(settled(0.05))
+    found = list(model(torch.randn(2, 3, HEIGHT, WIDTH)).values())[2:]
+    truth = targets(found[-1].detach())
+    found[-1] = found[-1].detach() * torch.tensor([0.0, 1.0])[:, None, None]
+    both = model.criterion(found, truth)
+    both.backward()
+    assert both.isfinite() and model.roi_heads.box_predictor.cls_score.weight.grad.any()
+    model.zero_grad()
+    found = list(model(torch.randn(2, 3, HEIGHT, WIDTH)).values())[2:]
+    found[-1] = torch.zeros_like(found[-1])
+    alone = model.criterion(found, truth)
+    alone.backward()
+    assert alone > 0 and not model.roi_heads.box_predictor.cls_score.weight.grad.any()
+    assert model.rpn.head.cls_logits.weight.grad.any()
+
+
 def test_its_opset_13_file_takes_any_batch(tmp_path: Path) -> None:
     model = TwoStageDetector(settled(0.3)).eval()
     graph = trace(model, torch.randn(2, 3, HEIGHT, WIDTH))

@@ -110,10 +110,11 @@ def test_a_whole_file_computes_what_was_simulated(name: str) -> None:
     shipped = ship(small_vit(), noise(8, 3, 32, 32), f"vit_{name}", of(name))
     simulated = run_torch(shipped.simulated, shipped.images)
     np.testing.assert_array_equal(run_torch(shipped.converted, shipped.images), simulated)
+    # Sums in another order cross some of float16's many rounding boundaries, a step of 2^-10 of the logits each.
+    atol = 2e-3 if name == "float16" else 1e-5
     for optimize in (True, False):
-        np.testing.assert_allclose(
-            run_ort(shipped.path, shipped.images, optimize=optimize), simulated, atol=1e-5
-        )
+        found = run_ort(shipped.path, shipped.images, optimize=optimize)
+        np.testing.assert_allclose(found, simulated, atol=atol)
     assert [function.name for function in onnx.load(shipped.path).functions] == [name]
 
 

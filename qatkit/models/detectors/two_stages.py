@@ -165,8 +165,12 @@ class TwoStageDetector(Detector):
     def _loss_of_proposals(
         self, logits: Tensor, shifts: Tensor, proposals: Tensor, found: list[tuple[Tensor, Tensor]]
     ) -> Tensor:
-        heads, boxes = self.roi_heads, [one for one, _ in found]
-        there = [(one[:, 2:] > one[:, :2]).all(1) for one in proposals]
+        heads = self.roi_heads
+        valid = (proposals[..., 2:] > proposals[..., :2]).all(2)
+        used = valid.any(1)  # torchvision matches no image without proposals
+        logits, shifts, proposals = logits[used], shifts[used], proposals[used]
+        found = [one for one, any_valid in zip(found, used.tolist(), strict=True) if any_valid]
+        boxes, there = [one for one, _ in found], list(valid[used])
         rows = [one[own] for one, own in zip(proposals, there, strict=True)]
         places, labels = heads.assign_targets_to_proposals(rows, boxes, [one + 1 for _, one in found])
         chosen = heads.subsample(labels)
