@@ -44,7 +44,7 @@ def searched(weight: Tensor, importance: Tensor, spec: QuantSpec) -> tuple[Tenso
     full, first = numerics.weight_scale(weight, spec), numerics.weight_zero_point(weight, spec)
     scale, zero, least = full.clone(), first.clone(), torch.full_like(full, torch.inf)
     for share in _SHARES:
-        tried = full * share
+        tried = held(full * share, spec) if spec.powers_of_two else full * share
         spread = spec.granularity.spread(tried, weight.shape)
         for shift in (-1, 0, 1) if spec.has_zero_point else (0,):
             moved = (first + shift).clamp(spec.quant_min, spec.quant_max) if shift else first
@@ -54,7 +54,7 @@ def searched(weight: Tensor, importance: Tensor, spec: QuantSpec) -> tuple[Tenso
             better = cost < least
             scale, zero = torch.where(better, tried, scale), torch.where(better, moved, zero)
             least = torch.minimum(cost, least)
-    return held(scale, spec.scale_dtype), zero
+    return held(scale, spec), zero
 
 
 def fitted(wanted: Tensor, form: Tensor, integers: Tensor, scale: Tensor, spec: QuantSpec) -> Tensor:
@@ -82,7 +82,7 @@ def fitted(wanted: Tensor, form: Tensor, integers: Tensor, scale: Tensor, spec: 
             given = wanted[group, part], integers[group, part], by_row[group, part]
             found[group, part] = _fitted(*given, filled, size)
     # Units of uint8 belong to whole rows, so what is held is compared, and kept or not, row by row.
-    found = held(found.reshape(scale.shape), spec.scale_dtype).reshape(by_row.shape)
+    found = held(found.reshape(scale.shape), spec).reshape(by_row.shape)
     spread = [one.repeat_interleave(size, 2)[..., :inputs] for one in (found, by_row)]
     after, before = (_cost(wanted - integers * one, form) for one in spread)
     return torch.where((after < before)[..., None], found, by_row).reshape(scale.shape)

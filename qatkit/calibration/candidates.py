@@ -30,7 +30,7 @@ from qatkit.graph.signature import Example, inputs_of
 from qatkit.quant import numerics
 from qatkit.quant.fake_quantize import FakeQuantize
 from qatkit.quant.observers import MSE, Distribution, Entropy, HistogramObserver, MinMax, Percentile
-from qatkit.quant.observers.range_methods import Ends, Method
+from qatkit.quant.observers.range_methods import Ends, Method, chosen_range
 from qatkit.quant.observers.squared_error import relative_error
 from qatkit.quant.qat_layers import QATOperator
 
@@ -56,7 +56,7 @@ def candidates(graph_module: fx.GraphModule, methods: Mapping[str, Method] = MET
         if isinstance(q.observer, HistogramObserver) and q.observer.seen
     }
     return {
-        title: {name: method.range_of(o.histogram, q.spec) for name, (q, o) in observed.items()}
+        title: {name: chosen_range(method, o.histogram, q.spec) for name, (q, o) in observed.items()}
         for title, method in methods.items()
     }
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qatkit.quant import numerics
+from qatkit.quant import numerics, powers_of_two
 from qatkit.quant.observers import MovingAverageMinMaxObserver, Observer
 from qatkit.quant.observers.base import ends_of_all_ranks
 from qatkit.quant.spec import QuantSpec
@@ -39,6 +39,7 @@ class Quantizer(nn.Module):
 
     _optional: ClassVar[tuple[str, ...]] = ("fixed_scale",)
     decayed: ClassVar[bool] = False  # whether weight decay is applied to what it learns
+    takes_powers_of_two: ClassVar[bool] = True  # as scales (`QuantSpec.scale_type`)
     spec: QuantSpec
     enabled: bool
     fixed_scale: Tensor | None
@@ -139,6 +140,8 @@ class FakeQuantize(Quantizer):
                 low.clamp(self.range_limits[0], self.range_limits[1]),
                 high.clamp(self.range_limits[0], self.range_limits[1]),
             )
+        if self.spec.powers_of_two:
+            return powers_of_two.qparams(low, high, self.spec, fixed=self.observer is None)
         return numerics.choose_qparams(low, high, self.spec)
 
     def _follow(self, low: Tensor, high: Tensor) -> None:

@@ -16,19 +16,39 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from qatkit.quant.powers_of_two import nearest, rounded_up
+from qatkit.quant.spec import QuantSpec
+
 _CODES = 255
+_INT32_MAX = 2**31 - 1
 _LEAST_HALF, _LARGEST_HALF = 2.0**-24, 65504.0  # the ends of float16's positive values
 _LOW_BITS = 0xFF  # of a float32, which a unit has not
 
 
-def held(scale: Tensor, dtype: str) -> Tensor:
-    """Returns the scales that a file with scales of type `dtype` has in the place of `scale`, in float32.
+def held(scale: Tensor, spec: QuantSpec) -> Tensor:
+    """Returns the scales that a file has in the place of `scale`, in float32.
 
     Args:
         scale: above 0, [out, blocks], [out] or []; in the last two cases one unit serves all.
-        dtype: a name in `qatkit.quant.spec.SCALE_TYPES`.
+        spec: of the weight; of its powers of two the nearest are taken.
     """
-    return scale if dtype == "float32" else decoded(*encoded(scale, dtype))
+    if spec.powers_of_two:
+        scale = nearest(scale)
+    return scale if spec.scale_dtype == "float32" else decoded(*encoded(scale, spec.scale_dtype))
+
+
+def avoid_overflow(scale: Tensor, bias: Tensor, input_scale: Tensor, spec: QuantSpec) -> tuple[Tensor, int]:
+    """Raises the scale of channels whose bias would not fit int32: near-dead or masked ones, so nothing is lost.
+
+    One scale for the tensor becomes one per channel where that is needed: the others keep theirs.
+    """
+    needed = bias.abs().double() / (input_scale.double() * (_INT32_MAX // 2))
+    too_small = scale.double() < needed
+    if not too_small.any():
+        return scale, 0
+    needed = needed.to(scale.dtype)
+    needed = rounded_up(needed) if spec.powers_of_two else needed
+    return torch.where(too_small, needed, scale), int(too_small.sum())
 
 
 def encoded(scale: Tensor, dtype: str) -> tuple[Tensor, Tensor | None]:

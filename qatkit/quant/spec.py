@@ -79,6 +79,8 @@ FORMAT_NAMES = tuple(FORMATS)
 # Types that scales of weights are held in; uint8 with a scale of its own for each output channel
 # (`qatkit.quant.held_scales`).
 SCALE_TYPES = ("float32", "float16", "uint8")
+# Values that scales may have (`qatkit.quant.powers_of_two`).
+SCALE_VALUES = ("float", "pow2")
 # The largest sum of two weights of one sign whose products with uint8 activations fit into 16 bits: 255 · 128 < 2¹⁵.
 PAIR_LIMIT = 128
 
@@ -98,6 +100,7 @@ class QuantSpec:
         pairs: of a weight: no two integers that such a kernel adds up can saturate, whatever their activations
             (`qatkit.quant.pairs`), as `backend.reduce_range=auto` asks; refused of asymmetric ones that `may_saturate`.
         scale_dtype: of a weight: the type in `SCALE_TYPES` that holds its scales.
+        scale_type: which scales there are: "float", any, or "pow2", powers of two, of integers alone.
     """
 
     dtype: str = "uint8"
@@ -106,21 +109,32 @@ class QuantSpec:
     reduce_range: bool = False
     pairs: bool = False
     scale_dtype: str = "float32"
+    scale_type: str = "float"
 
     def __post_init__(self) -> None:
         for name, value, known in (
             ("dtype", self.dtype, (*DTYPES, *FORMAT_NAMES)),
             ("scale_dtype", self.scale_dtype, SCALE_TYPES),
+            ("scale_type", self.scale_type, SCALE_VALUES),
         ):
             if value not in known:
                 raise ValueError(f"{name}={value}: expected one of {', '.join(known)}")
         if not isinstance(self.granularity, Granularity):
             allowed = "PerTensor(), PerChannel(axis) or PerBlock(size) of qatkit.quant.granularity"
             raise ValueError(f"granularity={self.granularity!r}: expected {allowed}")
+        if self.powers_of_two and (self.form is not None or self.scale_dtype == "uint8"):
+            value = self.dtype if self.form is not None else f"scale_dtype={self.scale_dtype}"
+            allowed = f"float with {value}, whose scales are numbers of their own"
+            raise ValueError(f"scale_type={self.scale_type}: expected {allowed}")
         if self.guards_pairs and not self.symmetric:
             weights = f"asymmetric {self.dtype} weights, which no guard keeps from saturating"
             allowed = f"false, or true (7 bits), with {weights}"
             raise ConfigError("backend.reduce_range", "auto", allowed)
+
+    @property
+    def powers_of_two(self) -> bool:
+        """Whether all scales are powers of two."""
+        return self.scale_type == "pow2"
 
     @property
     def form(self) -> Format | None:

@@ -12,17 +12,16 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from qatkit.quant import numerics
+from qatkit.quant import numerics, powers_of_two
 from qatkit.quant.fake_quantize import Bounds, FakeQuantize, Quantizer
 from qatkit.quant.granularity import PerBlock, PerChannel, along
-from qatkit.quant.held_scales import held
+from qatkit.quant.held_scales import avoid_overflow, held
 from qatkit.quant.learned.oscillation import Oscillation
 from qatkit.quant.observers import MovingAverageMinMaxObserver, Observer
 from qatkit.quant.pairs import fitted
 from qatkit.quant.spec import QuantSpec
 from qatkit_verify.errors import ConfigError
 
-_INT32_MAX = 2**31 - 1
 _PIECE = 2**19  # values of a weight that are worked on at a time: all at once take several times its memory
 
 
@@ -101,7 +100,9 @@ class WeightFakeQuantize(Quantizer):
         self._made_with = spec.dtype
         self.register_buffer("clip", torch.ones(spec.granularity.scale_shape(shape)))
         self.oscillation = None
-        self._clips = False  # `clip` as a plain bool: asking a GPU at each step would wait for it
+        self._clips = (
+            spec.powers_of_two
+        )  # `clip` as a plain bool: asking a GPU at each step would wait for it
         self._edges: tuple[FakeQuantize | None, FakeQuantize | None] = (None, None)
 
     def between(self, source: FakeQuantize | None, target: FakeQuantize | None) -> None:
@@ -135,7 +136,7 @@ class WeightFakeQuantize(Quantizer):
         """
         if not self.frozen:
             self.clip.copy_(shares)
-            self._clips = bool((self.clip < 1).any())
+            self._clips = self.spec.powers_of_two or bool((self.clip < 1).any())
 
     @torch.no_grad()
     def fix(
@@ -150,7 +151,7 @@ class WeightFakeQuantize(Quantizer):
         The integers move with the weight where that is trained: what stays is their distance from `below`.
 
         Args:
-            scale: of the shape of `clip`, above 0, rounded to what the spec's `scale_dtype` holds; weights beyond it
+            scale: of the shape of `clip`, above 0, rounded to what the spec's scales are (`held`); weights beyond it
                 times the largest integer are clipped.
             weight: as inference uses it; given together with `integers`.
             integers: whole numbers of any type, of the weight's shape, counted from the zero point; None: the weight
@@ -162,7 +163,7 @@ class WeightFakeQuantize(Quantizer):
         """
         if zero_point is not None and not self.spec.has_zero_point:
             raise ValueError("zero_point: expected None with a symmetric spec of a signed type")
-        self.fixed_scale = held(scale.detach(), self.spec.scale_dtype).clone()
+        self.fixed_scale = held(scale.detach(), self.spec).clone()
         self.fixed_zero_point = None if zero_point is None else zero_point.detach().to(torch.int32).clone()
         self.rounding = None
         if weight is not None and integers is not None:
@@ -232,6 +233,10 @@ class WeightFakeQuantize(Quantizer):
         rows = along(factors, 0, weight.ndim)
         if self.fixed_scale is None:
             return weight * rows
+        if self.spec.powers_of_two:  # the products are none: what was fixed is rounded again
+            weight = self._shipped(weight, self.fixed_scale) * rows
+            self.fixed_scale = self.fixed_zero_point = self.rounding = None
+            return weight
         steps = self._steps(weight, self._spread(self.fixed_scale, weight))
         factors = along(factors, 0, self.fixed_scale.ndim)
         scale, zero = (self.fixed_scale * factors.abs()).clamp(min=numerics.MIN_SCALE), self.fixed_zero_point
@@ -247,7 +252,7 @@ class WeightFakeQuantize(Quantizer):
         super()._load_from_state_dict(state_dict, prefix, *args)
         dtype = self._made_with if self.bits is None else f"int{int(self.bits)}"
         self.spec = replace(self.spec, dtype=dtype)
-        self._clips = self.frozen or bool((self.clip < 1).any())
+        self._clips = self.frozen or self.spec.powers_of_two or bool((self.clip < 1).any())
 
     def wanted_scale(self, weight: Tensor) -> Tensor:
         """The scales before alignment: `clip` times the scale at which the whole weight is in range."""
@@ -259,9 +264,18 @@ class WeightFakeQuantize(Quantizer):
         """
         if self.fixed_scale is not None:
             return self.fixed_scale
-        scale = held(self.wanted_scale(weight), self.spec.scale_dtype)
+        wanted = self.wanted_scale(weight)
+        if self.spec.powers_of_two:
+            wanted = powers_of_two.weight_scale(weight, wanted, self.spec, self.ends(weight))
+        scale = held(wanted, self.spec)
         source, target = self._edges
-        if source is None or target is None or source.spec.wide or target.spec.wide:
+        if (
+            self.spec.powers_of_two
+            or source is None
+            or target is None
+            or source.spec.wide
+            or target.spec.wide
+        ):
             return scale
         per_step = target.scale.double() / source.scale.double()
         return (numerics.odd_fraction(scale / per_step, up=True) * per_step).to(scale.dtype)
@@ -351,7 +365,7 @@ class WeightFakeQuantize(Quantizer):
         """
         scale, repaired = self.scale(weight), 0
         if bias is not None:
-            scale, repaired = _avoid_overflow(self._by_outputs(scale), bias, input_scale)
+            scale, repaired = avoid_overflow(self._by_outputs(scale), bias, input_scale, self.spec)
         granularity = PerChannel(0) if repaired else self.spec.granularity
         zero = self.zero_point(weight).expand(scale.shape).clone()
         whole = torch.empty_like(weight, dtype=self.spec.torch_dtype)
@@ -368,18 +382,6 @@ class WeightFakeQuantize(Quantizer):
 
 def _floor(steps: Tensor, ends: numerics.Ends) -> Tensor:
     return numerics.clamped(torch.floor(steps), (ends[0] - 1, ends[1]))
-
-
-def _avoid_overflow(scale: Tensor, bias: Tensor, input_scale: Tensor) -> tuple[Tensor, int]:
-    """Raises the scale of channels whose bias would not fit int32: near-dead or masked ones, so nothing is lost.
-
-    One scale for the tensor becomes one per channel where that is needed: the others keep theirs.
-    """
-    needed = bias.abs().double() / (input_scale.double() * (_INT32_MAX // 2))
-    too_small = scale.double() < needed
-    if not too_small.any():
-        return scale, 0
-    return torch.where(too_small, needed.to(scale.dtype), scale), int(too_small.sum())
 
 
 @dataclass(frozen=True)

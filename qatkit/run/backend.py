@@ -32,6 +32,8 @@ def backend_of(config: Config) -> Backend:
         _check_weights_alone(config)
     if config.backend.activation_dtype is not None:
         backend = backend.with_activations(config.backend.activation_dtype)
+    if config.backend.scale_type is not None:
+        backend = _with_scales(config, backend, config.backend.scale_type)
     if backend.other_runtime:
         _check_other_runtime(config)
     if config.backend.every_operator:
@@ -42,6 +44,24 @@ def backend_of(config: Config) -> Backend:
         allowed = f"false without an operator of weights of {kinds} (backend.overrides.PATTERN.weight_dtype)"
         raise ConfigError("export.pack_int4", True, allowed)
     return backend.reduced(config.backend.reduce_range)
+
+
+def _with_scales(config: Config, backend: Backend, kind: str) -> Backend:
+    """Returns the backend with scales of a kind, which neither pixels nor scales that are quantized themselves have."""
+    asked = [("backend", config.backend.weight_scale_dtype)]
+    overrides = config.backend.overrides.items()
+    asked += [(f"backend.overrides.{name}", one.weight_scale_dtype) for name, one in overrides]
+    for place, dtype in asked if kind == "pow2" else ():
+        if dtype == "uint8":
+            allowed = (
+                "float32 or float16 with backend.scale_type=pow2: products of integers are no powers of two"
+            )
+            raise ConfigError(f"{place}.weight_scale_dtype", dtype, allowed)
+    if kind == "pow2" and config.export.io != "float32":
+        allowed = "float32 with backend.scale_type=pow2: pixels have steps of 1/255"
+        raise ConfigError("export.io", config.export.io, allowed)
+    activation, weight = (replace(one, scale_type=kind) for one in (backend.activation, backend.weight))
+    return replace(backend, activation=activation, weight=weight)
 
 
 def _check_weights_alone(config: Config) -> None:
@@ -87,6 +107,7 @@ _OF_INTEGERS: tuple[tuple[str, object], ...] = (
     ("backend.weight_granularity", None),
     ("backend.weight_symmetric", None),
     ("backend.weight_scale_dtype", None),
+    ("backend.scale_type", None),
     ("backend.every_operator", False),
     ("algorithm", {}),
     ("algorithm_choice", "all"),

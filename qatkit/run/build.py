@@ -343,14 +343,16 @@ def quantizers_of(config: Config) -> Quantizers:
         ConfigError: a class of another kind, one that does not take the backend's weights, or as `observer_of`.
     """
     kinds = {"activation": FakeQuantize, "weight": WeightFakeQuantize}
-    found = {}
+    found, backend = {}, backend_of(config)
     for name, base in kinds.items():
         key, path = f"quantizer.{name}", getattr(config.quantizer, name)
         found[name] = resolve(path, key)
         if not (inspect.isclass(found[name]) and issubclass(found[name], base)):
             allowed = f"the dotted path of a class derived from {base.__module__}.{base.__name__}"
             raise ConfigError(key, path, allowed)
-    found["weight"].check(backend_of(config).weight)
+        if backend.weight.powers_of_two and not found[name].takes_powers_of_two:
+            raise ConfigError(key, path, "a class that learns no scales with backend.scale_type=pow2")
+    found["weight"].check(backend.weight)
     return Quantizers(observer_of(config.calibration), **found)
 
 

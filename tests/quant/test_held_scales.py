@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from qatkit.quant.held_scales import decoded, encoded, held
+from qatkit.quant.spec import QuantSpec
 
 DTYPES = ("float32", "float16", "uint8")
 
@@ -20,25 +21,28 @@ def scales(*shape: int) -> Tensor:
 @pytest.mark.parametrize("shape", [(64, 18), (64, 1), (64,), ()])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_held_stays_as_it_is(dtype: str, shape: tuple[int, ...]) -> None:
-    once = held(scales(*shape), dtype)
+    spec = QuantSpec("int8", scale_dtype=dtype)
+    once = held(scales(*shape), spec)
     assert once.shape == shape and once.dtype == torch.float32 and bool((once > 0).all())
-    assert torch.equal(held(once, dtype), once)
+    assert torch.equal(held(once, spec), once)
     assert torch.equal(decoded(*encoded(once, dtype)), once)
 
 
 def test_float16_is_the_nearest_half() -> None:
     given = scales(64, 18)
-    np.testing.assert_array_equal(held(given, "float16").numpy(), given.numpy().astype(np.float16))
+    np.testing.assert_array_equal(
+        held(given, QuantSpec("int8", scale_dtype="float16")).numpy(), given.numpy().astype(np.float16)
+    )
 
 
 def test_no_scale_becomes_zero_or_infinite_as_a_half() -> None:
-    found = held(torch.tensor([1e-12, 1e9]), "float16")
+    found = held(torch.tensor([1e-12, 1e9]), QuantSpec("int8", scale_dtype="float16"))
     np.testing.assert_array_equal(found.numpy(), np.array([2.0**-24, 65504], np.float32))
 
 
 def test_uint8_scales_are_within_half_a_unit_of_their_row() -> None:
     given = scales(64, 18)
-    found = held(given, "uint8").double().numpy()
+    found = held(given, QuantSpec("int8", scale_dtype="uint8")).double().numpy()
     unit = given.double().amax(1, keepdim=True).numpy() / 255
     assert np.all(np.abs(found - np.maximum(given.double().numpy(), unit)) <= 0.5001 * unit)
 

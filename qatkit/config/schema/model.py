@@ -7,7 +7,7 @@ from typing import Any
 
 from qatkit.config.fields import BITS, BLOCK, COUNT, PLACE, POSITIVE, SCALES, SWITCH, Choices, Range, setting
 from qatkit.config.sizes import SIZE
-from qatkit.quant.spec import ACTIVATIONS, FORMAT_NAMES, SCALE_TYPES, SIGNED
+from qatkit.quant.spec import ACTIVATIONS, FORMAT_NAMES, SCALE_TYPES, SCALE_VALUES, SIGNED
 from qatkit_verify.fitting import ALIGNMENTS, FITS, LAYOUTS, ORDERS, PIXELS
 from qatkit_verify.sound_limits import LARGEST_MELS, LEAST_OFFSET, LOG_MEL, MFCC
 
@@ -254,9 +254,7 @@ class OverrideConfig:
     )
     weight_granularity: Any = setting(None, "as backend.weight_granularity, of these operators", SCALES)
     weight_symmetric: bool | None = setting(None, "as backend.weight_symmetric, of these operators")
-    weight_scale_dtype: str | None = setting(
-        None, "as backend.weight_scale_dtype, of these operators", Choices(SCALE_TYPES)
-    )
+    weight_scale_dtype: str | None = setting(None, "as backend.weight_scale_dtype", Choices(SCALE_TYPES))
     # Any: OmegaConf does not merge mappings of a dataclass with a union in it.
     reduce_range: Any = setting(None, "as backend.reduce_range, of these operators", SWITCH)
     activation_dtype: str | None = setting(
@@ -305,6 +303,9 @@ class BackendConfig:
         "type that holds the scales (backend=weight_only); uint8: quantized themselves, with one float32 per output "
         "channel (double quantization); null: the backend's choice",
         Choices(SCALE_TYPES),
+    )
+    scale_type: str | None = setting(
+        None, "any scales (float), or powers of two (pow2); null: the backend's choice", Choices(SCALE_VALUES)
     )
     every_operator: bool = setting(
         False, "quantize the output of every operator, as naive tools do: to see what that costs"

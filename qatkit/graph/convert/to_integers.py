@@ -190,7 +190,9 @@ def _convert_arithmetic(node: fx.Node, kind: Any) -> None:
     """An operator that the 8-bit kernel computes in a way of its own, with two inputs or with one."""
     if issubclass(kind, QuantizedPair):
         _convert_two_inputs(node, kind)
-    elif (quantizer := quantizer_of(node.args[0])) is not None and _has_bytes(quantizer):
+    elif (quantizer := quantizer_of(node.args[0])) is None or _spec(quantizer).powers_of_two:
+        return  # its own scales, of sixths, are no powers of two: computed in float, and rounded
+    elif _has_bytes(quantizer):
         node.meta["integer"] = functools.partial(kind, _pair(quantizer))
 
 

@@ -68,6 +68,7 @@ class Alignment:
         self._at = torch.tensor([position[id(q)] for q in self._moving], device=device)
         self._settled = torch.ones(len(position), dtype=torch.bool, device=device)
         self._settled[self._at] = False
+        self._least = torch.tensor(_least_scales(graph_module, position), dtype=torch.float64, device=device)
         known: list[Known] = [q not in self._moving for q in self._quantizers]
         groups = [[position[id(q)] for q in group] for group in _groups(graph_module)]
         for at in (at for group in groups for at in group):
@@ -85,10 +86,25 @@ class Alignment:
         for quantizer in self._moving:
             quantizer.settle()
         values = torch.stack([quantizer.scale for quantizer in self._quantizers]).double()
+        values = torch.maximum(values, self._least)
         scales = Scales(values, self._settled.clone())
         for move in self._moves:
             move(scales)
         torch._foreach_copy_([q.scale for q in self._moving], list(values[self._at].float().unbind()))
+
+
+def _least_scales(graph_module: fx.GraphModule, position: dict[int, int]) -> list[float]:
+    """Returns for each quantizer what its scale is at least: before a HardSigmoid two steps of the result, of powers of
+    two. Sixths of smaller ones can be ties, and 1/6 is rounded; the result takes three of its inputs to a step anyway.
+    """
+    least = [0.0] * len(position)
+    for node in graph_module.graph.nodes:
+        before = quantizer_of(node.args[0]) if facts(node).align == "hardsigmoid" else None
+        if before is not None:
+            quantizer = cast(FakeQuantize, module_of(before))
+            if quantizer.spec.powers_of_two and not quantizer.spec.wide:
+                least[position[id(quantizer)]] = 2.0 ** (-6 if quantizer.spec.symmetric else -7)
+    return least
 
 
 def _rules(graph_module: fx.GraphModule, position: dict[int, int], known: list[Known]) -> list[Rule]:
@@ -141,8 +157,11 @@ def _before(node: fx.Node) -> list[FakeQuantize] | None:
 
 
 def _with_integers(found: list[FakeQuantize | None]) -> list[FakeQuantize] | None:
-    """Returns the quantizers; None where one is missing, has a number format, which rounds in no steps, or 16 bits."""
-    known = [one for one in found if one is not None and one.spec.form is None and not one.spec.wide]
+    """Returns the quantizers; None where one is missing, has a number format, which rounds in no steps, 16 bits, or
+    a power of two as its scale, which makes sums exact and their ties the same everywhere.
+    """
+    whole = [one for one in found if one is not None and one.spec.form is None]
+    known = [one for one in whole if not one.spec.wide and not one.spec.powers_of_two]
     return known if len(known) == len(found) else None
 
 

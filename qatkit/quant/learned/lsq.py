@@ -38,6 +38,7 @@ class LearnedFakeQuantize(FakeQuantize):
     """
 
     step: nn.Parameter | None
+    takes_powers_of_two = False
     rests = False
     _stale = False  # whether the zero point may have moved
     limits: ClassVar[str] = ""
@@ -137,6 +138,7 @@ class LSQWeightFakeQuantize(WeightFakeQuantize):
 
     _optional: ClassVar[tuple[str, ...]] = (*WeightFakeQuantize._optional, "empty")
     takes_zero_points = False
+    takes_powers_of_two = False
     step: nn.Parameter | None
     empty: Tensor | None
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from qatkit.quant import powers_of_two
 from qatkit.quant.observers.base import Observer
 from qatkit.quant.observers.histogram import Histogram
 from qatkit.quant.spec import QuantSpec
@@ -64,10 +65,22 @@ class HistogramObserver(Observer):
 
     def finish(self, spec: QuantSpec) -> None:
         if self.histogram.low <= self.histogram.high:
-            for end, chosen in zip(
-                (self.low, self.high), self.method.range_of(self.histogram, spec), strict=True
-            ):
+            ends = chosen_range(self.method, self.histogram, spec)
+            for end, chosen in zip((self.low, self.high), ends, strict=True):
                 end.copy_(torch.tensor(chosen))
+
+
+def chosen_range(method: Method, histogram: Histogram, spec: QuantSpec) -> Ends:
+    """Returns the method's range; of scales that are powers of two one around it with such a scale."""
+    ends = method.range_of(histogram, spec)
+    return powers_of_two.range_of(*points_of(histogram), ends, spec) if spec.powers_of_two else ends
+
+
+def points_of(histogram: Histogram) -> tuple[Tensor, Tensor]:
+    """A value [n] of each bin that holds any, and the share [n] that it holds."""
+    counts, edges = histogram.bins()
+    points = torch.where(edges[:-1] == 0, 0.0, (edges[:-1] + edges[1:]) / 2)[counts > 0].float()
+    return points, (counts[counts > 0] / counts.sum()).float()
 
 
 def prefix(values: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from qatkit.quant import numerics
 from qatkit.quant.observers.histogram import Histogram
-from qatkit.quant.observers.range_methods import Ends, HistogramObserver, Method, within
+from qatkit.quant.observers.range_methods import Ends, HistogramObserver, Method, points_of, within
 from qatkit.quant.spec import QuantSpec
 
 
@@ -31,7 +31,7 @@ class MSE(Method):
 
     def range_of(self, histogram: Histogram, spec: QuantSpec) -> Ends:
         full = torch.tensor([histogram.low.item(), histogram.high.item()])
-        points, weights = _points(histogram)
+        points, weights = points_of(histogram)
         coarse = self.furthest ** -torch.linspace(0, 1, self.steps)
         step = self.furthest ** (1 / (self.steps - 1))
         fine = torch.linspace(1 / step, step, self.steps)
@@ -49,16 +49,9 @@ class MSE(Method):
 
 def relative_error(histogram: Histogram, ends: Ends, spec: QuantSpec) -> float:
     """Mean squared error of quantization by the range `ends`, over the mean square of all values."""
-    points, weights = _points(histogram)
+    points, weights = points_of(histogram)
     energy = (points.square() @ weights).item()
     return _squared_error(points, weights, torch.tensor([ends]), spec).item() / energy if energy else 0.0
-
-
-def _points(histogram: Histogram) -> tuple[Tensor, Tensor]:
-    """A value [n] of each bin that holds any, and the share [n] that it holds."""
-    counts, edges = histogram.bins()
-    points = torch.where(edges[:-1] == 0, 0.0, (edges[:-1] + edges[1:]) / 2)[counts > 0].float()
-    return points, (counts[counts > 0] / counts.sum()).float()
 
 
 def _moves(full: Tensor, spec: QuantSpec) -> list[Tensor]:
