@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
@@ -118,19 +117,28 @@ def test_folders_of_both_kinds_are_searched(launch: Launch, tmp_path: Path) -> N
     assert (seen[0].schedule.lr, seen[0].data.batch_size) == (0.125, 24)
 
 
-def test_our_own_warnings_are_one_line(launch: Launch, capfd: pytest.CaptureFixture[str]) -> None:
-    def job(config: Config) -> None:
-        warnings.warn_explicit("few images", UserWarning, str(ROOT / "qatkit" / "run" / "calibrate.py"), 1)
-        warnings.warn_explicit("elsewhere", UserWarning, "/other/place.py", 7)
+_WARNINGS = """
+import sys, warnings
+from pathlib import Path
+from qatkit.cli.command_line import main
 
-    with warnings.catch_warnings():  # pytest records them; a user's Python prints them
-        warnings.simplefilter("always")
-        warnings.showwarning = shown = lambda *what: print(
-            warnings.formatwarning(*what[:4]), end="", file=sys.stderr
-        )
-        assert launch(job) == 0
-        assert warnings.showwarning is shown
-    assert capfd.readouterr().err == "warning: few images\n/other/place.py:7: UserWarning: elsewhere\n"
+def job(config):
+    warnings.warn_explicit("few images", UserWarning, str(Path(ROOT, "qatkit", "run", "calibrate.py")), 1)
+    warnings.warn_explicit("elsewhere", UserWarning, "/other/place.py", 7)
+
+shown = warnings.showwarning
+status = main(job, Path(ROOT, "conf"))
+assert warnings.showwarning is shown
+sys.exit(status)
+"""
+
+
+def test_our_own_warnings_are_one_line(tmp_path: Path) -> None:
+    """In a process of its own, since how warnings look belongs to the process."""
+    code = f"ROOT = {str(ROOT)!r}\n{_WARNINGS}"
+    found = python("-c", code, cwd=tmp_path)
+    assert found.returncode == 0, found.stderr
+    assert found.stderr == "warning: few images\n/other/place.py:7: UserWarning: elsewhere\n"
 
 
 def test_any_other_error_keeps_its_traceback(launch: Launch, capfd: pytest.CaptureFixture[str]) -> None:
