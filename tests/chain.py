@@ -291,6 +291,22 @@ class HardGate(Gate):
         super().__init__(nn.Hardsigmoid)
 
 
+class GatedSum(nn.Module):
+    """A sum, a gate by HardSigmoid, a pool and a Linear: [N, 3, 10, 10] to [N, 5]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.inner = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 16, 3, padding=1)
+        self.gate, self.fc = nn.Conv2d(16, 16, 1), nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.stem(x))
+        x = torch.relu(self.inner(x) + x)
+        x = x * F.hardsigmoid(self.gate(F.adaptive_avg_pool2d(x, 1)))
+        return cast(Tensor, self.fc(x.mean((2, 3))))
+
+
 class Concat(nn.Module):
     """Two branches, joined, then a conv."""
 

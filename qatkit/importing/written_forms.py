@@ -44,9 +44,8 @@ def has_another_form(regions: Regions, path: str, edges: Sequence[Edge]) -> bool
     modules = [module_of(n) for n in nodes if n.op == "call_module"]
     if any(isinstance(module, QuantizedHardSigmoid) for module in modules):
         return True
-    if any(op_class(n) == "hardsigmoid" for n in nodes) and regions.loses(
-        path
-    ):  # 16 bits between it and a Mul
+    # With 16 bits there is a pair between a HardSigmoid and the Mul of its HardSwish.
+    if any(op_class(n) == "hardsigmoid" for n in nodes) and regions.loses(path):
         return True
     if any(isinstance(module, (Quantized, WeightOnly)) for module in modules) and _is_transposed(
         regions, path

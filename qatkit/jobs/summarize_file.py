@@ -56,7 +56,7 @@ def summarize_file(config: Config, folder: Path) -> int:
 
 
 def _audited(config: Config, path: Path, model: Any) -> tuple[Audit | None, str]:
-    """Returns the file's audit, or why there is none."""
+    """Returns the file's audit, or None with the reason."""
     from qatkit.verify.audit import audit
 
     try:

@@ -4,9 +4,9 @@
                  with the least squared error; of a range alone: the next power of two, so that nothing is clipped
     weight       the exponent of each scale, of four around that of the float scale, with the least squared error
 
-A sum of integers times a power of two is exact in float32 below 2²⁴, ties included, which all runtimes round to even:
-no alignment is needed, and there is none (docs/design.md, D75). Kernels of sums and products add the zero point before
-they round and QuantizeLinear adds it afterwards, which gives the same of ties where it is even: zero points are.
+A sum of integers times a power of two is exact in float32 below 2²⁴, ties included, which all runtimes round to even,
+so scales are not aligned (docs/design.md, D75). Kernels of sums and products add the zero point before they round, and
+QuantizeLinear adds it afterwards. Both round ties alike if the zero point is even, so all zero points are even.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ class QuantSpec:
 
     @property
     def powers_of_two(self) -> bool:
-        """Whether all scales are powers of two."""
+        """Returns whether all scales are powers of two."""
         return self.scale_type == "pow2"
 
     @property

@@ -100,9 +100,8 @@ class WeightFakeQuantize(Quantizer):
         self._made_with = spec.dtype
         self.register_buffer("clip", torch.ones(spec.granularity.scale_shape(shape)))
         self.oscillation = None
-        self._clips = (
-            spec.powers_of_two
-        )  # `clip` as a plain bool: asking a GPU at each step would wait for it
+        # `clip` as a plain bool, since asking a GPU at each step would wait for it.
+        self._clips = spec.powers_of_two
         self._edges: tuple[FakeQuantize | None, FakeQuantize | None] = (None, None)
 
     def between(self, source: FakeQuantize | None, target: FakeQuantize | None) -> None:

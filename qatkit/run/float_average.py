@@ -50,7 +50,7 @@ def decay_of(path: Path) -> float | None:
 
 
 def _stored(path: Path) -> Mapping[str, Any]:
-    """What a checkpoint holds, without reading its tensors; nothing of a file that only torch.load refuses."""
+    """Returns the contents of a checkpoint without reading its tensors; empty if torch.load refuses the file."""
     if path.suffix != ".ckpt":
         return {}
     try:

@@ -10,9 +10,8 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from chain import calibrated, noise, reach, run_ort, run_torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from chain import GatedSum, calibrated, noise, reach, run_ort, run_torch
+from torch import Tensor
 
 from qatkit.config.rules import validate
 from qatkit.config.schema import Config, OverrideConfig
@@ -27,24 +26,8 @@ INT4 = OverrideConfig(weight_dtype="int4")
 UINT4 = OverrideConfig(weight_dtype="int4", activation_dtype="uint4")
 
 
-class Gate(nn.Module):
-    """A sum, a gate by HardSigmoid, a pool and a Linear: [N, 3, 10, 10] to [N, 5]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.stem, self.inner = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 16, 3, padding=1)
-        self.gate, self.fc = nn.Conv2d(16, 16, 1), nn.Linear(16, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.relu(self.stem(x))
-        x = torch.relu(self.inner(x) + x)
-        x = x * F.hardsigmoid(self.gate(F.adaptive_avg_pool2d(x, 1)))
-        return cast(Tensor, self.fc(x.mean((2, 3))))
-
-
 def test_four_bits_are_computed_alike_everywhere(tmp_path: Path) -> None:
-    graph = calibrated(Gate().eval(), noise(32, 3, 10, 10), overrides={"*": UINT4})
+    graph = calibrated(GatedSum().eval(), noise(32, 3, 10, 10), overrides={"*": UINT4})
     converted = convert(graph).graph
     images, seen = noise(32, 3, 10, 10, seed=4), list[int]()
 
@@ -70,7 +53,7 @@ def test_four_bits_are_computed_alike_everywhere(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("dtype", "largest"), [("int4", 7), ("int3", 3), ("int2", 1)])
 def test_packed_weights_are_the_modules_integers(tmp_path: Path, dtype: str, largest: int) -> None:
     overrides = {"*": OverrideConfig(weight_dtype=dtype), "stem": OverrideConfig(weight_dtype="int8")}
-    converted = convert(calibrated(Gate().eval(), noise(32, 3, 10, 10), overrides=overrides)).graph
+    converted = convert(calibrated(GatedSum().eval(), noise(32, 3, 10, 10), overrides=overrides)).graph
     images = noise(16, 3, 10, 10, seed=4)
     for name, packed in (("bytes", False), ("packed", True)):
         export_onnx(converted, images[:2], tmp_path / f"{name}.onnx", opset=21, pack_int4=packed)
@@ -99,7 +82,7 @@ def test_packed_weights_are_the_modules_integers(tmp_path: Path, dtype: str, lar
 @pytest.mark.parametrize(("dtype", "largest"), [("int8", 63), ("int4", 7), ("int3", 3), ("int2", 1)])
 def test_few_bits_keep_them_on_cpus_that_saturate(dtype: str, largest: int) -> None:
     override = {"*": OverrideConfig(weight_dtype=dtype)}
-    graph = calibrated(Gate().eval(), noise(32, 3, 10, 10), FBGEMM.reduced(True), overrides=override)
+    graph = calibrated(GatedSum().eval(), noise(32, 3, 10, 10), FBGEMM.reduced(True), overrides=override)
     weights = [m.weight for m in convert(graph).graph.modules() if isinstance(m, Quantized)]
     assert weights
     assert {int(weight.abs().max()) for weight in weights} == {largest}

@@ -11,7 +11,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 import torch
-from chain import calibrated, noise, run_ort, run_torch
+from chain import GatedSum, calibrated, noise, run_ort, run_torch
 from numpy.typing import NDArray
 from onnx.reference import ReferenceEvaluator
 from torch import Tensor, nn
@@ -39,22 +39,6 @@ def _backend(activations: str = "uint16", weights: str | None = None) -> Backend
     config = Config()
     config.backend.activation_dtype, config.backend.weight_dtype = activations, weights
     return backend_of(config)
-
-
-class Gate(nn.Module):
-    """A sum, a gate by HardSigmoid, a pool and a Linear: [N, 3, 10, 10] to [N, 5]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.stem, self.inner = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 16, 3, padding=1)
-        self.gate, self.fc = nn.Conv2d(16, 16, 1), nn.Linear(16, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.relu(self.stem(x))
-        x = torch.relu(self.inner(x) + x)
-        x = x * F.hardsigmoid(self.gate(F.adaptive_avg_pool2d(x, 1)))
-        return cast(Tensor, self.fc(x.mean((2, 3))))
 
 
 def _rounded(x: Array, scale: float, zero: int, low: int, high: int) -> Array:
@@ -90,7 +74,7 @@ def test_every_integer_is_that_of_the_formula(tmp_path: Path, dtype: str, opset:
 def test_the_file_computes_what_the_module_does(
     tmp_path: Path, activations: str, weights: str | None, largest: int
 ) -> None:
-    graph = calibrated(Gate().eval(), noise(32, 3, 10, 10), _backend(activations, weights))
+    graph = calibrated(GatedSum().eval(), noise(32, 3, 10, 10), _backend(activations, weights))
     converted, images = convert(graph).graph, noise(32, 3, 10, 10, seed=4)
     expected = run_torch(converted, images)
     pairs = [m for m in converted.modules() if isinstance(m, QuantizeDequantize)]
@@ -126,7 +110,7 @@ def test_a_linear_sums_integers_exactly() -> None:
 
 @pytest.mark.parametrize("site", ["stem", "op/add", "op/conv"])
 def test_an_override_mixes_8_and_16_bits(tmp_path: Path, site: str) -> None:
-    graph = calibrated(Gate().eval(), noise(32, 3, 10, 10), overrides={site: UINT16})
+    graph = calibrated(GatedSum().eval(), noise(32, 3, 10, 10), overrides={site: UINT16})
     converted, images = convert(graph).graph, noise(32, 3, 10, 10, seed=4)
     expected, path = run_torch(converted, images), tmp_path / "model.onnx"
     export_onnx(converted, images[:2], path)
@@ -142,14 +126,14 @@ def test_an_override_mixes_8_and_16_bits(tmp_path: Path, site: str) -> None:
 
 
 def test_no_operator_counts_as_int8(tmp_path: Path) -> None:
-    graph = calibrated(Gate().eval(), noise(32, 3, 10, 10), _backend())
+    graph = calibrated(GatedSum().eval(), noise(32, 3, 10, 10), _backend())
     export_onnx(convert(graph).graph, noise(2, 3, 10, 10), tmp_path / "model.onnx")
     found = audit(tmp_path / "model.onnx")
     assert found.ok and found.int8_share == 0 and found.macs > 0
 
 
 def test_a_wrong_scale_is_found_and_a_tie_is_not(tmp_path: Path) -> None:
-    graph = calibrated(Gate().eval(), noise(32, 3, 10, 10), _backend())
+    graph = calibrated(GatedSum().eval(), noise(32, 3, 10, 10), _backend())
     converted, images, path = convert(graph).graph, noise(4, 3, 10, 10, seed=4), tmp_path / "model.onnx"
     export_onnx(converted, images[:2], path)
     file, reference = onnx.load(path), ConvertedReference(converted)
@@ -167,7 +151,7 @@ def test_a_wrong_scale_is_found_and_a_tie_is_not(tmp_path: Path) -> None:
 def test_a_float_conv_between_pairs_keeps_its_weight(tmp_path: Path) -> None:
     """ONNX Runtime would make int8 of it, silently, for it stands between a DequantizeLinear and a QuantizeLinear."""
     overrides = {"inner": OverrideConfig(float=True)}
-    graph = calibrated(Gate().eval(), noise(32, 3, 10, 10), _backend(), overrides)
+    graph = calibrated(GatedSum().eval(), noise(32, 3, 10, 10), _backend(), overrides)
     converted, images = convert(graph).graph, noise(32, 3, 10, 10, seed=4)
     expected, path = run_torch(converted, images), tmp_path / "model.onnx"
     export_onnx(converted, images[:2], path)
@@ -227,7 +211,7 @@ def test_outliers_cost_8_bits_much_and_16_nothing(tmp_path: Path) -> None:
 
 
 def test_16_bits_train() -> None:
-    graph = calibrated(Gate().eval(), noise(32, 3, 10, 10), _backend("int16"))
+    graph = calibrated(GatedSum().eval(), noise(32, 3, 10, 10), _backend("int16"))
     x = noise(4, 3, 10, 10, seed=5).requires_grad_()
     graph.train()
     graph(x).square().sum().backward()

@@ -88,7 +88,7 @@ def test_a_damaged_or_missing_file_is_named(bundle: Path, capsys: pytest.Capture
     (bundle / STREAM).write_bytes(kept[:-40])
     assert main([str(bundle)]) == 2
     assert "model.stream.onnx holds other bytes" in capsys.readouterr().err
-    seal(bundle)  # as a tool would that packs the bundle anew
+    seal(bundle)  # as a tool does that packs the bundle again
     assert checked(bundle)[1]["verdict"] == "falls short"
     (bundle / STREAM).unlink()
     assert main([str(bundle)]) == 2

@@ -124,8 +124,7 @@ def given(path: Path, wanted: Sequence[Port]) -> Feeds:
         if array is None:
             raise ConfigError(KEY, path, f"all inputs of the file; '{port.name}' is missing")
         fits = len(array.shape) == len(port.shape) and all(
-            size in (own, *(() if isinstance(own, int) else (size,)))
-            for size, own in zip(array.shape, port.shape, strict=True)
+            not isinstance(own, int) or size == own for size, own in zip(array.shape, port.shape, strict=True)
         )
         if array.dtype != port.dtype or not fits:
             sizes = ", ".join("?" if size is None else str(size) for size in port.shape)

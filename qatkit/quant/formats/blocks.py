@@ -40,7 +40,7 @@ def tensor_scale(largest: Tensor, form: Format) -> Tensor:
 
 
 def largest_finite(x: Tensor) -> Tensor:
-    """Returns the largest finite size among the values of `x`, []; 0 where there is none."""
+    """Returns the largest absolute value among the finite values of `x`, []; 0 if none is finite."""
     if not x.numel():
         return x.new_zeros(())
     size = x.detach().abs()

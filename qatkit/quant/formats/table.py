@@ -100,7 +100,7 @@ class Format:
     Attributes:
         element: the type of each.
         scale: the type of what scales them.
-        block: elements that share a scale; None: all do, or there is none.
+        block: number of elements that share a scale; None: one scale for the tensor, or no scale.
     """
 
     element: Element

@@ -230,7 +230,7 @@ def test_a_dictionary_of_outputs() -> None:
     model = Segments("out", "aux").eval()
     model.aux_classifier = model.heads["aux"]
     assert torch.equal(trace(model, x)(x), model(x)["out"])
-    features = Segments("out", "aux").eval()  # as a backbone's, of which nobody says that one trains alone
+    features = Segments("out", "aux").eval()  # as of a backbone, which marks no output as auxiliary
     assert trace(features, x).meta["outputs"] == ("out", "aux")
     marked = Segments("out", "edges", "aux").eval()
     marked.auxiliary_outputs = ("aux",)  # type: ignore[assignment]
