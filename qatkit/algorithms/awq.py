@@ -11,7 +11,7 @@ The strength α is searched for each source by the error of its readers' outputs
 H the second moments of the inputs, and "none" is among the candidates. The paper measures channels by E|x_j|.
 
 Source: Lin et al., "AWQ: Activation-aware Weight Quantization for On-Device LLM Compression and Acceleration", 2024,
-section 3.2, equations 4 and 5 (figures: docs/design.md, D63).
+section 3.2, equations 4 and 5 (figures: docs/decisions/0063-awq.md).
 """
 
 from __future__ import annotations

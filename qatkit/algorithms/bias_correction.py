@@ -8,7 +8,7 @@
 
 The empirical mean leaves out, channel by channel, the images with the largest differences: one image in 512
 that calibrated ranges clip is off by as much as all others together, and would shift the bias for all of them
-(figures: docs/design.md, D15).
+(figures: docs/decisions/0015-small-measurements.md).
 
 W' is as it will ship (`WeightFakeQuantize`); the corrected bias is rounded to int32 steps afterwards.
 Source: Nagel et al., "Data-free quantization through weight equalization and bias correction", 2019, section

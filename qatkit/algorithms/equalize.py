@@ -11,7 +11,7 @@ second of one pair and the first of the next (conv → depthwise → conv): the 
 nothing moves.
 
 It helps where channels are uneven and one scale serves a tensor; where they are even, or every channel has its
-scale, nothing is gained (figures: docs/design.md, D15).
+scale, nothing is gained (figures: docs/decisions/0015-small-measurements.md).
 
 Source: Nagel et al., "Data-free quantization through weight equalization and bias correction", 2019, section
 4.1. Its absorption of high biases, which needs the statistics of a BatchNorm, is not part of this.

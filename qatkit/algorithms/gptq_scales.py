@@ -9,7 +9,7 @@ block b (0 elsewhere) the best scales s solve
 
     Σ_c (q_b · H · q_c) s_c = q_b · H · w        for every block b
 
-Rows are independent of each other. What search and fit gain: docs/design.md, D58.
+Rows are independent of each other. What search and fit gain: docs/decisions/0058-weight-scales-and-bits.md.
 
 Source: the cost of an error is that of optimal brain surgery (Frantar et al., "GPTQ", 2023, equation 2).
 """

@@ -10,7 +10,7 @@ Of an operator whose bias cannot be changed C stands for the second moments, mea
 
 Source: Nagel et al., "Up or Down? Adaptive Rounding for Post-Training Quantization", 2020, section 3.2, equation 13:
 AdaRound's objective layer by layer, by coordinate descent on the rounding itself in place of gradients on a relaxed
-one (figures: docs/design.md, D19).
+one (figures: docs/decisions/0019-cheap-algorithms.md).
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
                                                              the larger part, and the same for every image
 
 Ordinary networks keep 35 dB or more behind each operator's rounded weights, where inputs lie around zero; what falls
-below `KEPT` and is won back by a shift of the bias is corrected (figures: docs/design.md, D46). Algorithms of
+below `KEPT` and is won back by a shift of the bias is corrected (figures: decision 46). Algorithms of
 `algorithm=` that change biases take the place of this one (`qatkit.algorithms.biases`).
 """
 

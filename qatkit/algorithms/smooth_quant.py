@@ -12,7 +12,7 @@ quantized per tensor and the weights as the backend does, |r(q(x/s), q(W·s)) - 
 found as the observer finds them: least squares where it keeps a histogram, else the extremes.
 
 Source: Xiao et al., "SmoothQuant: Accurate and Efficient Post-Training Quantization for Large Language Models", 2023,
-section 4, equation 4 (figures: docs/design.md, D19).
+section 4, equation 4 (figures: docs/decisions/0019-cheap-algorithms.md).
 """
 
 from __future__ import annotations

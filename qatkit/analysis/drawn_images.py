@@ -24,7 +24,7 @@ from qatkit.quant.fake_quantize import FakeQuantize
 from qatkit.records.analysis import ACTIVATION
 
 # Share of a batch that is followed, the number of the first images that all are, and what share of the former is
-# clipped hardest. Figures: docs/design.md, D20.
+# clipped hardest. Figures: docs/decisions/0020-sensitivity-analysis.md.
 SHARE, ALL_OF_THE_FIRST, CLIPPED = 1 / 6, 32, 1 / 4
 
 

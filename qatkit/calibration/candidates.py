@@ -8,7 +8,7 @@ applied to the error of the input,
 
 and for anything else |q(x) - x|² / |x|². A few images are enough for what the operator makes of an error, but not
 for the tails that a range clips: |q(x) - x|² / |x|² over all images, from the histogram, is added (what it is worth:
-docs/design.md, D13).
+docs/decisions/0013-calibration-contest.md).
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ from qatkit.quant import numerics
 from qatkit.quant.fake_quantize import FakeQuantize
 from qatkit.quant.spec import WHOLE
 
-# dB that a channel of an output, and all values at the next operator, keep at least (figures: docs/design.md, D46).
+# dB that a channel of an output, and all values at the next operator, keep at least (figures: decision 46).
 CHANNEL, TOTAL = 10.0, 18.0
 # Values that a channel has to have: with fewer, what it varies by is chance.
 _LEAST = 16

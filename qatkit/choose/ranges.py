@@ -42,7 +42,7 @@ from qatkit.train.module import QATModule
 from qatkit_verify.fitting import LEVELS
 from qatkit_verify.placement.sites import FloatSites, read_float_sites
 
-# Levels up to which a weight's largest value is no good end of its range (figures: docs/design.md, D13).
+# Levels up to which a weight's largest value is no good end of its range (figures: decision 13).
 _NARROW = 64
 # Of so many images one is held out of the pass, to choose between the methods.
 _HELD_OUT = 4

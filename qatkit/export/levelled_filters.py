@@ -1,7 +1,7 @@
 """Per-channel weights of Convs from ONNX Runtime's dynamic quantization, which has one scale for all filters.
 
 `levelled` divides each filter by its own range before, and `scaled_back` multiplies the scale in the file by it after:
-not one node more (figures: docs/design.md, D15). A Conv that the tool leaves float gets its own weights back.
+not one node more (figures: decision 15). A Conv that the tool leaves float gets its own weights back.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def begin(graph_module: fx.GraphModule) -> None:
     """What is learned starts from calibration, once: a quantizer that learns already goes on.
 
     Scales of what comes in from outside stay as calibrated: for their gradient alone the first operator would have to
-    make that of its input, which is a tenth of a CNN's step (docs/design.md, D31).
+    make that of its input, which is a tenth of a CNN's step (docs/decisions/0031-learned-quantizers.md).
     """
     for node in _untouched(graph_module):
         quantizer = module_of(node)

@@ -4,7 +4,7 @@
     image, 3 channels → Conv 3→64              image → Pad of its bytes → Conv 4→64
 
 ONNX Runtime has a fast depthwise kernel for multiples of 16 channels alone, and a fast convolution for multiples of 4
-(docs/onnxruntime-qdq.md, 3b; what each gives: docs/design.md, D29). No number changes: filters and biases that are
+(docs/onnxruntime-qdq.md, 3b; what each gives: decision 29). No number changes: filters and biases that are
 added are 0, so the new channels hold zeros, or what activations make of zero, and the weights that read them are 0
 again. The sums of integers are the same, and so are the scales that they are multiplied by.
 

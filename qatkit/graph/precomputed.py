@@ -4,7 +4,7 @@
     settled    x ── Conv(w as it ships), quantized in place           the same values
 
 On the CPU the kernels have their channels innermost, which convolutions make of their results too: oneDNN's own order
-of channels has to be turned around before and behind each quantizer. Figures: docs/design.md, D41.
+of channels has to be turned around before and behind each quantizer. Figures: decision 41.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ _LABELS = {
     "float16": "float16",
     "weight_only": "INT8 weights",
 }
-# Weights are dequantized once, when the session opens, and not on every run (figures: docs/design.md, D15).
+# Weights are dequantized once, when the session opens, and not on every run (figures: decision 15).
 _WEIGHT_ONLY_OPTIONS = {"session.disable_quant_qdq": "1"}
 
 

@@ -76,7 +76,7 @@ class _FakeQuantizePerTensor(torch.autograd.Function):
     """Quantize and dequantize with a straight-through gradient inside the representable range.
 
     ATen's fake_quantize kernels on the CPU are scalar code, so these four vectorised passes are spelled out
-    (figures: docs/design.md, D1). The backward is hardtanh's kernel: for a range that starts at zero it is
+    (figures: decision 1). The backward is hardtanh's kernel: for a range that starts at zero it is
     exactly the gradient of ReLU.
     """
 

@@ -7,7 +7,7 @@ of two neighbours along the depth of a matrix product and saturates at 16 bits (
 
 if both weights have one sign, and always if they have not. So a weight is exact on every processor if no two
 neighbours add up to more, which asks for a larger scale in few channels, and by less than the bit that 7-bit weights
-cost all of them (figures: docs/design.md, D42).
+cost all of them (figures: docs/decisions/0042-guarded-weights.md).
 
 The depth of a convolution runs over the positions of its kernel and, innermost, the channels of its group. Where these
 are an odd number, pairs reach from one position into the next, unless channels of zeros are added on the way to the

@@ -5,7 +5,7 @@
     weight       the exponent of each scale, of four around that of the float scale, with the least squared error
 
 A sum of integers times a power of two is exact in float32 below 2²⁴, ties included, which all runtimes round to even,
-so scales are not aligned (docs/design.md, D75). Kernels of sums and products add the zero point before they round, and
+so scales are not aligned (decision 75). Kernels of sums and products add the zero point before they round, and
 QuantizeLinear adds it afterwards. Both round ties alike if the zero point is even, so all zero points are even.
 """
 

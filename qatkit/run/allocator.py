@@ -22,7 +22,7 @@ def keep_freed_memory(sample: int = 0, weights: int = 0) -> None:
 
     Every activation of a step on the CPU, of training or of calibration, is such a buffer, and fresh pages for it have
     to be cleared. Those of large samples and of large models are returned at once: kept, the heap grows to several
-    times what a pass takes (figures: docs/design.md, D15, D46 and D60).
+    times what a pass takes (figures: decisions 15, 46 and 60).
 
     Args:
         sample: bytes of one sample; 0: small.

@@ -1,6 +1,6 @@
 """Float weights that are an average over steps (`schedule.ema`), fine-tuned by a run that takes none.
 
-Fine-tuning moves such weights to those of single steps, which are often worth less (docs/design.md, D65).
+Fine-tuning moves such weights to those of single steps, which are often worth less (decision 65).
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ def in_parts(predict: Predictor) -> Predictor:
     """`predict`, as many images at a time as caches have room for, whatever the batches that are loaded.
 
     A rule in place of the clock's choice, so that two runs add the same floats in the same order (figures:
-    docs/design.md, D33).
+    docs/decisions/0033-several-processes.md).
     """
     if isinstance(predict, OnAccelerator):  # it has other caches, and is the faster the more it gets at once
         return predict

@@ -10,7 +10,7 @@ from importlib import metadata
 from qatkit_verify.errors import ConfigError
 
 # The oldest and the newest ONNX Runtime that were tried. The oldest is this package's lower bound;
-# qatkit, which also makes files, asks for a newer one (docs/design.md, D35).
+# qatkit, which also makes files, asks for a newer one (docs/decisions/0035-bundle-checks.md).
 OLDEST, NEWEST = "1.23", "1.32"
 # The first whose convolutions take weights with a zero point of its own for each output channel.
 ZERO_POINTS_OF_CHANNELS = "1.27"

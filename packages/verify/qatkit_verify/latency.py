@@ -5,7 +5,7 @@ times every file once (A B A B ...), and a ratio is taken within a round before 
 things that would spoil such a measurement are handled:
 - ONNX Runtime's worker threads keep spinning for milliseconds after a run and would steal cores from the next
   file's run. `session.force_spinning_stop` ends the spinning with the run; spinning within a run, ONNX
-  Runtime's default, stays. (Figures: docs/design.md, D15.)
+  Runtime's default, stays. (Figures: docs/decisions/0015-small-measurements.md.)
 - The previous file's run evicts this file's weights from the caches, so each timed run follows an untimed one
   of the same file: the steady state of a server. Of many small files in turn one is not enough (mobilenet_v2 in
   float at 64x64, seven others beside it, one thread: 0.60 ms behind one, 0.40 behind eight, 0.39 alone).

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from qatkit.algorithms.gptq import GPTQ
 
 
-# Damping of a weight that is a table, too: it stands for the error of what is looked up (docs/design.md, D55).
+# Damping of a weight that is a table, too: it stands for the error of what is looked up (decision 55).
 _TIED = 0.1
 
 

@@ -3,7 +3,7 @@
 The loss of each weight with each number of bits is estimated (`qatkit.analysis.estimate`): how far the outputs are from
 float's with this weight alone rounded to the nearest. Losses add up, so the best choice for an average number of bits
 is a knapsack with one choice per weight (`qatkit.choose.precision.bit_allocation`). Algorithms that round come
-afterwards. They gain more on some weights than on others, which the estimate does not know (docs/design.md, D58).
+afterwards. They gain more on some weights than on others, which the estimate does not know (decision 58).
 
 int3 is no choice: it takes 4 bits in a file.
 """

@@ -82,7 +82,7 @@ def split_heads(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """[N, T, 3·E] → q, k, v, each [1, N·heads, T, E/heads].
 
     One Transpose of all three before they are parted, which then are three blocks of memory: a Split of every row
-    and three Transposes take longer (docs/design.md, D28).
+    and three Transposes take longer (docs/decisions/0028-file-level-costs.md).
     """
     parts = qkv.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4).flatten(1, 2).chunk(3)
     return parts[0], parts[1], parts[2]

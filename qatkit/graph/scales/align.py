@@ -17,7 +17,7 @@ error. So every scale moves up by a fraction of a percent:
     SiLU, Sigmoid     256 possible results         moves s_y, else s_x, until none of them is near a tie
 
 Operators that have no quantizer in common are aligned at once, so that a call costs a few dozen operations on vectors
-however many scales there are: learned scales are aligned before every step. Measured: docs/design.md, D12 and D31.
+however many scales there are: learned scales are aligned before every step. Measured: decisions 12 and 31.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ What quantizers learn moves by Adam on its logarithm:
     θ = log p        ∂L/∂θ = p·∂L/∂p        p ← p·exp(-rate·m̂/√v̂)
 
 A scale thus moves by a share of itself, about `rate` a step at most, and stays above zero: whether it is one of 8 or of
-4 bits, of 9 weights or of a million, and whatever the weights' own rate and optimizer are (docs/design.md, D31).
+4 bits, of 9 weights or of a million, and whatever the weights' own rate and optimizer are (decision 31).
 
-Weights may move by Adam in units of their channel's root mean square r (`schedule.relative_lr`; docs/design.md, D50):
+Weights may move by Adam in units of their channel's root mean square r (`schedule.relative_lr`; decision 50):
 
     θ = p / r        ∂L/∂θ = r·∂L/∂p        p ← (1 - rate·decay)·p - rate·r·m̂/√v̂
 

@@ -3,7 +3,7 @@
 - INFERENCE_PRECISION_HINT=f32: on CPUs with bfloat16 instructions OpenVINO computes in bfloat16 otherwise, and the
   figures are not those of the file. EXECUTION_MODE_HINT=ACCURACY keeps it from quantizing activations as it goes.
 - A file is compiled for the shapes that it is given, once for each: with a free batch 2026.4 can't compile Swin's
-  INT8 file (its ReshapeTransformation throws), and small networks run at half the speed (docs/design.md, D26).
+  INT8 file (its ReshapeTransformation throws), and small networks run at half the speed (decision 26).
 - Its telemetry is not imported: it sends an event as `import openvino` runs, from a fork that outlives its parent.
 - It knows com.microsoft.QuickGelu, so the function of that name in the file (SiLU) is not needed.
 
