@@ -1,4 +1,4 @@
-"""docs/decisions/: names, headings, the index and the links that lead there."""
+"""docs/decisions/ and docs/architecture.md: names, headings, the index, and files that are mentioned."""
 
 from __future__ import annotations
 
@@ -41,3 +41,14 @@ def test_mentioned_files_of_decisions_exist() -> None:
     }
     missing = {(path, name) for path, name in mentioned if not (FOLDER / name).is_file()}
     assert not missing, missing
+
+
+def test_modules_named_in_the_architecture_exist() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`((?:qatkit|qatkit_verify|packages|tests)/[\w/]+(?:\.py|/))`", text))
+    assert len(named) > 50
+    missing = {
+        path for path in named if not any((root / path).exists() for root in (ROOT, ROOT / "packages/verify"))
+    }
+    assert not missing, missing
+    assert len(text.splitlines()) <= 300
