@@ -10,7 +10,8 @@ An image is shrunk in uint8, as torchvision's own transforms shrink a Pillow ima
 rounding invented pixels to whole levels would only add noise.
 
 What evaluation gives is the same in every bit on every CPU, and `qatkit_verify.preprocess` gives it without torch.
-ATen's kernels of bytes are that already; its float kernels and torchvision's grey are not (fused multiply-adds, decision 38).
+ATen's kernels of bytes are that already; its float kernels and torchvision's grey are not (fused multiply-adds;
+decision 38).
 
 Random draws of a training image come from a `random.Random` of its own, given by the caller, so that they
 depend neither on the batch nor on the worker that the image falls into.
