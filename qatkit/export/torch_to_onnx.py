@@ -88,7 +88,8 @@ def export_onnx(
             (`graph.meta["batch_axes"]`) it never does.
         opset: as `export.opset`.
         template: keep every constant under the name of its buffer, equal ones too, for `refill`.
-        pack_int4, weights_for_amx: as `export.pack_int4`, `export.weights_for_amx`.
+        pack_int4: as `export.pack_int4`.
+        weights_for_amx: as `export.weights_for_amx`.
 
     Returns:
         Why axes that are free in the graph have the example's size in the file; "" where there are none. Axes that were

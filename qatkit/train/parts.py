@@ -94,7 +94,8 @@ class Parts:
             that is called several times (a head over a pyramid's levels) has one range for all calls; `calibrate`
             warns if these are far apart.
         example: one input of `model`.
-        backend, batch_norm: as in `QATModule`.
+        backend: as in `QATModule`.
+        batch_norm: as in `QATModule`.
         quantizers: make the quantizers and observers. An observer that averages over calls would clip the widest level.
         overrides: by part, then by pattern within it.
 
