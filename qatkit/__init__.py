@@ -1,6 +1,6 @@
 """qatkit: quantization-aware training for PyTorch models, and export to a verified INT8 QDQ ONNX file.
 
-    from qatkit import QATModule, Parts, export_onnx
+    from qatkit import quantize, QATModule, Parts, export_onnx
 
 Packages, in the order in which a model passes through them: `models` and `data` (inputs), `graph` (trace, fuse, stub,
 prepare, convert) on the arithmetic of `quant`, `calibration` and `algorithms`, `train`, `export`, `verify`, `report`.
@@ -17,10 +17,11 @@ from qatkit import former_names
 
 if TYPE_CHECKING:
     from qatkit.export.torch_to_onnx import export_onnx
+    from qatkit.one_call import Result, quantize
     from qatkit.train.module import QATModule
     from qatkit.train.parts import Parts
 
-__all__ = ["Parts", "QATModule", "export_onnx"]
+__all__ = ["Parts", "QATModule", "Result", "export_onnx", "quantize"]
 
 former_names.install()
 
@@ -28,6 +29,8 @@ _HOMES = {
     "QATModule": "qatkit.train.module",
     "Parts": "qatkit.train.parts",
     "export_onnx": "qatkit.export.torch_to_onnx",
+    "quantize": "qatkit.one_call",
+    "Result": "qatkit.one_call",
 }
 
 

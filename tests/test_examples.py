@@ -16,10 +16,13 @@ from qatkit.verify.audit import audit
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from docs.examples.keyword_spotting import KEYWORDS, main, spectrograms
-from docs.examples.residual import ScaledResNet
-from docs.examples.two_inputs import blobs
-from docs.examples.two_inputs import main as two_inputs
+from examples.detector_parts import main as detector_parts
+from examples.keyword_spotting import KEYWORDS, main, spectrograms
+from examples.onnx_file import main as onnx_file
+from examples.residual import ScaledResNet
+from examples.torchvision_classifier import main as torchvision_classifier
+from examples.two_inputs import blobs
+from examples.two_inputs import main as two_inputs
 
 
 def test_the_residual_network_runs_in_int8_to_the_last_operator() -> None:
@@ -61,3 +64,28 @@ def test_keywords_from_waveforms_to_a_verified_file(tmp_path: Path) -> None:
     assert found["float"] > 95
     assert found["int8"] >= found["float"] - 1
     assert {path.name for path in tmp_path.iterdir()} == {"float.onnx", "int8.onnx"}
+
+
+def test_a_file_of_ones_own_is_quantized_in_one_call(tmp_path: Path) -> None:
+    result = onnx_file(None, str(tmp_path / "run"))
+    assert result.met and audit(result.file).int8_share == 1.0
+
+
+@pytest.mark.slow
+def test_a_classifier_of_torchvision_in_one_call(tmp_path: Path) -> None:
+    result = torchvision_classifier(str(tmp_path))
+    assert result.met and audit(result.file).int8_share == 1.0
+
+
+@pytest.mark.slow
+def test_an_encoder_of_hugging_face_in_one_call(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from examples.hugging_face_encoder import main as encoder
+
+    assert encoder(str(tmp_path)).met
+
+
+@pytest.mark.slow
+def test_a_detectors_backbone_is_a_part(tmp_path: Path) -> None:
+    (file,) = detector_parts(str(tmp_path / "parts"))
+    assert audit(file).int8_share == 1.0

@@ -76,6 +76,7 @@ LAYERS = (
     ("jobs",),
     ("search", "compare"),
     ("cli",),
+    ("one_call",),
 )
 # Imports that point upwards all the same, each with its reason.
 UPWARDS = {

@@ -28,7 +28,6 @@ from pathlib import Path
 
 import hydra
 from hydra._internal.utils import get_args_parser  # the parser hydra.main itself reads the command line with
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
@@ -41,7 +40,14 @@ from qatkit.cli.reference import help_text
 from qatkit.cli.train_command import train_run
 from qatkit.config import sweep
 from qatkit.config.argv import typing
-from qatkit.config.compose import check_texts, compose_config, launcher_of, register, to_config
+from qatkit.config.compose import (
+    check_texts,
+    compose_config,
+    launcher_of,
+    register,
+    to_config,
+    without_hydra_around,
+)
 from qatkit.config.hydra_errors import translate
 from qatkit.config.paths import at_places
 from qatkit.config.quoting import calls_quoted, quoted
@@ -281,12 +287,8 @@ def _composer(conf: Path, typed: Sequence[str]) -> Callable[[Sequence[str]], Con
     searched = _searched()
 
     def composed(more: Sequence[str]) -> Config:
-        job, around = GlobalHydra.instance().hydra, GlobalHydra.instance()
-        around.clear()  # Hydra composes for one at a time
-        try:
+        with without_hydra_around():
             return compose_config(conf, [*typed, *more, *searched], folders=mine)
-        finally:
-            around.hydra = job
 
     return composed
 

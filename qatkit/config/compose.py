@@ -17,6 +17,7 @@ from typing import Any
 import hydra
 import yaml
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, StringNode
@@ -91,6 +92,17 @@ def compose_config(
             return to_config(node if adapt is None else adapt(node, overrides))
         except (OmegaConfBaseException, RecursionError) as error:
             raise translate(error, overrides, conf) from error
+
+
+@contextmanager
+def without_hydra_around() -> Iterator[None]:
+    """Lets Hydra compose within a program that Hydra has started: it composes for one at a time."""
+    around = GlobalHydra.instance()
+    job, around.hydra = around.hydra, None
+    try:
+        yield
+    finally:
+        around.hydra = job
 
 
 def launcher_of(conf: Path, overrides: Sequence[str], folders: Sequence[str] = ()) -> str:

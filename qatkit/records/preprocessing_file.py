@@ -19,20 +19,20 @@ _COUNT = f"an integer from 1 to {_LARGEST_SIDE}"
 _SIDE = f"{_COUNT}, or [height, width]"
 
 
-_OF_RECORDINGS = "features"  # a key that only recordings have
+_OF_RECORDINGS, _OF_ARRAYS = "features", "arrays"  # keys that only recordings, only arrays by name have
 
 
 def preprocessing_beside(onnx_file: Path) -> dict[str, Any] | None:
     """What the model.json beside a file says of its images (`Preprocessing.from_dict` takes it).
 
     Returns:
-        None without one, with another tool's, or with one of recordings.
+        None without one, with another tool's, or with one of recordings or of arrays by name.
 
     Raises:
         ConfigError: it is no JSON, or a value of its preprocessing cannot be used; names the key.
     """
     found = _beside(onnx_file)
-    if found is None or _OF_RECORDINGS in found:
+    if found is None or _OF_RECORDINGS in found or _OF_ARRAYS in found:
         return None
     _check(onnx_file.parent / MODEL_FILE, found)
     return found

@@ -165,7 +165,10 @@ class Parts:
         return converted
 
     def export(self, folder: Path, opset: int = 13) -> dict[str, Path]:
-        """Writes PATH.int8.onnx for each part; returns the files by path."""
+        """Writes PATH.int8.onnx for each part into a folder, which is made where there is none; returns the files by
+        path.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
         files = {}
         for path, graph in self.graphs.items():
             files[path] = folder / f"{path}.int8.onnx"

@@ -27,7 +27,7 @@ class CleanConfig:
     float32: bool = setting(False, "float16 tensors, inputs and outputs become float32")
     layout: Any = setting(
         None,
-        "of inputs and outputs: {NAME: nhwc} moves the channel axis from second to last, {NAME: nchw} back, by a Transpose",
+        "of inputs and outputs: {NAME: nhwc} moves channels from axis 1 to the end, {NAME: nchw} back, by a Transpose",
     )
     opset: int | None = setting(None, "of the cleaned file, higher or lower; null: as it is", Range(13, 23))
     unshare: bool = setting(False, "an initializer that several nodes read gets a copy for each")

@@ -1,6 +1,6 @@
 """A model of an image and a vector that yields a mapping, in a training loop of one's own, to a verified INT8 file.
 
-    uv run docs/examples/two_inputs.py [FOLDER]
+    uv run examples/two_inputs.py [FOLDER]
 
 The data are made up: blobs whose place in the image and whose size in the vector tell the class and a number.
 What matters is the form. `QATModule` is handed what the model is called with, here (image, vector); batches have

@@ -1,6 +1,6 @@
 """A DS-CNN for keyword spotting on spectrograms, from waveforms to a verified INT8 file, in plain Python.
 
-    uv run docs/examples/keyword_spotting.py [FOLDER]
+    uv run examples/keyword_spotting.py [FOLDER]
 
 The model is that of Zhang et al., "Hello Edge: Keyword Spotting on Microcontrollers", 2017. Spoken words need
 a download, so four kinds of tones in noise stand for them: rising, falling, steady and pulsed. Everything else

@@ -1,6 +1,6 @@
 """A network of one's own, with residuals and a custom block, through `train.py`.
 
-    uv run train.py recipe=quickstart name=residual model.name=docs.examples.residual.ScaledResNet \
+    uv run train.py recipe=quickstart name=residual model.name=examples.residual.ScaledResNet \
       '+model.kwargs={width: 24}' model.num_classes=null schedule.float_epochs=20 schedule.lr=5e-4
 
 `model.name` is the dotted path of anything that returns an `nn.Module`; `num_classes` is handed to it unless it
