@@ -1,4 +1,4 @@
-"""The two commands, qatkit-train and qatkit-export; train.py and export.py of a checkout call the same.
+"""The commands: qatkit-train and qatkit-export, which train.py and export.py of a checkout call as well, and qatkit.
 
 conf/ and recipes/ stand beside the package in a checkout and inside of it in a wheel.
 """
@@ -15,6 +15,15 @@ if TYPE_CHECKING:
     from qatkit.config.schema import Config
 
 _PACKAGE = Path(__file__).parents[1]
+_USAGE = """qatkit: float models and ONNX files to verified INT8 files
+
+  qatkit train [recipe=NAME] [key=value ...]     a model through the whole chain
+  qatkit export checkpoint=FILE | onnx=FILE      a checkpoint again, or a float ONNX file
+  qatkit compare FOLDER                          many runs in a table and a page
+  qatkit doctor                                  what works on this machine
+  qatkit --version
+
+`qatkit train --help` lists every recipe, group and key."""
 
 
 def train() -> int:
@@ -25,6 +34,26 @@ def train() -> int:
 def export() -> int:
     """A checkpoint to its file again, or a float ONNX file to a quantized one: the exit status."""
     return _started(_export, from_checkpoint=True)
+
+
+def main() -> int:
+    """Runs `qatkit COMMAND ...` and returns its exit status."""
+    commands = {"train": train, "export": export, "compare": _compare, "doctor": _doctor}
+    asked = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if asked == "--version":
+        from qatkit.cli.doctor import version
+
+        print(f"qatkit {version()}")
+        return 0
+    if asked in commands:
+        # Under the name of the single command: processes of a distributed run start it again by that.
+        sys.argv = [str(Path(sys.argv[0]).with_name(f"qatkit-{asked}")), *sys.argv[2:]]
+        return commands[asked]()
+    print(_USAGE)
+    if asked in ("--help", "-h"):
+        return 0
+    print(f"error: {asked}: expected one of {', '.join(commands)}", file=sys.stderr)
+    return 2
 
 
 def conf() -> Path:
@@ -43,6 +72,18 @@ def _started(job: Callable[[Config], int], *, from_checkpoint: bool = False) -> 
     except KeyboardInterrupt:  # from when the imports are done, `main` answers it
         print("interrupted before anything began", file=sys.stderr)
         return 130
+
+
+def _compare() -> int:
+    from qatkit.compare.command import main as compare
+
+    return compare()
+
+
+def _doctor() -> int:
+    from qatkit.cli.doctor import main as doctor
+
+    return doctor()
 
 
 def _train(config: Config) -> int:
