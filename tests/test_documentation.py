@@ -15,7 +15,7 @@ from qatkit.config.compose import compose_config
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
-FOLDERS = ("start", "guides", "deploy", "scale")
+FOLDERS = ("start", "guides", "deploy", "scale", "develop")
 PAGES = [
     README,
     ROOT / "docs" / "index.md",
