@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 WEIGHT_ONLY = "weight-only int8"
 # Why an operator computes in float although it stands between pairs: none is a mistake of the file.
 SIXTEEN_BITS = "it takes or gives 16-bit integers, which ONNX Runtime rounds to and computes in float"
+NARROW_BIAS = (
+    "its bias has fewer than 32 bits, which no kernel of ONNX Runtime adds: bias_dtype=int32 has kernels"
+)
+COMPUTED_IN_FLOAT = (SIXTEEN_BITS, NARROW_BIAS)
 RECURRENT_WEIGHTS = f"{WEIGHT_ONLY}: ONNX Runtime has no int8 kernel for it"
 
 
@@ -81,6 +85,10 @@ FORMAT_NAMES = tuple(FORMATS)
 SCALE_TYPES = ("float32", "float16", "uint8")
 # Values that scales may have (`qatkit.quant.powers_of_two`).
 SCALE_VALUES = ("float", "pow2")
+# Types that hold biases (`qatkit.quant.bias_types`).
+BIAS_TYPES = ("int32", "int16", "int8", "float")
+# Of them those of integers with a scale of their own, which no kernel of ONNX Runtime takes.
+NARROW_BIASES = ("int16", "int8")
 # The largest sum of two weights of one sign whose products with uint8 activations fit into 16 bits: 255 · 128 < 2¹⁵.
 PAIR_LIMIT = 128
 
@@ -101,6 +109,7 @@ class QuantSpec:
             (`qatkit.quant.pairs`), as `backend.reduce_range=auto` asks; refused of asymmetric ones that `may_saturate`.
         scale_dtype: of a weight: the type in `SCALE_TYPES` that holds its scales.
         scale_type: which scales there are: "float", any, or "pow2", powers of two, of integers alone.
+        bias_dtype: of a weight: the type in `BIAS_TYPES` that holds the bias of its operator.
     """
 
     dtype: str = "uint8"
@@ -110,12 +119,14 @@ class QuantSpec:
     pairs: bool = False
     scale_dtype: str = "float32"
     scale_type: str = "float"
+    bias_dtype: str = "int32"
 
     def __post_init__(self) -> None:
         for name, value, known in (
             ("dtype", self.dtype, (*DTYPES, *FORMAT_NAMES)),
             ("scale_dtype", self.scale_dtype, SCALE_TYPES),
             ("scale_type", self.scale_type, SCALE_VALUES),
+            ("bias_dtype", self.bias_dtype, BIAS_TYPES),
         ):
             if value not in known:
                 raise ValueError(f"{name}={value}: expected one of {', '.join(known)}")
@@ -135,6 +146,11 @@ class QuantSpec:
     def powers_of_two(self) -> bool:
         """Returns whether all scales are powers of two."""
         return self.scale_type == "pow2"
+
+    @property
+    def narrow_bias(self) -> bool:
+        """Returns whether biases have integers of fewer bits than a sum of products, and a scale of their own."""
+        return self.bias_dtype in NARROW_BIASES
 
     @property
     def form(self) -> Format | None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from qatkit.quant import numerics, powers_of_two
+from qatkit.quant.bias_types import rounded_bias, whole_bias
 from qatkit.quant.fake_quantize import Bounds, FakeQuantize, Quantizer
 from qatkit.quant.granularity import PerBlock, PerChannel, along
 from qatkit.quant.held_scales import avoid_overflow, held
@@ -34,7 +35,8 @@ class Integers:
         scale: of the granularity's shape, or [out] where one for the tensor was repaired.
         zero_point: of the scale's shape and the weight's type; 0 of a symmetric spec of a signed type.
         bias: [out] in steps of `bias_scale`, whole numbers in float64; None without a bias.
-        bias_scale: input scale times `scale`.
+        bias_scale: input scale times `scale` times the multiplier.
+        bias_multiplier: 1, or of biases of 8 or 16 bits other whole numbers in float64, of the shape of `scale`.
         repaired: channels whose scale was raised so that the bias fits int32.
     """
 
@@ -43,13 +45,14 @@ class Integers:
     zero_point: Tensor
     bias: Tensor | None
     bias_scale: Tensor
+    bias_multiplier: Tensor
     repaired: int
 
 
 class WeightFakeQuantize(Quantizer):
     """Fake quantization of a weight; scale and zero point follow the weight's range at each step.
 
-    With it goes the bias, to steps of input scale times weight scale, as it will be in the file. Integers are counted
+    With it goes the bias, as it will be in the file (`qatkit.quant.bias_types`). Integers are counted
     from the zero point, so that their product with the scale is the weight; those of the file (`integers`) are not.
 
     Args:
@@ -286,7 +289,7 @@ class WeightFakeQuantize(Quantizer):
         scale = self.scale(weight)
         source = self._edges[0]
         if bias is not None and source is not None:
-            bias = numerics.fake_quantize_bias(bias, self._by_outputs(scale) * source.scale)
+            bias = rounded_bias(bias, self._by_outputs(scale) * source.scale, self.spec)
         rounded = self.rounded(weight, scale)
         if self.oscillation is not None:  # what is frozen follows its scale alone
             spread = self._spread(self.trained(scale, weight), weight)
@@ -374,9 +377,10 @@ class WeightFakeQuantize(Quantizer):
             steps = one._steps(part, granularity.spread(of_part, part.shape))
             zeros = granularity.spread(zero if zero.ndim == 0 else zero[rows], part.shape)
             whole[rows] = (steps + zeros).to(whole.dtype)
-        bias_scale = scale * input_scale
-        whole_bias = None if bias is None else numerics.to_bias(bias, bias_scale)
-        return Integers(whole, scale, zero.to(whole.dtype), whole_bias, bias_scale, repaired)
+        step = scale * input_scale
+        found, times = (None, torch.ones_like(step)) if bias is None else whole_bias(bias, step, self.spec)
+        bias_scale = step * times.to(step.dtype)
+        return Integers(whole, scale, zero.to(whole.dtype), found, bias_scale, times, repaired)
 
 
 def _floor(steps: Tensor, ends: numerics.Ends) -> Tensor:

@@ -30,6 +30,8 @@ def backend_of(config: Config) -> Backend:
     backend = replace(backend, weight=_weight(backend.weight, config.backend))
     if backend.weights_alone:
         _check_weights_alone(config)
+    if backend.weights_alone or backend.other_runtime:
+        _check_float_biases(config)
     if config.backend.activation_dtype is not None:
         backend = backend.with_activations(config.backend.activation_dtype)
     if config.backend.scale_type is not None:
@@ -48,11 +50,8 @@ def backend_of(config: Config) -> Backend:
 
 def _with_scales(config: Config, backend: Backend, kind: str) -> Backend:
     """Returns the backend with scales of a kind, which neither pixels nor scales that are quantized themselves have."""
-    asked = [("backend", config.backend.weight_scale_dtype)]
-    overrides = config.backend.overrides.items()
-    asked += [(f"backend.overrides.{name}", one.weight_scale_dtype) for name, one in overrides]
-    for place, dtype in asked if kind == "pow2" else ():
-        if dtype == "uint8":
+    for place, one in _settings(config.backend) if kind == "pow2" else ():
+        if (dtype := one.weight_scale_dtype) == "uint8":
             allowed = (
                 "float32 or float16 with backend.scale_type=pow2: products of integers are no powers of two"
             )
@@ -89,11 +88,17 @@ def _check_weights_alone(config: Config) -> None:
             )
 
 
+def _check_float_biases(config: Config) -> None:
+    """Refuses integers for biases where they stay float."""
+    for place, one in _settings(config.backend):
+        if one.bias_dtype not in (None, "float"):
+            allowed = f"null or float with {config.backend.target}, which takes float biases alone"
+            raise ConfigError(f"{place}.bias_dtype", one.bias_dtype, allowed)
+
+
 def _check_other_runtime(config: Config) -> None:
     """Refuses integers of 16 bits, which no other runtime of the backends takes."""
-    asked: dict[str, BackendConfig | OverrideConfig] = {"backend": config.backend}
-    asked |= {f"backend.overrides.{name}": one for name, one in config.backend.overrides.items()}
-    for place, one in asked.items():
+    for place, one in _settings(config.backend):
         for key in ("activation_dtype", "weight_dtype"):
             if (value := getattr(one, key)) in WIDE:
                 allowed = (
@@ -108,6 +113,7 @@ _OF_INTEGERS: tuple[tuple[str, object], ...] = (
     ("backend.weight_symmetric", None),
     ("backend.weight_scale_dtype", None),
     ("backend.scale_type", None),
+    ("backend.bias_dtype", None),
     ("backend.every_operator", False),
     ("algorithm", {}),
     ("algorithm_choice", "all"),
@@ -167,11 +173,16 @@ _OBSERVERS = tuple(
 
 def _dtypes(asked: BackendConfig) -> Iterator[tuple[str, str | None]]:
     """Yields the number types that are asked for, each with its key."""
-    settings: list[tuple[str, BackendConfig | OverrideConfig]] = [("backend", asked)]
-    settings += [(f"backend.overrides.{pattern}", override) for pattern, override in asked.overrides.items()]
-    for key, one in settings:
+    for key, one in _settings(asked):
         yield f"{key}.weight_dtype", one.weight_dtype
         yield f"{key}.activation_dtype", one.activation_dtype
+
+
+def _settings(asked: BackendConfig) -> Iterator[tuple[str, BackendConfig | OverrideConfig]]:
+    """Yields the settings of the group and those of each override, with their keys."""
+    yield "backend", asked
+    for pattern, override in asked.overrides.items():
+        yield f"backend.overrides.{pattern}", override
 
 
 def _weight(spec: QuantSpec, asked: BackendConfig) -> QuantSpec:
@@ -182,4 +193,6 @@ def _weight(spec: QuantSpec, asked: BackendConfig) -> QuantSpec:
         spec = replace(spec, granularity=granularity_of(asked.weight_granularity))
     if asked.weight_scale_dtype is not None:
         spec = replace(spec, scale_dtype=asked.weight_scale_dtype)
+    if asked.bias_dtype is not None:
+        spec = replace(spec, bias_dtype=asked.bias_dtype)
     return spec if asked.weight_symmetric is None else replace(spec, symmetric=asked.weight_symmetric)

@@ -243,9 +243,15 @@ class QATModule(FineTuning):
 
         What else was skipped is for the audit to find.
         """
-        return [
+        found = [
             where for where, reason in self.skipped if reason.startswith((BY_OVERRIDE, WEIGHT_ONLY, MIXED))
         ]
+        linear = [
+            (node, fake)
+            for node, operator, fake in quantized_operators(self.graph)
+            if isinstance(operator, nn.Linear)
+        ]
+        return found + [site(node) for node, fake in linear if fake.spec.bias_dtype == "float"]
 
     def adjust(self, batches: Iterable[Any], algorithms: Iterable[Algorithm] | None = None) -> None:
         """Hook: before `calibrate`, the algorithms of the stage "observed" (or those given), each on `batches`."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from qatkit.config.fields import BITS, BLOCK, COUNT, PLACE, POSITIVE, SCALES, SWITCH, Choices, Range, setting
 from qatkit.config.sizes import SIZE
-from qatkit.quant.spec import ACTIVATIONS, FORMAT_NAMES, SCALE_TYPES, SCALE_VALUES, SIGNED
+from qatkit.quant.spec import ACTIVATIONS, BIAS_TYPES, FORMAT_NAMES, SCALE_TYPES, SCALE_VALUES, SIGNED
 from qatkit_verify.fitting import ALIGNMENTS, FITS, LAYOUTS, ORDERS, PIXELS
 from qatkit_verify.sound_limits import LARGEST_MELS, LEAST_OFFSET, LOG_MEL, MFCC
 
@@ -264,6 +264,7 @@ class OverrideConfig:
         Choices((*ACTIVATIONS, *FORMAT_NAMES)),
     )
     activation_symmetric: bool | None = setting(None, "zero in the middle of the range")
+    bias_dtype: str | None = setting(None, "as backend.bias_dtype, of these operators", Choices(BIAS_TYPES))
 
 
 @dataclass
@@ -306,6 +307,13 @@ class BackendConfig:
     )
     scale_type: str | None = setting(
         None, "any scales (float), or powers of two (pow2); null: the backend's choice", Choices(SCALE_VALUES)
+    )
+    bias_dtype: str | None = setting(
+        None,
+        "of the biases of operators with quantized weights and activations; int16 and int8 have scales of their own, "
+        "for NPUs, and float is float32: ONNX Runtime computes most of these operators in float; null: int32, at input "
+        "scale times weight scale",
+        Choices(BIAS_TYPES),
     )
     every_operator: bool = setting(
         False, "quantize the output of every operator, as naive tools do: to see what that costs"
