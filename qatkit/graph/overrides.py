@@ -89,6 +89,8 @@ class Overrides:
         if override.reduce_range is not None:
             eight_bits = backend.reduced(False)  # an override has the last word on the backend's own bits
             spec = replace(eight_bits.reduced(override.reduce_range).weight, granularity=spec.granularity)
+        if override.scale_type is not None:
+            spec = replace(spec, scale_type=override.scale_type)
         if override.bias_dtype is not None:
             spec = replace(spec, bias_dtype=override.bias_dtype)
         dtype = override.weight_dtype or spec.dtype
@@ -101,6 +103,8 @@ class Overrides:
         spec = backend.activation
         if override.activation_symmetric is not None:
             spec = replace(spec, symmetric=override.activation_symmetric)
+        if override.scale_type is not None:
+            spec = replace(spec, scale_type=override.scale_type)
         return spec if override.activation_dtype is None else replace(spec, dtype=override.activation_dtype)
 
     def _of(self, node: fx.Node) -> OverrideConfig:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qatkit.quant.powers_of_two import rounded_up
+from qatkit.quant.scale_types import rounded_up
 from qatkit.quant.spec import DTYPES, QuantSpec
 
 # How many multipliers are tried, from the least by which the bias is in range.
@@ -55,7 +55,7 @@ def _multiplier(steps: Tensor, one_for_all: bool, spec: QuantSpec) -> Tensor:
     high = DTYPES[spec.bias_dtype].high
     first = torch.ceil(largest / high).clamp(min=1.0)
     if spec.powers_of_two:  # a larger one has coarser steps, among them no other values
-        return rounded_up(first).double()
+        return rounded_up(first, spec).double()
     best, least = first, torch.full_like(first, torch.inf)
     for more in range(_TRIED):
         tried = first + more

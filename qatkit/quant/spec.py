@@ -83,8 +83,8 @@ FORMAT_NAMES = tuple(FORMATS)
 # Types that scales of weights are held in; uint8 with a scale of its own for each output channel
 # (`qatkit.quant.held_scales`).
 SCALE_TYPES = ("float32", "float16", "uint8")
-# Values that scales may have (`qatkit.quant.powers_of_two`).
-SCALE_VALUES = ("float", "pow2")
+# Values that scales may have (`qatkit.quant.scale_types`).
+SCALE_VALUES = ("float", "pow2", "float16", "int16")
 # Types that hold biases (`qatkit.quant.bias_types`).
 BIAS_TYPES = ("int32", "int16", "int8", "float")
 # Of them those of integers with a scale of their own, which no kernel of ONNX Runtime takes.
@@ -108,7 +108,8 @@ class QuantSpec:
         pairs: of a weight: no two integers that such a kernel adds up can saturate, whatever their activations
             (`qatkit.quant.pairs`), as `backend.reduce_range=auto` asks; refused of asymmetric ones that `may_saturate`.
         scale_dtype: of a weight: the type in `SCALE_TYPES` that holds its scales.
-        scale_type: which scales there are: "float", any, or "pow2", powers of two, of integers alone.
+        scale_type: which scales there are: "float", any, or of integers alone "pow2", powers of two, "float16", numbers
+            of float16, or "int16", integers of 15 bits times powers of two.
         bias_dtype: of a weight: the type in `BIAS_TYPES` that holds the bias of its operator.
     """
 
@@ -133,7 +134,7 @@ class QuantSpec:
         if not isinstance(self.granularity, Granularity):
             allowed = "PerTensor(), PerChannel(axis) or PerBlock(size) of qatkit.quant.granularity"
             raise ValueError(f"granularity={self.granularity!r}: expected {allowed}")
-        if self.powers_of_two and (self.form is not None or self.scale_dtype == "uint8"):
+        if not self.any_scale and (self.form is not None or self.scale_dtype == "uint8"):
             value = self.dtype if self.form is not None else f"scale_dtype={self.scale_dtype}"
             allowed = f"float with {value}, whose scales are numbers of their own"
             raise ValueError(f"scale_type={self.scale_type}: expected {allowed}")
@@ -141,6 +142,11 @@ class QuantSpec:
             weights = f"asymmetric {self.dtype} weights, which no guard keeps from saturating"
             allowed = f"false, or true (7 bits), with {weights}"
             raise ConfigError("backend.reduce_range", "auto", allowed)
+
+    @property
+    def any_scale(self) -> bool:
+        """Returns whether scales may be any float32."""
+        return self.scale_type == "float"
 
     @property
     def powers_of_two(self) -> bool:

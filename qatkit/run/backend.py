@@ -34,8 +34,10 @@ def backend_of(config: Config) -> Backend:
         _check_float_biases(config)
     if config.backend.activation_dtype is not None:
         backend = backend.with_activations(config.backend.activation_dtype)
-    if config.backend.scale_type is not None:
-        backend = _with_scales(config, backend, config.backend.scale_type)
+    _check_scales(config)
+    if (kind := config.backend.scale_type) is not None:
+        activation, weight = (replace(one, scale_type=kind) for one in (backend.activation, backend.weight))
+        backend = replace(backend, activation=activation, weight=weight)
     if backend.other_runtime:
         _check_other_runtime(config)
     if config.backend.every_operator:
@@ -48,19 +50,20 @@ def backend_of(config: Config) -> Backend:
     return backend.reduced(config.backend.reduce_range)
 
 
-def _with_scales(config: Config, backend: Backend, kind: str) -> Backend:
-    """Returns the backend with scales of a kind, which neither pixels nor scales that are quantized themselves have."""
-    for place, one in _settings(config.backend) if kind == "pow2" else ():
-        if (dtype := one.weight_scale_dtype) == "uint8":
-            allowed = (
-                "float32 or float16 with backend.scale_type=pow2: products of integers are no powers of two"
-            )
+def _check_scales(config: Config) -> None:
+    """Refuses scales of a type where pixels, or scales that are quantized themselves, have others."""
+    whole = config.backend
+    for place, one in _settings(whole):
+        kind, dtype = one.scale_type or whole.scale_type, one.weight_scale_dtype or whole.weight_scale_dtype
+        if kind in (None, "float") or dtype != "uint8":
+            continue
+        if one.weight_scale_dtype == "uint8":
+            allowed = f"float32 or float16 with scale_type={kind}, of which products of integers are none"
             raise ConfigError(f"{place}.weight_scale_dtype", dtype, allowed)
-    if kind == "pow2" and config.export.io != "float32":
-        allowed = "float32 with backend.scale_type=pow2: pixels have steps of 1/255"
+        raise ConfigError(f"{place}.scale_type", kind, "null or float with backend.weight_scale_dtype=uint8")
+    if whole.scale_type not in (None, "float") and config.export.io != "float32":
+        allowed = f"float32 with backend.scale_type={whole.scale_type}: pixels have steps of 1/255"
         raise ConfigError("export.io", config.export.io, allowed)
-    activation, weight = (replace(one, scale_type=kind) for one in (backend.activation, backend.weight))
-    return replace(backend, activation=activation, weight=weight)
 
 
 def _check_weights_alone(config: Config) -> None:
@@ -148,6 +151,14 @@ def _check_formats(config: Config, backend: Backend) -> None:
             )
     if not backend.simulated:
         return
+    for pattern, override in config.backend.overrides.items():
+        for name in ("scale_type", "bias_dtype"):
+            if (value := getattr(override, name)) is not None:
+                key, allowed = (
+                    f"backend.overrides.{pattern}.{name}",
+                    "null with backend=simulated, as all scales are",
+                )
+                raise ConfigError(key, value, allowed)
     for key, needed in _OF_INTEGERS:
         group, _, name = key.partition(".")
         value = getattr(getattr(config, group), name) if name else getattr(config, group)

@@ -264,6 +264,9 @@ class OverrideConfig:
         Choices((*ACTIVATIONS, *FORMAT_NAMES)),
     )
     activation_symmetric: bool | None = setting(None, "zero in the middle of the range")
+    scale_type: str | None = setting(
+        None, "as backend.scale_type, of the weights and outputs of these operators", Choices(SCALE_VALUES)
+    )
     bias_dtype: str | None = setting(None, "as backend.bias_dtype, of these operators", Choices(BIAS_TYPES))
 
 
@@ -306,7 +309,10 @@ class BackendConfig:
         Choices(SCALE_TYPES),
     )
     scale_type: str | None = setting(
-        None, "any scales (float), or powers of two (pow2); null: the backend's choice", Choices(SCALE_VALUES)
+        None,
+        "any scales (float), powers of two (pow2), numbers of float16, or integers of 15 bits times powers of two "
+        "(int16), of weights and activations; those of int32 biases are their products; null: the backend's choice",
+        Choices(SCALE_VALUES),
     )
     bias_dtype: str | None = setting(
         None,
