@@ -70,8 +70,7 @@ def biases(path: Path) -> Iterator[tuple[str, onnx.TensorProto, np.ndarray | Non
             yield node.op_type, held, scale
 
 
-@pytest.mark.parametrize("per_tensor", [False, True])
-@pytest.mark.parametrize("scale_type", ["float", "pow2"])
+@pytest.mark.parametrize(("scale_type", "per_tensor"), [("float", False), ("float", True), ("pow2", False)])
 @pytest.mark.parametrize("dtype", BIAS_TYPES)
 def test_the_file_has_the_type_and_equals_the_module(dtype: str, scale_type: str, per_tensor: bool) -> None:
     case = of(dtype, scale_type, per_tensor)

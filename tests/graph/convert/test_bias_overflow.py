@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,6 @@ from qatkit.importing import import_onnx
 from qatkit.importing.write_back import write_back
 from qatkit.quant.backends import FBGEMM, Backend
 from qatkit.quant.granularity import PerChannel, PerTensor
-from qatkit.quant.spec import BIAS_TYPES
 
 SCALES = {"per_channel": PerChannel(0), "per_tensor": PerTensor()}
 
@@ -34,9 +34,10 @@ def by_channel(found: np.ndarray) -> np.ndarray:
     return np.abs(found).max(axis=tuple(axis for axis in range(found.ndim) if axis != 1))
 
 
-@pytest.mark.parametrize("dtype", BIAS_TYPES)
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*product(OPERATORS, ("int32", "int8")), ("linear", "int16"), ("linear", "float")]
+)
 @pytest.mark.parametrize("scales", SCALES)
-@pytest.mark.parametrize("name", OPERATORS)
 def test_results_are_within_the_roundings_of_float(name: str, scales: str, dtype: str) -> None:
     model, images = planted(name, HUGE[scales])
     case = ship(model, images, f"overflow_{name}_{scales}_{dtype}", backend(scales, dtype))
@@ -51,7 +52,7 @@ def test_results_are_within_the_roundings_of_float(name: str, scales: str, dtype
     if dtype in ("int32", "float"):
         assert name == "linear" or bound[CHANNEL] < 0.6 * HUGE[scales] / 254
         assert name != "linear" or (
-            bound[CHANNEL] < 2e-6 * HUGE[scales] and np.delete(bound, CHANNEL).max() < 0.06
+            bound[CHANNEL] < 2e-6 * HUGE[scales] and np.delete(bound, CHANNEL).max() < 0.2
         )
     assert any("would not fit int32; results move by" in why for _, why in case.conversion.skipped)
 
