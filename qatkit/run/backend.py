@@ -151,14 +151,11 @@ def _check_formats(config: Config, backend: Backend) -> None:
             )
     if not backend.simulated:
         return
-    for pattern, override in config.backend.overrides.items():
+    for place, one in list(_settings(config.backend))[1:]:
         for name in ("scale_type", "bias_dtype"):
-            if (value := getattr(override, name)) is not None:
-                key, allowed = (
-                    f"backend.overrides.{pattern}.{name}",
-                    "null with backend=simulated, as all scales are",
-                )
-                raise ConfigError(key, value, allowed)
+            if (value := getattr(one, name)) is not None:
+                allowed = "null with backend=simulated, whose numbers are no integers"
+                raise ConfigError(f"{place}.{name}", value, allowed)
     for key, needed in _OF_INTEGERS:
         group, _, name = key.partition(".")
         value = getattr(getattr(config, group), name) if name else getattr(config, group)

@@ -67,4 +67,4 @@ def test_int16_equals_int32_where_it_fits() -> None:
 def test_the_gradient_goes_straight_through(dtype: str) -> None:
     bias = drawn(steps(True)).requires_grad_()
     rounded_bias(bias, steps(True), QuantSpec("int8", bias_dtype=dtype)).sum().backward()
-    assert torch.equal(bias.grad, torch.ones_like(bias))
+    assert bias.grad is not None and torch.equal(bias.grad, torch.ones_like(bias))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from qatkit.quant.fake_quantize import FakeQuantize
 from qatkit.quant.granularity import PerChannel
@@ -16,12 +17,12 @@ from qatkit.quant.weight_fake_quantize import WeightFakeQuantize
 KINDS = ("float16", "int16")
 
 
-def is_of(kind: str, scale: np.ndarray) -> np.ndarray:
+def is_of(kind: str, scale: NDArray[np.float64]) -> NDArray[np.bool_]:
     """Whether scales are of a type, by NumPy's own float16, and by their 15 leading bits."""
     if kind == "float16":
-        return scale.astype(np.float16).astype(np.float64) == scale
+        return np.asarray(scale.astype(np.float16).astype(np.float64) == scale)
     whole = np.frexp(scale.astype(np.float64))[0] * 2**15
-    return (whole == np.round(whole)) & (whole < 2**15)
+    return np.asarray((whole == np.round(whole)) & (whole < 2**15))
 
 
 def values() -> torch.Tensor:
@@ -65,6 +66,7 @@ def test_a_range_is_kept_with_a_scale_of_the_type(
             for one in (kind, "float")
         )
         for one in (found, plain):
+            assert one.observer is not None
             one.observer.update(x.min(), x.max(), x)
             one.finish()
             one.settle()
@@ -74,7 +76,10 @@ def test_a_range_is_kept_with_a_scale_of_the_type(
         assert abs(int(found.zero_point) - int(plain.zero_point)) <= 1
         if observer is MinMaxObserver:
             record = found.range_record()
-            assert record["low"] <= float(x.min()) + scale and record["high"] >= float(x.max()) - scale
+            assert (
+                float(record["low"]) <= float(x.min()) + scale
+                and float(record["high"]) >= float(x.max()) - scale
+            )
 
 
 @pytest.mark.parametrize("kind", KINDS)

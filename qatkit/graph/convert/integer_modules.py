@@ -190,6 +190,7 @@ class Quantized(nn.Module):
 
     Attributes:
         repaired: channels whose scale was raised so that the bias fits int32.
+        spec: of the weight.
         lost: what that moves their results by, at most, as a share of the bias.
         dtype: of the weight's integers, a name in `qatkit.quant.spec.DTYPES`; its buffer holds them in bytes.
     """
@@ -222,7 +223,7 @@ class Quantized(nn.Module):
             operator.weight_fake_quant.integers(weight, bias, input_scale),
             operator.weight_fake_quant.spec,
         )
-        self.lost = found.lost * input_steps
+        self.spec, self.lost = spec, found.lost * input_steps
         self.repaired, self.dtype, self.has_zero_point = found.repaired, spec.dtype, spec.has_zero_point
         self.operator, self.is_linear = Settings(operator), isinstance(operator, nn.Linear)
         self.input_steps, self._wide = input_steps, spec.wide or input_steps > 255

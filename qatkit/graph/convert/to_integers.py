@@ -134,7 +134,7 @@ def _convert_operator(node: fx.Node, result: PassResult) -> None:
         lost = f"results move by at most {quantized.lost:.1e} of it" if quantized.lost else "nothing is lost"
         reason = f"scale of {quantized.repaired} channels raised: their bias would not fit int32; {lost}"
         result.skipped.append((site(node), reason))
-    _tell_few_bits(node, quantized.weight_scale, operator.weight_fake_quant.spec, result)
+    _tell_few_bits(node, quantized.weight_scale, quantized.spec, result)
     graph_module.set_submodule(str(node.target), quantized)
     if after is None and ours:
         _keep_activation_apart(node)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -16,7 +18,7 @@ TINY, CHANNEL = 1e-7, 2
 # What does not fit int32 at the scale of the tiny channel, and at that of the whole weight.
 HUGE = {"per_channel": 80.0, "per_tensor": 1e6}
 
-OPERATORS = {
+OPERATORS: dict[str, Callable[[], Any]] = {
     "conv": lambda: nn.Conv2d(8, 6, 3),
     "depthwise": lambda: nn.Conv2d(8, 8, 3, groups=8),
     "transposed": lambda: nn.ConvTranspose2d(8, 6, 2, 2),
@@ -44,7 +46,7 @@ def largest_errors(path: Path, channels: int) -> NDArray[np.float64]:
     constants = {one.name: numpy_helper.to_array(one) for one in graph.initializer}
     makers = {name: node for node in graph.node for name in node.output}
     node = next(n for n in graph.node if n.op_type in ("Conv", "ConvTranspose", "Gemm", "MatMul"))
-    pairs = [makers.get(name) for name in node.input]
+    pairs: list[Any] = [makers.get(name) for name in node.input]
     s_x, s_w = (constants[pair.input[1]].astype(np.float64) for pair in pairs[:2])
     weight = constants[pairs[1].input[0]].astype(np.float64)
     outputs = 1 if node.op_type == "ConvTranspose" or (node.op_type == "Gemm" and not node.attribute) else 0
@@ -56,4 +58,5 @@ def largest_errors(path: Path, channels: int) -> NDArray[np.float64]:
     found = found + 2.0**-22 * reached  # what float32 loses in the sums
     after = [n for n in graph.node if n.op_type == "QuantizeLinear" and n.input[0] in (*node.output,)]
     step = constants[after[0].input[1]] if after else 0.0
-    return (found + step / 2).reshape(channels, -1).max(1)
+    largest: NDArray[np.float64] = (found + step / 2).reshape(channels, -1).max(1)
+    return largest

@@ -31,7 +31,8 @@ def backend(scales: str, dtype: str, scale_type: str = "float") -> Backend:
 
 
 def by_channel(found: np.ndarray) -> np.ndarray:
-    return np.abs(found).max(axis=tuple(axis for axis in range(found.ndim) if axis != 1))
+    others = tuple(axis for axis in range(found.ndim) if axis != 1)
+    return np.asarray(np.abs(found).max(axis=others))
 
 
 @pytest.mark.parametrize(
