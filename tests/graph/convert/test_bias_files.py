@@ -16,6 +16,7 @@ from chain import Shipped, noise, run_ort, run_torch, ship
 from onnx import TensorProto, numpy_helper
 from torch import Tensor, nn
 
+from qatkit import QATModule
 from qatkit.config.schema import OverrideConfig
 from qatkit.quant.backends import FBGEMM, Backend
 from qatkit.quant.granularity import PerTensor
@@ -104,7 +105,9 @@ def test_float_biases_keep_the_kernels_of_8_bit_results() -> None:
     kinds = [(node.op, node.precision) for node in found.nodes if node.macs]
     assert [op for op, precision in kinds if precision != "int8"] == ["Gemm"] and len(kinds) == 5
     assert len(found.problems) == 1 and "backend.bias_dtype=int32" in found.problems[0]
-    assert not audit(of("float").path, allow_float=["fc2"]).problems
+    module = QATModule(Net(), noise(2, 3, 12, 12), backend=backend("float"))
+    assert module.left_float == ["fc1", "fc2"]
+    assert not audit(of("float").path, allow_float=module.left_float).problems
 
 
 def test_an_override_changes_one_operators_bias() -> None:
