@@ -44,7 +44,7 @@ def searched(weight: Tensor, importance: Tensor, spec: QuantSpec) -> tuple[Tenso
     full, first = numerics.weight_scale(weight, spec), numerics.weight_zero_point(weight, spec)
     scale, zero, least = full.clone(), first.clone(), torch.full_like(full, torch.inf)
     for share in _SHARES:
-        tried = held(full * share, spec) if spec.powers_of_two else full * share
+        tried = full * share if spec.any_scale else held(full * share, spec)
         spread = spec.granularity.spread(tried, weight.shape)
         for shift in (-1, 0, 1) if spec.has_zero_point else (0,):
             moved = (first + shift).clamp(spec.quant_min, spec.quant_max) if shift else first

@@ -17,7 +17,7 @@ from typing import Any
 from qatkit.config.fields import check_limits
 from qatkit.config.schema import AnalysisConfig, Config, DataConfig, OverrideConfig, QuantizerConfig
 from qatkit.config.search_space import axes
-from qatkit.quant.spec import FORMAT_NAMES, WHOLE, WIDE
+from qatkit.quant.spec import FORMAT_NAMES, NARROW_BIASES, WHOLE, WIDE
 from qatkit.records.objectives import check_objectives, constraints
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.files import not_writable
@@ -315,16 +315,17 @@ def _check_low_bits(config: Config) -> None:
 
 def _check_16_bits(config: Config) -> None:
     """Refuses to choose by the clock of a runtime that computes the whole model in float, and ends of bytes."""
-    kind = config.backend.activation_dtype
-    if kind not in WIDE:
+    wide, narrow = config.backend.activation_dtype in WIDE, config.backend.bias_dtype in NARROW_BIASES
+    if not wide and not narrow:
         return
+    name = "activation_dtype" if wide else "bias_dtype"
     for key, value, needed in (
         ("placement", config.placement, "fixed"),
         ("precision.search", config.precision.search, "none"),
         ("export.io", config.export.io, "float32"),
     ):
-        if value != needed:
-            raise ConfigError(key, value, f"{needed} with backend.activation_dtype={kind}")
+        if value != needed and (wide or key != "export.io"):
+            raise ConfigError(key, value, f"{needed} with backend.{name}={getattr(config.backend, name)}")
 
 
 def _shown(value: object) -> str:

@@ -172,7 +172,7 @@ def _static_options(model: ir.Model, backend: Backend, kinds: Mapping[str, OpRul
     return {
         "ActivationSymmetric": backend.activation.symmetric,
         "WeightSymmetric": weight.symmetric,
-        "QuantizeBias": backend.for_onnxruntime,
+        "QuantizeBias": backend.for_onnxruntime and weight.bias_dtype != "float",
         "OpTypesToExcludeOutputQuantization": [name for name, rule in kinds.items() if not rule.output],
         # An entry without an axis: one scale for the tensor.
         "TensorQuantOverrides": {name: [{"symmetric": weight.symmetric}] for name in single} | wider,

@@ -50,6 +50,7 @@ class Overrides:
             nodes = [n for n, (last, _) in self.by_node.items() if last == pattern]
             override = self.by_node[nodes[0]][1]
             of_weights = _sets(override, "weight_") or override.reduce_range is not None
+            of_weights = of_weights or override.bias_dtype is not None
             if of_weights and not any(n in placement.weighted for n in nodes):
                 raise _without_effect(pattern, "weight", "it has no quantized weight")
             ranges = [points[n] for n in nodes if n in points]
@@ -88,6 +89,10 @@ class Overrides:
         if override.reduce_range is not None:
             eight_bits = backend.reduced(False)  # an override has the last word on the backend's own bits
             spec = replace(eight_bits.reduced(override.reduce_range).weight, granularity=spec.granularity)
+        if override.scale_type is not None:
+            spec = replace(spec, scale_type=override.scale_type)
+        if override.bias_dtype is not None:
+            spec = replace(spec, bias_dtype=override.bias_dtype)
         dtype = override.weight_dtype or spec.dtype
         # What has fewer bits saturates nowhere: `backend.reduce_range` has nothing to take from it.
         return replace(spec, dtype=dtype, reduce_range=spec.reduce_range and dtype in WHOLE)
@@ -98,6 +103,8 @@ class Overrides:
         spec = backend.activation
         if override.activation_symmetric is not None:
             spec = replace(spec, symmetric=override.activation_symmetric)
+        if override.scale_type is not None:
+            spec = replace(spec, scale_type=override.scale_type)
         return spec if override.activation_dtype is None else replace(spec, dtype=override.activation_dtype)
 
     def _of(self, node: fx.Node) -> OverrideConfig:

@@ -87,9 +87,14 @@ class WrittenWeights:
             # Not shared: a bias scale fits one operator alone.
             bias = self.file.constant(array_of(module.bias)[:count], f"{names[1]}_quantized")
             own = array_of(module.bias_scale)
-            factor = self.file.constant(own[:count] if own.ndim else own, f"{names[1]}_scale")
+            own = own[:count] if own.ndim else own
+            factor = self.file.constant(own, f"{names[1]}_scale")
             along = [ir.AttrInt64("axis", 0)] if own.ndim else []
-            found.append(self.file.node(None, "DequantizeLinear", [bias, factor], names[1], along))
+            given = [bias, factor]
+            if module.bias_multiplier is not None:  # 0 by definition of an int32 bias alone
+                zeros = np.zeros_like(own, array_of(module.bias).dtype)
+                given.append(self.stored(zeros, f"{names[1]}_zero_point"))
+            found.append(self.file.node(None, "DequantizeLinear", given, names[1], along))
         return found
 
     def _product(self, step: Step, node: ir.Node, module: Quantized) -> None:

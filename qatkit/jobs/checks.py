@@ -8,7 +8,7 @@ from pathlib import Path
 
 from qatkit.config.rules import DOTTED
 from qatkit.config.schema import Config, TrainerConfig
-from qatkit.quant.spec import WIDE
+from qatkit.quant.spec import NARROW_BIASES, WIDE
 from qatkit.run.backend import backend_of
 from qatkit.tasks import dotted as dotted_task
 from qatkit_verify.dotted import check_path
@@ -37,11 +37,19 @@ def check_job(config: Config, from_checkpoint: bool) -> None:
         if not key.startswith("algorithm."):
             check_path(path, key)
     load_runtimes(config.verify.runtimes)
-    if config.rescue.climb and config.backend.activation_dtype in WIDE:
-        allowed = f"false with backend.activation_dtype={config.backend.activation_dtype}, which no kernel is faster by"
-        raise ConfigError("rescue.climb", True, allowed)
+    if config.rescue.climb:
+        _check_climb(config)
     if config.algorithm:
         _check_algorithms(config)
+
+
+def _check_climb(config: Config) -> None:
+    """Refuses a search by the clock of a runtime that computes the whole model in float."""
+    for key, kinds in (("activation_dtype", WIDE), ("bias_dtype", NARROW_BIASES)):
+        if (kind := getattr(config.backend, key)) in kinds:
+            raise ConfigError(
+                "rescue.climb", True, f"false with backend.{key}={kind}, which no kernel is faster by"
+            )
 
 
 def _check_algorithms(config: Config) -> None:

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qatkit.quant import numerics, powers_of_two
+from qatkit.quant import numerics, scale_types
 from qatkit.quant.observers import MovingAverageMinMaxObserver, Observer
 from qatkit.quant.observers.base import ends_of_all_ranks
-from qatkit.quant.spec import QuantSpec
+from qatkit.quant.spec import SCALE_VALUES, QuantSpec
 
 Bounds = tuple[float | None, float | None]
 
@@ -39,7 +39,7 @@ class Quantizer(nn.Module):
 
     _optional: ClassVar[tuple[str, ...]] = ("fixed_scale",)
     decayed: ClassVar[bool] = False  # whether weight decay is applied to what it learns
-    takes_powers_of_two: ClassVar[bool] = True  # as scales (`QuantSpec.scale_type`)
+    scale_types: ClassVar[tuple[str, ...]] = SCALE_VALUES  # those that it takes (`QuantSpec.scale_type`)
     spec: QuantSpec
     enabled: bool
     fixed_scale: Tensor | None
@@ -140,8 +140,8 @@ class FakeQuantize(Quantizer):
                 low.clamp(self.range_limits[0], self.range_limits[1]),
                 high.clamp(self.range_limits[0], self.range_limits[1]),
             )
-        if self.spec.powers_of_two:
-            return powers_of_two.qparams(low, high, self.spec, fixed=self.observer is None)
+        if not self.spec.any_scale:
+            return scale_types.qparams(low, high, self.spec, fixed=self.observer is None)
         return numerics.choose_qparams(low, high, self.spec)
 
     def _follow(self, low: Tensor, high: Tensor) -> None:
@@ -226,8 +226,8 @@ class FakeQuantize(Quantizer):
 
     @torch.no_grad()
     def fix(self, scale: Tensor, zero_point: Tensor) -> None:
-        """Scale and zero point, rank 0, that stand from now on."""
-        self.scale.copy_(scale)
+        """Scale and zero point, rank 0, that stand from now on; of a type of scales the nearest."""
+        self.scale.copy_(scale_types.nearest(scale, self.spec))
         self.zero_point.copy_(zero_point)
         self.fixed_scale = self.scale.clone()
 

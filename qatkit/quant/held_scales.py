@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qatkit.quant.powers_of_two import nearest, rounded_up
+from qatkit.quant.scale_types import nearest, rounded_up
 from qatkit.quant.spec import QuantSpec
 
 _CODES = 255
@@ -30,25 +30,29 @@ def held(scale: Tensor, spec: QuantSpec) -> Tensor:
 
     Args:
         scale: above 0, [out, blocks], [out] or []; in the last two cases one unit serves all.
-        spec: of the weight; of its powers of two the nearest are taken.
+        spec: of the weight; the nearest scales of its type are taken.
     """
-    if spec.powers_of_two:
-        scale = nearest(scale)
+    scale = nearest(scale, spec)
     return scale if spec.scale_dtype == "float32" else decoded(*encoded(scale, spec.scale_dtype))
 
 
-def avoid_overflow(scale: Tensor, bias: Tensor, input_scale: Tensor, spec: QuantSpec) -> tuple[Tensor, int]:
-    """Raises the scale of channels whose bias would not fit int32: near-dead or masked ones, so nothing is lost.
+def avoid_overflow(
+    scale: Tensor, bias: Tensor, input_scale: Tensor, spec: QuantSpec
+) -> tuple[Tensor, Tensor | None]:
+    """Raises the scale of channels whose bias would not fit int32, which leaves their weights fewer steps.
 
-    One scale for the tensor becomes one per channel where that is needed: the others keep theirs.
+    One scale for the tensor becomes one per channel where that is needed: the others keep theirs. A raised step is
+    2⁻³⁰ of the bias, so that a result is off by a few times what float32 rounds it by (docs/decisions/0078).
+
+    Returns:
+        The scales, and bool [out], of which channels they are raised; None of none.
     """
     needed = bias.abs().double() / (input_scale.double() * (_INT32_MAX // 2))
     too_small = scale.double() < needed
     if not too_small.any():
-        return scale, 0
-    needed = needed.to(scale.dtype)
-    needed = rounded_up(needed) if spec.powers_of_two else needed
-    return torch.where(too_small, needed, scale), int(too_small.sum())
+        return scale, None
+    needed = rounded_up(needed.to(scale.dtype), spec)
+    return torch.where(too_small, needed, scale), too_small
 
 
 def encoded(scale: Tensor, dtype: str) -> tuple[Tensor, Tensor | None]:

@@ -218,13 +218,6 @@ def fake_quantize_weight(w: Tensor, scale: Tensor, spec: QuantSpec, ends: Ends |
     return result
 
 
-def fake_quantize_bias(bias: Tensor, scale: Tensor) -> Tensor:
-    """`bias` [out] rounded to steps of `scale`, [] or [out], with a straight-through gradient."""
-    with torch.no_grad():
-        change = (to_bias(bias, scale) * scale.double()).to(bias.dtype) - bias
-    return bias + change
-
-
 def weight_scale(w: Tensor, spec: QuantSpec) -> Tensor:
     """Scales of a weight, of the granularity's shape: the range of each is that of the values that it serves.
 
@@ -308,11 +301,6 @@ def odd_fraction(multiplier: Tensor, *, up: bool) -> Tensor:
     q = p / m
     q = torch.floor((q - 1) / 2 + 1e-6) * 2 + 1 if up else torch.ceil((q - 1) / 2 - 1e-6) * 2 + 1
     return p / q
-
-
-def to_bias(bias: Tensor, scale: Tensor) -> Tensor:
-    """`bias` [out] in steps of `scale` ([] or [out]), rounded; float64, which holds every int32."""
-    return torch.round(bias.detach().double() / scale.double())
 
 
 @torch.library.custom_op("qatkit::quantize", mutates_args=())

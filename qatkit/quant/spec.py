@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 WEIGHT_ONLY = "weight-only int8"
 # Why an operator computes in float although it stands between pairs: none is a mistake of the file.
 SIXTEEN_BITS = "it takes or gives 16-bit integers, which ONNX Runtime rounds to and computes in float"
+NARROW_BIAS = (
+    "its bias has fewer than 32 bits, which no kernel of ONNX Runtime adds: bias_dtype=int32 has kernels"
+)
+COMPUTED_IN_FLOAT = (SIXTEEN_BITS, NARROW_BIAS)
 RECURRENT_WEIGHTS = f"{WEIGHT_ONLY}: ONNX Runtime has no int8 kernel for it"
 
 
@@ -79,8 +83,12 @@ FORMAT_NAMES = tuple(FORMATS)
 # Types that scales of weights are held in; uint8 with a scale of its own for each output channel
 # (`qatkit.quant.held_scales`).
 SCALE_TYPES = ("float32", "float16", "uint8")
-# Values that scales may have (`qatkit.quant.powers_of_two`).
-SCALE_VALUES = ("float", "pow2")
+# Values that scales may have (`qatkit.quant.scale_types`).
+SCALE_VALUES = ("float", "pow2", "float16", "int16")
+# Types that hold biases (`qatkit.quant.bias_types`).
+BIAS_TYPES = ("int32", "int16", "int8", "float")
+# Of them those of integers with a scale of their own, which no kernel of ONNX Runtime takes.
+NARROW_BIASES = ("int16", "int8")
 # The largest sum of two weights of one sign whose products with uint8 activations fit into 16 bits: 255 · 128 < 2¹⁵.
 PAIR_LIMIT = 128
 
@@ -100,7 +108,9 @@ class QuantSpec:
         pairs: of a weight: no two integers that such a kernel adds up can saturate, whatever their activations
             (`qatkit.quant.pairs`), as `backend.reduce_range=auto` asks; refused of asymmetric ones that `may_saturate`.
         scale_dtype: of a weight: the type in `SCALE_TYPES` that holds its scales.
-        scale_type: which scales there are: "float", any, or "pow2", powers of two, of integers alone.
+        scale_type: which scales there are: "float", any, or of integers alone "pow2", powers of two, "float16", numbers
+            of float16, or "int16", integers of 15 bits times powers of two.
+        bias_dtype: of a weight: the type in `BIAS_TYPES` that holds the bias of its operator.
     """
 
     dtype: str = "uint8"
@@ -110,19 +120,21 @@ class QuantSpec:
     pairs: bool = False
     scale_dtype: str = "float32"
     scale_type: str = "float"
+    bias_dtype: str = "int32"
 
     def __post_init__(self) -> None:
         for name, value, known in (
             ("dtype", self.dtype, (*DTYPES, *FORMAT_NAMES)),
             ("scale_dtype", self.scale_dtype, SCALE_TYPES),
             ("scale_type", self.scale_type, SCALE_VALUES),
+            ("bias_dtype", self.bias_dtype, BIAS_TYPES),
         ):
             if value not in known:
                 raise ValueError(f"{name}={value}: expected one of {', '.join(known)}")
         if not isinstance(self.granularity, Granularity):
             allowed = "PerTensor(), PerChannel(axis) or PerBlock(size) of qatkit.quant.granularity"
             raise ValueError(f"granularity={self.granularity!r}: expected {allowed}")
-        if self.powers_of_two and (self.form is not None or self.scale_dtype == "uint8"):
+        if not self.any_scale and (self.form is not None or self.scale_dtype == "uint8"):
             value = self.dtype if self.form is not None else f"scale_dtype={self.scale_dtype}"
             allowed = f"float with {value}, whose scales are numbers of their own"
             raise ValueError(f"scale_type={self.scale_type}: expected {allowed}")
@@ -132,9 +144,19 @@ class QuantSpec:
             raise ConfigError("backend.reduce_range", "auto", allowed)
 
     @property
+    def any_scale(self) -> bool:
+        """Returns whether scales may be any float32."""
+        return self.scale_type == "float"
+
+    @property
     def powers_of_two(self) -> bool:
         """Returns whether all scales are powers of two."""
         return self.scale_type == "pow2"
+
+    @property
+    def narrow_bias(self) -> bool:
+        """Returns whether biases have integers of fewer bits than a sum of products, and a scale of their own."""
+        return self.bias_dtype in NARROW_BIASES
 
     @property
     def form(self) -> Format | None:

@@ -12,7 +12,8 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from qatkit.quant import numerics, powers_of_two
+from qatkit.quant import numerics, scale_types
+from qatkit.quant.bias_types import rounded_bias, whole_bias
 from qatkit.quant.fake_quantize import Bounds, FakeQuantize, Quantizer
 from qatkit.quant.granularity import PerBlock, PerChannel, along
 from qatkit.quant.held_scales import avoid_overflow, held
@@ -34,8 +35,11 @@ class Integers:
         scale: of the granularity's shape, or [out] where one for the tensor was repaired.
         zero_point: of the scale's shape and the weight's type; 0 of a symmetric spec of a signed type.
         bias: [out] in steps of `bias_scale`, whole numbers in float64; None without a bias.
-        bias_scale: input scale times `scale`.
+        bias_scale: input scale times `scale` times the multiplier.
+        bias_multiplier: 1, or of biases of 8 or 16 bits other whole numbers in float64, of the shape of `scale`.
         repaired: channels whose scale was raised so that the bias fits int32.
+        lost: what the rounding of their weights moves a result by, at most, as a share of the bias and for each step
+            of the input.
     """
 
     weight: Tensor
@@ -43,13 +47,15 @@ class Integers:
     zero_point: Tensor
     bias: Tensor | None
     bias_scale: Tensor
+    bias_multiplier: Tensor
     repaired: int
+    lost: float
 
 
 class WeightFakeQuantize(Quantizer):
     """Fake quantization of a weight; scale and zero point follow the weight's range at each step.
 
-    With it goes the bias, to steps of input scale times weight scale, as it will be in the file. Integers are counted
+    With it goes the bias, as it will be in the file (`qatkit.quant.bias_types`). Integers are counted
     from the zero point, so that their product with the scale is the weight; those of the file (`integers`) are not.
 
     Args:
@@ -101,7 +107,7 @@ class WeightFakeQuantize(Quantizer):
         self.register_buffer("clip", torch.ones(spec.granularity.scale_shape(shape)))
         self.oscillation = None
         # `clip` as a plain bool, since asking a GPU at each step would wait for it.
-        self._clips = spec.powers_of_two
+        self._clips = not spec.any_scale
         self._edges: tuple[FakeQuantize | None, FakeQuantize | None] = (None, None)
 
     def between(self, source: FakeQuantize | None, target: FakeQuantize | None) -> None:
@@ -135,7 +141,7 @@ class WeightFakeQuantize(Quantizer):
         """
         if not self.frozen:
             self.clip.copy_(shares)
-            self._clips = self.spec.powers_of_two or bool((self.clip < 1).any())
+            self._clips = not self.spec.any_scale or bool((self.clip < 1).any())
 
     @torch.no_grad()
     def fix(
@@ -232,7 +238,7 @@ class WeightFakeQuantize(Quantizer):
         rows = along(factors, 0, weight.ndim)
         if self.fixed_scale is None:
             return weight * rows
-        if self.spec.powers_of_two:  # the products are none: what was fixed is rounded again
+        if not self.spec.any_scale:  # the products are none: what was fixed is rounded again
             weight = self._shipped(weight, self.fixed_scale) * rows
             self.fixed_scale = self.fixed_zero_point = self.rounding = None
             return weight
@@ -251,7 +257,7 @@ class WeightFakeQuantize(Quantizer):
         super()._load_from_state_dict(state_dict, prefix, *args)
         dtype = self._made_with if self.bits is None else f"int{int(self.bits)}"
         self.spec = replace(self.spec, dtype=dtype)
-        self._clips = self.frozen or self.spec.powers_of_two or bool((self.clip < 1).any())
+        self._clips = self.frozen or not self.spec.any_scale or bool((self.clip < 1).any())
 
     def wanted_scale(self, weight: Tensor) -> Tensor:
         """The scales before alignment: `clip` times the scale at which the whole weight is in range."""
@@ -264,12 +270,12 @@ class WeightFakeQuantize(Quantizer):
         if self.fixed_scale is not None:
             return self.fixed_scale
         wanted = self.wanted_scale(weight)
-        if self.spec.powers_of_two:
-            wanted = powers_of_two.weight_scale(weight, wanted, self.spec, self.ends(weight))
+        if not self.spec.any_scale:
+            wanted = scale_types.weight_scale(weight, wanted, self.spec, self.ends(weight))
         scale = held(wanted, self.spec)
         source, target = self._edges
         if (
-            self.spec.powers_of_two
+            not self.spec.any_scale
             or source is None
             or target is None
             or source.spec.wide
@@ -286,7 +292,7 @@ class WeightFakeQuantize(Quantizer):
         scale = self.scale(weight)
         source = self._edges[0]
         if bias is not None and source is not None:
-            bias = numerics.fake_quantize_bias(bias, self._by_outputs(scale) * source.scale)
+            bias = rounded_bias(bias, self._by_outputs(scale) * source.scale, self.spec)
         rounded = self.rounded(weight, scale)
         if self.oscillation is not None:  # what is frozen follows its scale alone
             spread = self._spread(self.trained(scale, weight), weight)
@@ -348,10 +354,17 @@ class WeightFakeQuantize(Quantizer):
     def _steps(self, weight: Tensor, spread: Tensor) -> Tensor:
         """Whole numbers, in float, of `weight` over scales that broadcast against it."""
         steps, ends = weight.detach() / spread, self.ends(weight)
+        if self.rounding is None and self.oscillation is None:
+            return self._nearest(steps, ends)
         rounded = torch.round(steps) if self.rounding is None else _floor(steps, ends) + self.rounding
         if self.oscillation is not None:
             rounded = self.oscillation.held(rounded)
         rounded = numerics.clamped(rounded, ends)
+        return fitted(rounded, steps) if self.spec.guards_pairs else rounded
+
+    def _nearest(self, steps: Tensor, ends: numerics.Ends) -> Tensor:
+        """Whole numbers, in float, that are nearest to `steps` and in range."""
+        rounded = numerics.clamped(torch.round(steps), ends)
         return fitted(rounded, steps) if self.spec.guards_pairs else rounded
 
     @torch.no_grad()
@@ -362,10 +375,10 @@ class WeightFakeQuantize(Quantizer):
             weight, bias: as inference uses them, a BatchNorm folded in.
             input_scale: of the operator's input, [].
         """
-        scale, repaired = self.scale(weight), 0
+        scale, raised, lost = self.scale(weight), None, 0.0
         if bias is not None:
-            scale, repaired = avoid_overflow(self._by_outputs(scale), bias, input_scale, self.spec)
-        granularity = PerChannel(0) if repaired else self.spec.granularity
+            scale, raised = avoid_overflow(self._by_outputs(scale), bias, input_scale, self.spec)
+        granularity = self.spec.granularity if raised is None else PerChannel(0)
         zero = self.zero_point(weight).expand(scale.shape).clone()
         whole = torch.empty_like(weight, dtype=self.spec.torch_dtype)
         for rows in self.pieces(weight):
@@ -374,9 +387,18 @@ class WeightFakeQuantize(Quantizer):
             steps = one._steps(part, granularity.spread(of_part, part.shape))
             zeros = granularity.spread(zero if zero.ndim == 0 else zero[rows], part.shape)
             whole[rows] = (steps + zeros).to(whole.dtype)
-        bias_scale = scale * input_scale
-        whole_bias = None if bias is None else numerics.to_bias(bias, bias_scale)
-        return Integers(whole, scale, zero.to(whole.dtype), whole_bias, bias_scale, repaired)
+        if bias is not None and raised is not None:
+            spread = granularity.spread(scale, weight.shape)
+            steps = self._nearest(weight / spread, self.ends(weight))  # what was found is of another scale
+            found = (steps + granularity.spread(zero, weight.shape)).to(whole.dtype)
+            whole = torch.where(along(raised, 0, weight.ndim), found, whole)
+            errors = (steps * spread - weight).abs().flatten(1).sum(1) * input_scale
+            lost = float((errors[raised] / bias[raised].abs()).max())
+        step = scale * input_scale
+        held, times = (None, torch.ones_like(step)) if bias is None else whole_bias(bias, step, self.spec)
+        bias_scale = step * times.to(step.dtype)
+        repaired = 0 if raised is None else int(raised.sum())
+        return Integers(whole, scale, zero.to(whole.dtype), held, bias_scale, times, repaired, lost)
 
 
 def _floor(steps: Tensor, ends: numerics.Ends) -> Tensor:

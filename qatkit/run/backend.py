@@ -30,10 +30,14 @@ def backend_of(config: Config) -> Backend:
     backend = replace(backend, weight=_weight(backend.weight, config.backend))
     if backend.weights_alone:
         _check_weights_alone(config)
+    if backend.weights_alone or backend.other_runtime:
+        _check_float_biases(config)
     if config.backend.activation_dtype is not None:
         backend = backend.with_activations(config.backend.activation_dtype)
-    if config.backend.scale_type is not None:
-        backend = _with_scales(config, backend, config.backend.scale_type)
+    _check_scales(config)
+    if (kind := config.backend.scale_type) is not None:
+        activation, weight = (replace(one, scale_type=kind) for one in (backend.activation, backend.weight))
+        backend = replace(backend, activation=activation, weight=weight)
     if backend.other_runtime:
         _check_other_runtime(config)
     if config.backend.every_operator:
@@ -46,22 +50,20 @@ def backend_of(config: Config) -> Backend:
     return backend.reduced(config.backend.reduce_range)
 
 
-def _with_scales(config: Config, backend: Backend, kind: str) -> Backend:
-    """Returns the backend with scales of a kind, which neither pixels nor scales that are quantized themselves have."""
-    asked = [("backend", config.backend.weight_scale_dtype)]
-    overrides = config.backend.overrides.items()
-    asked += [(f"backend.overrides.{name}", one.weight_scale_dtype) for name, one in overrides]
-    for place, dtype in asked if kind == "pow2" else ():
-        if dtype == "uint8":
-            allowed = (
-                "float32 or float16 with backend.scale_type=pow2: products of integers are no powers of two"
-            )
+def _check_scales(config: Config) -> None:
+    """Refuses scales of a type where pixels, or scales that are quantized themselves, have others."""
+    whole = config.backend
+    for place, one in _settings(whole):
+        kind, dtype = one.scale_type or whole.scale_type, one.weight_scale_dtype or whole.weight_scale_dtype
+        if kind in (None, "float") or dtype != "uint8":
+            continue
+        if one.weight_scale_dtype == "uint8":
+            allowed = f"float32 or float16 with scale_type={kind}, of which products of integers are none"
             raise ConfigError(f"{place}.weight_scale_dtype", dtype, allowed)
-    if kind == "pow2" and config.export.io != "float32":
-        allowed = "float32 with backend.scale_type=pow2: pixels have steps of 1/255"
+        raise ConfigError(f"{place}.scale_type", kind, "null or float with backend.weight_scale_dtype=uint8")
+    if whole.scale_type not in (None, "float") and config.export.io != "float32":
+        allowed = f"float32 with backend.scale_type={whole.scale_type}: pixels have steps of 1/255"
         raise ConfigError("export.io", config.export.io, allowed)
-    activation, weight = (replace(one, scale_type=kind) for one in (backend.activation, backend.weight))
-    return replace(backend, activation=activation, weight=weight)
 
 
 def _check_weights_alone(config: Config) -> None:
@@ -89,11 +91,17 @@ def _check_weights_alone(config: Config) -> None:
             )
 
 
+def _check_float_biases(config: Config) -> None:
+    """Refuses integers for biases where they stay float."""
+    for place, one in _settings(config.backend):
+        if one.bias_dtype not in (None, "float"):
+            allowed = f"null or float with {config.backend.target}, which takes float biases alone"
+            raise ConfigError(f"{place}.bias_dtype", one.bias_dtype, allowed)
+
+
 def _check_other_runtime(config: Config) -> None:
     """Refuses integers of 16 bits, which no other runtime of the backends takes."""
-    asked: dict[str, BackendConfig | OverrideConfig] = {"backend": config.backend}
-    asked |= {f"backend.overrides.{name}": one for name, one in config.backend.overrides.items()}
-    for place, one in asked.items():
+    for place, one in _settings(config.backend):
         for key in ("activation_dtype", "weight_dtype"):
             if (value := getattr(one, key)) in WIDE:
                 allowed = (
@@ -108,6 +116,7 @@ _OF_INTEGERS: tuple[tuple[str, object], ...] = (
     ("backend.weight_symmetric", None),
     ("backend.weight_scale_dtype", None),
     ("backend.scale_type", None),
+    ("backend.bias_dtype", None),
     ("backend.every_operator", False),
     ("algorithm", {}),
     ("algorithm_choice", "all"),
@@ -142,6 +151,11 @@ def _check_formats(config: Config, backend: Backend) -> None:
             )
     if not backend.simulated:
         return
+    for place, one in list(_settings(config.backend))[1:]:
+        for name in ("scale_type", "bias_dtype"):
+            if (value := getattr(one, name)) is not None:
+                allowed = "null with backend=simulated, whose numbers are no integers"
+                raise ConfigError(f"{place}.{name}", value, allowed)
     for key, needed in _OF_INTEGERS:
         group, _, name = key.partition(".")
         value = getattr(getattr(config, group), name) if name else getattr(config, group)
@@ -167,11 +181,16 @@ _OBSERVERS = tuple(
 
 def _dtypes(asked: BackendConfig) -> Iterator[tuple[str, str | None]]:
     """Yields the number types that are asked for, each with its key."""
-    settings: list[tuple[str, BackendConfig | OverrideConfig]] = [("backend", asked)]
-    settings += [(f"backend.overrides.{pattern}", override) for pattern, override in asked.overrides.items()]
-    for key, one in settings:
+    for key, one in _settings(asked):
         yield f"{key}.weight_dtype", one.weight_dtype
         yield f"{key}.activation_dtype", one.activation_dtype
+
+
+def _settings(asked: BackendConfig) -> Iterator[tuple[str, BackendConfig | OverrideConfig]]:
+    """Yields the settings of the group and those of each override, with their keys."""
+    yield "backend", asked
+    for pattern, override in asked.overrides.items():
+        yield f"backend.overrides.{pattern}", override
 
 
 def _weight(spec: QuantSpec, asked: BackendConfig) -> QuantSpec:
@@ -182,4 +201,6 @@ def _weight(spec: QuantSpec, asked: BackendConfig) -> QuantSpec:
         spec = replace(spec, granularity=granularity_of(asked.weight_granularity))
     if asked.weight_scale_dtype is not None:
         spec = replace(spec, scale_dtype=asked.weight_scale_dtype)
+    if asked.bias_dtype is not None:
+        spec = replace(spec, bias_dtype=asked.bias_dtype)
     return spec if asked.weight_symmetric is None else replace(spec, symmetric=asked.weight_symmetric)

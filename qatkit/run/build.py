@@ -350,8 +350,13 @@ def quantizers_of(config: Config) -> Quantizers:
         if not (inspect.isclass(found[name]) and issubclass(found[name], base)):
             allowed = f"the dotted path of a class derived from {base.__module__}.{base.__name__}"
             raise ConfigError(key, path, allowed)
-        if backend.weight.powers_of_two and not found[name].takes_powers_of_two:
-            raise ConfigError(key, path, "a class that learns no scales with backend.scale_type=pow2")
+        asked = {"backend": config.backend.scale_type}
+        asked |= {
+            f"backend.overrides.{name}": one.scale_type for name, one in config.backend.overrides.items()
+        }
+        for place, kind in asked.items():
+            if kind is not None and kind not in found[name].scale_types:
+                raise ConfigError(key, path, f"a class that learns no scales with {place}.scale_type={kind}")
     found["weight"].check(backend.weight)
     return Quantizers(observer_of(config.calibration), **found)
 

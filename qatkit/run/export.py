@@ -28,7 +28,7 @@ from qatkit.graph.convert.integer_modules import Quantized
 from qatkit.graph.convert.simplify import float_baseline
 from qatkit.graph.nodes import is_opaque
 from qatkit.graph.pass_result import PassResult
-from qatkit.graph.quantizers import fake_quantizers
+from qatkit.graph.quantizers import fake_quantizers, quantized_operators
 from qatkit.importing import ImportedModel
 from qatkit.importing.write_back import write_back, write_given
 from qatkit.importing.written_packed import is_packed
@@ -258,12 +258,18 @@ def _low_bits(module: QATModule, config: Config) -> list[str]:
             "float what they hold; its accuracy is theirs, its size and latency are not"
         ]
     narrow = [q for q in quantizers if q.spec.dtype not in (*WHOLE, *WIDE)]
+    biases = [fake for _, _, fake in quantized_operators(module.graph) if fake.spec.narrow_bias]
     wide = [q for q in quantizers if q.spec.dtype in WIDE]
     notes = []
     if wide:
         notes.append(
             f"{len(wide)} of {len(quantizers)} activations have 16 bits: ONNX Runtime rounds to them and computes in "
             "float; an accelerator with such kernels has the same accuracy, and another latency"
+        )
+    if biases and not module.backend.weights_alone:
+        notes.append(
+            f"{len(biases)} operators have biases of fewer than 32 bits: ONNX Runtime computes them in float; an "
+            "accelerator with such kernels has the same accuracy, and another latency"
         )
     if narrow:
         notes.append(

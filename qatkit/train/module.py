@@ -241,11 +241,18 @@ class QATModule(FineTuning):
     def left_float(self) -> list[str]:
         """Sites that are float in the file with good reason: an override says so, or nobody has an int8 kernel.
 
-        What else was skipped is for the audit to find.
+        Of a Linear with a float bias there is none where its result is float. What else was skipped is for the audit.
         """
-        return [
+        found = [
             where for where, reason in self.skipped if reason.startswith((BY_OVERRIDE, WEIGHT_ONLY, MIXED))
         ]
+        if self.backend.for_onnxruntime and not self.backend.weights_alone:
+            found += [
+                site(node)
+                for node, operator, fake in quantized_operators(self.graph)
+                if isinstance(operator, nn.Linear) and fake.spec.bias_dtype == "float"
+            ]
+        return found
 
     def adjust(self, batches: Iterable[Any], algorithms: Iterable[Algorithm] | None = None) -> None:
         """Hook: before `calibrate`, the algorithms of the stage "observed" (or those given), each on `batches`."""

@@ -20,7 +20,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from qatkit.quant.spec import SIXTEEN_BITS
+from qatkit.quant.spec import COMPUTED_IN_FLOAT, NARROW_BIAS, SIXTEEN_BITS
 from qatkit.records.results import Audit, NodeAudit, RuntimeDequantize
 from qatkit.verify.graph_view import (
     Weight,
@@ -38,6 +38,7 @@ from qatkit.verify.graph_view import (
 from qatkit.verify.packed_bits import packed_bits
 from qatkit.verify.profile import Optimized, macs, run_optimized
 from qatkit.verify.why_float import (
+    has_narrow_bias,
     layernorm_blocker,
     surrounded,
     takes_16_bits,
@@ -48,6 +49,7 @@ from qatkit.verify.why_float import (
 from qatkit_verify.kernels import Kernel, precision
 
 _PAIRS = ("QuantizeLinear", "DequantizeLinear")
+_ON_PURPOSE = "left float on purpose"
 _LARGE_CONSTANT = 1 << 16  # elements; below, dequantizing a constant on every run costs microseconds
 _LAYOUT_OPS = ("Transpose", "Reshape", "ReorderInput", "ReorderOutput")  # what ONNX Runtime adds by itself
 _FUSED_SUFFIX = re.compile(r"(_token_\d+|_nchwc|/duplicated|/\w+Fusion/?|/)$")
@@ -86,7 +88,10 @@ def audit(
     dequantized = tuple(_runtime_dequantize(optimized.graph)) if not other_runtime else ()
     kinds = Counter(node.op_type for node in optimized.graph)
     wrong = {entry.name: _line(entry, dequantized) for entry in nodes if entry.problem}
-    explained = {*wrong, *(entry.name for entry in nodes if entry.reason == SIXTEEN_BITS)}
+    explained = {
+        *wrong,
+        *(entry.name for entry in nodes if entry.reason in (_ON_PURPOSE, *COMPUTED_IN_FLOAT)),
+    }
     problems = [*wrong.values(), *judge.others(), *_dequantize_lines(dequantized, explained)]
     return Audit(
         nodes=nodes,
@@ -206,9 +211,11 @@ class _Judge:
             wrong = wrong_bias(origin) if origin is not None else ""
             return wrong, bool(wrong)
         if permitted:
-            return "left float on purpose", False
+            return _ON_PURPOSE, False
         if origin is not None and takes_16_bits(origin):
             return SIXTEEN_BITS, False
+        if origin is not None and weight is not None and has_narrow_bias(origin):
+            return NARROW_BIAS, False
         if origin is None:
             constant = weight_of(node) is not None
             return (
@@ -222,7 +229,7 @@ class _Judge:
         if kind != "float":
             return "", False
         if permitted:
-            return "left float on purpose", False
+            return _ON_PURPOSE, False
         if origin is None or (origin.op_type != node.op_type and node.op_type in _LAYOUT_OPS):
             return "inserted by ONNX Runtime", False
         if takes_16_bits(origin):
@@ -273,7 +280,7 @@ class _FileJudge(_Judge):
 
     def _matrix(self, node: ir.Node, origin: ir.Node | None, kind: str, permitted: bool) -> tuple[str, bool]:
         if permitted:
-            return "left float on purpose", False
+            return _ON_PURPOSE, False
         if origin is None:
             return "not found in the file", True
         reason = self._runtime.asks_for_int8(origin)

@@ -30,6 +30,7 @@ from qatkit.verify.graph_view import (
 
 _BIAS_ERROR = 0.01
 _SIXTEEN = (ir.DataType.INT16, ir.DataType.UINT16)
+_FLOAT_BIAS = "float bias and no output QuantizeLinear: an int32 bias (backend.bias_dtype=int32) has a kernel"
 _BIAS_SCALE = "its bias scale is off from input scale x weight scale by {:.1f} % (1 % allowed)"
 
 
@@ -51,11 +52,19 @@ def why_float(node: ir.Node, became: str, options: Mapping[str, str]) -> str:
 def takes_16_bits(node: ir.Node) -> bool:
     """True when the node reads what is dequantized, and that or its output has 16 bits."""
     found = weight_of(node)
-    made = [made_by(value, "DequantizeLinear") for value in node.inputs]
+    inputs = node.inputs if found is None else node.inputs[:2]  # without a bias (`has_narrow_bias`)
+    made = [made_by(value, "DequantizeLinear") for value in inputs]
     before = [one for one in (*made, None if found is None else found.dequantize) if one is not None]
     after = [reader for output in node.outputs for reader in output.consumers()]
     pairs = [*before, *(reader for reader in after if reader.op_type == "QuantizeLinear")]
     return bool(before) and any(quantized_type(pair) in _SIXTEEN for pair in pairs)
+
+
+def has_narrow_bias(node: ir.Node) -> bool:
+    """True when the node's bias is dequantized, of 8 or 16 bits."""
+    bias = weight(operand(node, 2))
+    pair = None if bias is None else bias.dequantize
+    return pair is not None and quantized_type(pair) in (*_SIXTEEN, ir.DataType.INT8, ir.DataType.UINT8)
 
 
 def wrong_bias(node: ir.Node) -> str:
@@ -182,7 +191,7 @@ def _bias_reason(node: ir.Node, found: Weight, became: str) -> str:
     if bias is None:
         return ""
     if bias.dequantize is None:
-        return "" if quantized or node.op_type in conv_ops() else "float bias and no output QuantizeLinear"
+        return "" if quantized or node.op_type in conv_ops() else _FLOAT_BIAS
     error = _bias_scale_error(node, found, bias)
     if node.op_type in conv_ops() and error > _BIAS_ERROR:
         return _BIAS_SCALE.format(100 * error)

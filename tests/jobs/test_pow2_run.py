@@ -32,6 +32,38 @@ def test_a_trained_file_has_powers_of_two_alone(tmp_path: Path) -> None:
     assert all((np.frexp(constants[n.input[1]])[0] == 0.5).all() for n in pairs)
 
 
+@pytest.mark.parametrize("kind", ["float16", "int16"])
+def test_learned_scales_are_of_their_type(kind: str, tmp_path: Path) -> None:
+    """The scales of int32 biases are products of two, and no type's."""
+    config = tiny(tmp_path / "run", backend=BackendConfig(scale_type=kind))
+    config.quantizer.activation = "qatkit.quant.learned.lsq.LSQFakeQuantize"
+    config.quantizer.weight = "qatkit.quant.learned.lsq.LSQWeightFakeQuantize"
+    config.export.bundle = False
+    assert pipeline.train(config) == 0
+    reported, file = report_of(tmp_path / "run"), tmp_path / "run" / "model.int8.onnx"
+    images, labels = digits_test()
+    assert reported["accuracy"]["int8"]["top1"] == pytest.approx(
+        top(logits(file, images), labels, 1), abs=1e-9
+    )
+    assert reported["parity"]["optimized"]["max_steps"] < 0.1
+    graph = onnx.load(file).graph
+    constants = {one.name: numpy_helper.to_array(one) for one in graph.initializer}
+    found = []
+    for node in graph.node:
+        held = constants.get(node.input[0])
+        if node.op_type in ("QuantizeLinear", "DequantizeLinear") and (
+            held is None or held.dtype != np.int32
+        ):
+            found.append(constants[node.input[1]].astype(np.float64).reshape(-1))
+    scales = np.concatenate(found)
+    assert len(found) > 8 and len(set(scales)) > 8
+    if kind == "float16":
+        assert (scales.astype(np.float16) == scales).all()
+    else:
+        whole = np.frexp(scales)[0] * 2**15
+        assert (whole == np.round(whole)).all()
+
+
 @pytest.mark.parametrize("name", ["LSQFakeQuantize", "LSQWeightFakeQuantize"])
 def test_learned_scales_are_refused(name: str, tmp_path: Path) -> None:
     config = tiny(tmp_path / "run", backend=BackendConfig(scale_type="pow2"))

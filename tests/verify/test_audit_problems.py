@@ -135,7 +135,8 @@ def test_float_bias_without_output_pair(build: Callable[[QdqGraph], str], op: st
     graph = QdqGraph()
     result = audit(graph.save(tmp_path / "bad.onnx", build(graph), ("N", 16), 2))
     assert result.problems == (
-        f"float {op} 'fc': float bias and no output QuantizeLinear;"
+        f"float {op} 'fc': float bias and no output QuantizeLinear:"
+        " an int32 bias (backend.bias_dtype=int32) has a kernel;"
         " its weight (1.0 kB) is dequantized on every run",
     )
     assert [(item.kind, item.bytes) for item in result.runtime_dequantize] == [("weight", 1024)]

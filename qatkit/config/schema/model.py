@@ -7,7 +7,7 @@ from typing import Any
 
 from qatkit.config.fields import BITS, BLOCK, COUNT, PLACE, POSITIVE, SCALES, SWITCH, Choices, Range, setting
 from qatkit.config.sizes import SIZE
-from qatkit.quant.spec import ACTIVATIONS, FORMAT_NAMES, SCALE_TYPES, SCALE_VALUES, SIGNED
+from qatkit.quant.spec import ACTIVATIONS, BIAS_TYPES, FORMAT_NAMES, SCALE_TYPES, SCALE_VALUES, SIGNED
 from qatkit_verify.fitting import ALIGNMENTS, FITS, LAYOUTS, ORDERS, PIXELS
 from qatkit_verify.sound_limits import LARGEST_MELS, LEAST_OFFSET, LOG_MEL, MFCC
 
@@ -264,6 +264,10 @@ class OverrideConfig:
         Choices((*ACTIVATIONS, *FORMAT_NAMES)),
     )
     activation_symmetric: bool | None = setting(None, "zero in the middle of the range")
+    scale_type: str | None = setting(
+        None, "as backend.scale_type, of the weights and outputs of these operators", Choices(SCALE_VALUES)
+    )
+    bias_dtype: str | None = setting(None, "as backend.bias_dtype, of these operators", Choices(BIAS_TYPES))
 
 
 @dataclass
@@ -305,7 +309,17 @@ class BackendConfig:
         Choices(SCALE_TYPES),
     )
     scale_type: str | None = setting(
-        None, "any scales (float), or powers of two (pow2); null: the backend's choice", Choices(SCALE_VALUES)
+        None,
+        "any scales (float), powers of two (pow2), numbers of float16, or integers of 15 bits times powers of two "
+        "(int16), of weights and activations; those of int32 biases are their products; null: the backend's choice",
+        Choices(SCALE_VALUES),
+    )
+    bias_dtype: str | None = setting(
+        None,
+        "of the biases of operators with quantized weights and activations; int16 and int8 have scales of their own, "
+        "for NPUs, and float is float32: ONNX Runtime computes most of these operators in float; null: int32, at input "
+        "scale times weight scale",
+        Choices(BIAS_TYPES),
     )
     every_operator: bool = setting(
         False, "quantize the output of every operator, as naive tools do: to see what that costs"

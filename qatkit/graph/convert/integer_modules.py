@@ -174,13 +174,13 @@ class QuantizedHardSigmoid(nn.Module):
 
 
 class Quantized(nn.Module):
-    """A Conv or Linear whose weight is int8 and whose bias is int32, or in the file its value in float.
+    """A Conv or Linear whose weight is int8 and whose bias is int32, int16, int8, or in the file its value in float.
 
     Called, it sums integers (exact in float32 up to 2²⁴, in float64 where they may be larger, as those of 16 bits are),
     then multiplies once by s_x·s_w (/ s_y).
 
-    Buffers: weight in bytes, weight_scale and weight_zero_point [] or [out], bias int32 [out], bias_scale of
-    weight_scale's shape.
+    Buffers: weight in bytes, weight_scale and weight_zero_point [] or [out], bias [out], bias_scale of weight_scale's
+    shape, and where it is not the scale of the sums bias_multiplier, int32, by which it is larger.
 
     Args:
         input_scale: of the FakeQuantize before it, [].
@@ -190,6 +190,8 @@ class Quantized(nn.Module):
 
     Attributes:
         repaired: channels whose scale was raised so that the bias fits int32.
+        spec: of the weight.
+        lost: what that moves their results by, at most, as a share of the bias.
         dtype: of the weight's integers, a name in `qatkit.quant.spec.DTYPES`; its buffer holds them in bytes.
     """
 
@@ -199,6 +201,7 @@ class Quantized(nn.Module):
     bias: Tensor | None
     bias_scale: Tensor
     bias_zero_point: Tensor
+    bias_multiplier: Tensor | None
     input_scale: Tensor
     output_scale: Tensor | None
     float_bias: Tensor | None
@@ -220,6 +223,7 @@ class Quantized(nn.Module):
             operator.weight_fake_quant.integers(weight, bias, input_scale),
             operator.weight_fake_quant.spec,
         )
+        self.spec, self.lost = spec, found.lost * input_steps
         self.repaired, self.dtype, self.has_zero_point = found.repaired, spec.dtype, spec.has_zero_point
         self.operator, self.is_linear = Settings(operator), isinstance(operator, nn.Linear)
         self.input_steps, self._wide = input_steps, spec.wide or input_steps > 255
@@ -230,11 +234,15 @@ class Quantized(nn.Module):
         self.register_buffer("weight_zero_point", found.zero_point)
         self.register_buffer("bias", None)
         self.register_buffer("float_bias", None)
+        self.register_buffer("bias_multiplier", None)
         if found.bias is not None:
-            self.register_buffer("bias", found.bias.to(torch.int32))
+            kind = getattr(torch, spec.bias_dtype) if spec.narrow_bias else torch.int32
+            self.register_buffer("bias", found.bias.to(kind))
             self.register_buffer("bias_scale", found.bias_scale)
-            self.register_buffer("bias_zero_point", torch.zeros_like(found.bias_scale, dtype=torch.int32))
-            if float_bias:
+            self.register_buffer("bias_zero_point", torch.zeros_like(found.bias_scale, dtype=kind))
+            if spec.narrow_bias:
+                self.bias_multiplier = found.bias_multiplier.to(torch.int32)
+            elif float_bias or spec.bias_dtype == "float":
                 self.float_bias = (found.bias * found.bias_scale.double()).float()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -255,7 +263,7 @@ class Quantized(nn.Module):
         for name in ("bias", "float_bias"):
             if (given := getattr(self, name)) is not None:
                 setattr(self, name, F.pad(given, [0, outputs]))
-        for name in ("weight_scale", "weight_zero_point", "bias_scale", "bias_zero_point"):
+        for name in ("weight_scale", "weight_zero_point", "bias_scale", "bias_zero_point", "bias_multiplier"):
             given = getattr(self, name, None)
             if given is not None and given.ndim:  # any scale is right for zeros
                 setattr(self, name, torch.cat([given, given[-1:].expand(outputs)]))
@@ -278,8 +286,10 @@ class Quantized(nn.Module):
             whole.to(kind), weight.to(kind), None
         )  # nobody else has it: changed in place
         if self.bias is not None:
-            bias = along(self.bias, channel, total.ndim)
-            wide = wide or bool(self.bias.abs().max() >= _EXACT)
+            steps = self.bias.to(torch.int32)
+            steps = steps if self.bias_multiplier is None else steps * self.bias_multiplier
+            bias = along(steps, channel, total.ndim)
+            wide = wide or bool(steps.abs().max() >= _EXACT)
             total = total.double() + bias if wide else total.add_(bias)
         total = total.to(x.dtype)
         scale = self.weight_scale * self.input_scale

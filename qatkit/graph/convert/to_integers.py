@@ -50,6 +50,7 @@ from qatkit.quant.fake_quantize import FakeQuantize
 from qatkit.quant.formats.quantizers import FormatFakeQuantize, FormatWeightFakeQuantize
 from qatkit.quant.qat_layers import QATEmbedding, QATOperator
 from qatkit.quant.recurrent_layers import QATRecurrent
+from qatkit.quant.scale_types import subnormal_scales
 from qatkit.quant.spec import WHOLE, WIDE, QuantSpec
 
 
@@ -81,6 +82,7 @@ def convert(graph_module: fx.GraphModule) -> PassResult:
     _repeat_pairs(converted)
     for node in list(converted.graph.nodes):
         if is_quantizer(node):
+            _tell_few_bits(node, _pair(node)[0], _spec(node), result)
             _convert_pair(node)
             result.changed += 1
     tidy(converted)
@@ -129,14 +131,24 @@ def _convert_operator(node: fx.Node, result: PassResult) -> None:
         input_steps=kind.high - kind.low,
     )
     if quantized.repaired:
-        result.skipped.append(
-            (site(node), f"scale of {quantized.repaired} channels raised: their bias would not fit int32")
-        )
+        lost = f"results move by at most {quantized.lost:.1e} of it" if quantized.lost else "nothing is lost"
+        reason = f"scale of {quantized.repaired} channels raised: their bias would not fit int32; {lost}"
+        result.skipped.append((site(node), reason))
+    _tell_few_bits(node, quantized.weight_scale, quantized.spec, result)
     graph_module.set_submodule(str(node.target), quantized)
     if after is None and ours:
         _keep_activation_apart(node)
     if quantized.is_linear:
         _two_dimensional(node)
+
+
+def _tell_few_bits(node: fx.Node, scale: Tensor, spec: QuantSpec, result: PassResult) -> None:
+    """Reports scales that their type holds in fewer bits than others."""
+    if count := subnormal_scales(scale, spec):
+        reason = (
+            f"scale: {count} of {scale.numel()} are below 2^-14, where float16 has fewer bits, down to 2^-24"
+        )
+        result.skipped.append((site(node), reason))
 
 
 def _convert_recurrent(node: fx.Node) -> None:
@@ -190,8 +202,8 @@ def _convert_arithmetic(node: fx.Node, kind: Any) -> None:
     """An operator that the 8-bit kernel computes in a way of its own, with two inputs or with one."""
     if issubclass(kind, QuantizedPair):
         _convert_two_inputs(node, kind)
-    elif (quantizer := quantizer_of(node.args[0])) is None or _spec(quantizer).powers_of_two:
-        return  # its own scales, of sixths, are no powers of two: computed in float, and rounded
+    elif (quantizer := quantizer_of(node.args[0])) is None or not _spec(quantizer).any_scale:
+        return  # its own scales, of sixths, are none of a type: computed in float, and rounded
     elif _has_bytes(quantizer):
         node.meta["integer"] = functools.partial(kind, _pair(quantizer))
 

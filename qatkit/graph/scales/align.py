@@ -158,10 +158,10 @@ def _before(node: fx.Node) -> list[FakeQuantize] | None:
 
 def _with_integers(found: list[FakeQuantize | None]) -> list[FakeQuantize] | None:
     """Returns the quantizers; None where one is missing, has a number format, which rounds in no steps, 16 bits, or
-    a power of two as its scale, which makes sums exact and their ties the same everywhere.
+    scales of a type, which has no others (powers of two make sums exact, and their ties the same everywhere).
     """
     whole = [one for one in found if one is not None and one.spec.form is None]
-    known = [one for one in whole if not one.spec.wide and not one.spec.powers_of_two]
+    known = [one for one in whole if not one.spec.wide and one.spec.any_scale]
     return known if len(known) == len(found) else None
 
 

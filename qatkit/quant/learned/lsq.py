@@ -18,6 +18,7 @@ from qatkit.quant import numerics
 from qatkit.quant.fake_quantize import Bounds, FakeQuantize, Quantizer
 from qatkit.quant.learned.gradients import learned, learned_weight
 from qatkit.quant.observers import Observer
+from qatkit.quant.scale_types import nearest
 from qatkit.quant.spec import QuantSpec
 from qatkit.quant.weight_fake_quantize import WeightFakeQuantize
 
@@ -38,7 +39,7 @@ class LearnedFakeQuantize(FakeQuantize):
     """
 
     step: nn.Parameter | None
-    takes_powers_of_two = False
+    scale_types = ("float", "float16", "int16")  # a step moves a scale by less than a factor of two
     rests = False
     _stale = False  # whether the zero point may have moved
     limits: ClassVar[str] = ""
@@ -100,7 +101,7 @@ class LearnedFakeQuantize(FakeQuantize):
         if self.step is None:
             return super().follow()
         self.step.clamp_(numerics.MIN_SCALE * self.unit, self._largest * self.unit)
-        self.scale.copy_(self.step / self.unit)
+        self.scale.copy_(nearest(self.step / self.unit, self.spec))
         return None
 
     @property
@@ -138,7 +139,7 @@ class LSQWeightFakeQuantize(WeightFakeQuantize):
 
     _optional: ClassVar[tuple[str, ...]] = (*WeightFakeQuantize._optional, "empty")
     takes_zero_points = False
-    takes_powers_of_two = False
+    scale_types = LearnedFakeQuantize.scale_types
     step: nn.Parameter | None
     empty: Tensor | None
 

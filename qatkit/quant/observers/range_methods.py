@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qatkit.quant import powers_of_two
+from qatkit.quant import scale_types
 from qatkit.quant.observers.base import Observer
 from qatkit.quant.observers.histogram import Histogram
 from qatkit.quant.spec import QuantSpec
@@ -71,9 +71,9 @@ class HistogramObserver(Observer):
 
 
 def chosen_range(method: Method, histogram: Histogram, spec: QuantSpec) -> Ends:
-    """Returns the method's range; of scales that are powers of two one around it with such a scale."""
+    """Returns the method's range; of scales of a type one around it with such a scale."""
     ends = method.range_of(histogram, spec)
-    return powers_of_two.range_of(*points_of(histogram), ends, spec) if spec.powers_of_two else ends
+    return ends if spec.any_scale else scale_types.range_of(*points_of(histogram), ends, spec)
 
 
 def points_of(histogram: Histogram) -> tuple[Tensor, Tensor]:

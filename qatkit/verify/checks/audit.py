@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from qatkit.quant.spec import SIXTEEN_BITS
+from qatkit.quant.spec import NARROW_BIAS, SIXTEEN_BITS
 from qatkit.records.results import Audit, Results
 from qatkit.verify.checks.base import Check, Shortfall, Subject, capped
 from qatkit.verify.checks.requested import RequestedSettings
@@ -71,11 +71,13 @@ def audit_line(audit: Audit, *, weights_alone: bool = False) -> str:
     if not int8 and (alone or weights_alone):
         bits = "" if audit.packed_bits is None else f" ({audit.packed_bits:.2f} bits per weight, with scales)"
         return f"audit: {alone} of {len(matrix)} Conv/Gemm/MatMul multiply by packed weights{bits}, the others in float"
-    wide = sum(node.reason == SIXTEEN_BITS for node in matrix)
+    wide, narrow = (sum(node.reason == why for node in matrix) for why in (SIXTEEN_BITS, NARROW_BIAS))
+    floats = {"take 16 bits": wide, "have a bias of fewer than 32 bits": narrow}
+    told = "".join(f", {n} {what} and are computed in float" for what, n in floats.items() if n)
     at_run_time = f"{len(weights)} weights ({megabytes:.1f} MB)" if weights else "no weight"
     return (
         f"audit: {int8} of {len(matrix)} Conv/Gemm/MatMul run int8 {share}"
-        f"{f', {wide} take 16 bits and are computed in float;' if wide else ';'}"
+        f"{told};"
         f" {audit.quantize} QuantizeLinear, {audit.dequantize} DequantizeLinear,"
         f" {audit.transposes} Transpose left;"
         f" {at_run_time} dequantized at run time"

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from qatkit.config.schema.model import DRAWN
-from qatkit.quant.spec import WHOLE, WIDE
+from qatkit.quant.spec import NARROW_BIASES, WHOLE, WIDE
 from qatkit.records.results import Results
 from qatkit_verify.dotted import resolve
 from qatkit_verify.errors import ConfigError
@@ -74,7 +74,10 @@ class RequestedSettings:
         overrides = (self.get("backend.overrides") or {}).get("*") or {}
         asked = {"backend.overrides.*": overrides, "backend": self.get("backend") or {}}
         found = {f"{place}.activation_dtype": one.get("activation_dtype") for place, one in asked.items()}
-        return next((f"{key}={kind}" for key, kind in found.items() if kind not in (None, *WHOLE)), "")
+        without = [f"{key}={kind}" for key, kind in found.items() if kind not in (None, *WHOLE)]
+        biases = {f"{place}.bias_dtype": one.get("bias_dtype") for place, one in asked.items()}
+        without += [f"{key}={kind}" for key, kind in biases.items() if kind in NARROW_BIASES]
+        return next(iter(without), "")
 
     @property
     def mode_key(self) -> str:
@@ -137,6 +140,7 @@ class RequestedSettings:
         searched = self.get("precision.search") != "none" or self.get("precision.front") is not None
         refused = self.get("calibration.random") or self.get("rescue.climb")
         refused = refused or self.get("backend.activation_dtype") in WIDE
+        refused = refused or self.get("backend.bias_dtype") in NARROW_BIASES
         return not searched and not refused
 
     def _longer(self) -> str:

@@ -1,0 +1,210 @@
+"""Which scales there are, where not any (`QuantSpec.scale_type`), and which of them a tensor gets.
+
+    pow2       powers of two, for hardware that requantizes by shifts
+    float16    the numbers of float16, for hardware that stores scales in it; below 2⁻¹⁴ they have fewer bits, and
+               2⁻²⁴ is the least
+    int16      an integer of 15 bits times a power of two, for hardware that multiplies and shifts
+
+    activation   of a histogram: the scale, of those around that of the float range, and the zero point, of three, with
+                 the least squared error; of a range alone: the next larger scale, so that nothing is clipped
+    weight       each scale, of those around the float scale, with the least squared error
+
+A sum of integers times a power of two is exact in float32 below 2²⁴, ties included, which all runtimes round to even.
+Kernels of sums and products add the zero point before they round, and QuantizeLinear adds it afterwards. Both round
+ties alike if the zero point is even, so all zero points beside powers of two are even (docs/design.md, D75). No scale
+of a type is aligned (`qatkit.graph.scales.align`): what alignment asks for are other numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qatkit.quant import numerics
+from qatkit.quant.pairs import fitted
+from qatkit.quant.spec import QuantSpec
+
+_FRACTION, _EXPONENT = 0x7FFFFF, 0x7F800000  # the bits of a positive float32
+_LEAST_HALF, _NORMAL_HALF, _LARGEST_HALF = 2.0**-24, 2.0**-14, 65504.0  # of float16's positive values
+# A range is stored a little smaller than its scale, so that rounding in float32 leads to no larger scale.
+_WITHIN = 1 - 2.0**-18
+
+
+def _significant(bits: int) -> Callable[[Tensor, bool], Tensor]:
+    """Returns what rounds to so many significant bits, up or down."""
+    dropped = (1 << (24 - bits)) - 1
+
+    def rounded(scale: Tensor, up: bool) -> Tensor:
+        held = scale.float().contiguous().view(torch.int32)
+        return ((held + dropped if up else held) & ~dropped).view(torch.float32)
+
+    return rounded
+
+
+_power = _significant(1)
+_fifteen_bits = _significant(15)
+_eleven_bits = _significant(11)
+
+
+def _half(scale: Tensor, up: bool) -> Tensor:
+    scale = scale.float().clamp(_LEAST_HALF, _LARGEST_HALF)
+    units = scale / _LEAST_HALF
+    below = (torch.ceil(units) if up else torch.floor(units)) * _LEAST_HALF
+    return torch.where(scale < _NORMAL_HALF, below, _eleven_bits(scale, up)).clamp(max=_LARGEST_HALF)
+
+
+@dataclass(frozen=True)
+class ScaleType:
+    """A set of scales.
+
+    Attributes:
+        rounded: the next ones that are not below float32 scales above 0, or not above them.
+        factors: those that are tried, times the one that is not above the float scale; of equally good ones the first.
+            Empty: that one and the next.
+    """
+
+    rounded: Callable[[Tensor, bool], Tensor]
+    factors: tuple[float, ...] = ()
+
+    def around(self, scale: Tensor) -> list[Tensor]:
+        """Returns the scales that are tried in the place of `scale`."""
+        down = self.rounded(scale, False)
+        return [down * factor for factor in self.factors] or [down, self.rounded(scale, True)]
+
+
+_TYPES = {
+    "pow2": ScaleType(_power, (1.0, 2.0, 0.5, 4.0)),
+    "float16": ScaleType(_half),
+    "int16": ScaleType(_fifteen_bits),
+}
+
+
+def rounded_up(scale: Tensor, spec: QuantSpec) -> Tensor:
+    """Returns the least scales of the spec's type that are not below `scale`, float32 above 0."""
+    return scale if spec.any_scale else _TYPES[spec.scale_type].rounded(scale, True)
+
+
+def nearest(scale: Tensor, spec: QuantSpec) -> Tensor:
+    """Returns the scales of the spec's type that are nearest to `scale`, float32 above 0; of powers by their ratio."""
+    if spec.any_scale:
+        return scale
+    if spec.powers_of_two:
+        return _power(scale * math.sqrt(2), False)
+    down, up = (_TYPES[spec.scale_type].rounded(scale, way) for way in (False, True))
+    return torch.where(scale - down < up - scale, down, up)
+
+
+def subnormal_scales(scale: Tensor, spec: QuantSpec) -> int:
+    """Returns how many scales have fewer bits than others of their type, as float16's least numbers do."""
+    return int((scale < _NORMAL_HALF).sum()) if spec.scale_type == "float16" else 0
+
+
+def qparams(low: Tensor, high: Tensor, spec: QuantSpec, *, fixed: bool = False) -> tuple[Tensor, Tensor]:
+    """Scale and zero point of a range, as `numerics.choose_qparams` has them, with the next scale of the type.
+
+    Args:
+        low, high: of rank 0.
+        spec: the target range.
+        fixed: the range is that of a function (a Sigmoid's 0..1): between powers of two its end may be one step beyond
+            the largest integer, which costs the values beside it a step at most, where all others would lose half of
+            theirs.
+    """
+    if not spec.powers_of_two:
+        scale = rounded_up(numerics.choose_qparams(low, high, spec)[0], spec)
+        if spec.symmetric:
+            return scale, torch.full_like(scale, _middle(spec), dtype=torch.int32)
+        zero = spec.quant_min - torch.round(low.float().clamp(max=0.0) / scale)
+        return scale, zero.clamp(spec.quant_min, spec.quant_max).to(torch.int32)
+    low, high = torch.clamp(low.float(), max=0.0), torch.clamp(high.float(), min=0.0)
+    if spec.symmetric:
+        width, steps = torch.maximum(-low, high), spec.quant_max - _middle(spec)
+        scale = rounded_up((width / (steps + fixed)).clamp(min=numerics.MIN_SCALE), spec)
+        return scale, torch.full_like(scale, _middle(spec), dtype=torch.int32)
+    steps = spec.quant_max - spec.quant_min
+    # Of two ends one step is left, so that an even zero point is among those by which neither is clipped.
+    divisor = torch.where(low < 0.0, steps - 1, steps + fixed)
+    scale = rounded_up(((high / 2 - low / 2) / divisor * 2).clamp(min=numerics.MIN_SCALE), spec)
+    at_low, at_high = spec.quant_min - low / scale, spec.quant_max - high / scale
+    return scale, _even(torch.where(low < 0.0, (at_low + at_high) / 2, at_low), spec)
+
+
+def range_of(
+    points: Tensor, shares: Tensor, ends: tuple[float, float], spec: QuantSpec
+) -> tuple[float, float]:
+    """Returns the range whose `qparams` have the least squared error around those of another range.
+
+    Args:
+        points, shares: values [n] and how much each of them weighs.
+        ends: the other range.
+        spec: the target range.
+    """
+    low, high = min(ends[0], 0.0), max(ends[1], 0.0)
+    wanted = numerics.choose_qparams(torch.tensor(low), torch.tensor(high), spec)[0]
+    best, least = (low, high), math.inf
+    for scale in map(float, _TYPES[spec.scale_type].around(wanted)):
+        for zero in _zero_points(low, high, scale, spec):
+            q = (points / scale).round_().clamp_(spec.type_range[0] - zero, spec.type_range[1] - zero)
+            error = float(q.mul_(scale).sub_(points).square_() @ shares)
+            if error < least:
+                best, least = _ends(scale, zero, spec), error
+    return best
+
+
+@torch.no_grad()
+def weight_scale(weight: Tensor, wanted: Tensor, spec: QuantSpec, ends: numerics.Ends) -> Tensor:
+    """Returns the scales of the type around `wanted`, of its shape, that leave the least squared error.
+
+    Args:
+        weight: of an operator.
+        wanted: the float scales, of the granularity's shape.
+        spec: of the weight.
+        ends: the least and the largest integer, as `numerics.weight_ends` has them.
+    """
+    weight = weight.detach()
+    best, least = wanted, torch.full_like(wanted, torch.inf)
+    for scale in _TYPES[spec.scale_type].around(wanted):
+        spread = spec.granularity.spread(scale, weight.shape)
+        steps = weight / spread
+        q = numerics.clamped(torch.round(steps), ends)
+        q = fitted(q, steps) if spec.guards_pairs else q
+        values, dims = spec.granularity.grouped((q * spread).sub_(weight).square_())
+        error = values.sum(dims)
+        best = torch.where(error < least, scale, best)
+        least = torch.minimum(error, least)
+    return best
+
+
+def _ends(scale: float, zero: int, spec: QuantSpec) -> tuple[float, float]:
+    """Returns the range of which `qparams` are these."""
+    low, high = spec.quant_min - zero, spec.quant_max - zero
+    if not spec.powers_of_two:
+        low, high = (-high, high) if spec.symmetric else (low, high)
+        return low * scale * _WITHIN, high * scale * _WITHIN
+    if spec.symmetric:
+        return -high * scale, high * scale
+    return (0.0, high * scale) if low == 0 else ((low + 0.5) * scale, (high - 0.5) * scale)
+
+
+def _zero_points(low: float, high: float, scale: float, spec: QuantSpec) -> list[int]:
+    """Returns those by which a range ends at the least, at the largest and at both ends alike."""
+    if spec.symmetric:
+        return [_middle(spec)]
+    at_low, at_high = spec.quant_min - low / scale, spec.quant_max - high / scale
+    found = torch.tensor([at_low, at_high, (at_low + at_high) / 2] if low < 0.0 else [at_low])
+    if not spec.powers_of_two:
+        return [int(one) for one in torch.round(found).clamp(spec.quant_min, spec.quant_max)]
+    return [int(one) for one in _even(found, spec)]
+
+
+def _even(zero: Tensor, spec: QuantSpec) -> Tensor:
+    """Returns the even zero points that are nearest."""
+    return (torch.round(zero / 2) * 2).clamp(spec.quant_min, spec.quant_max - 1).to(torch.int32)
+
+
+def _middle(spec: QuantSpec) -> int:
+    """Returns the integer of zero in a symmetric range."""
+    return (spec.quant_max + spec.quant_min + 1) // 2
