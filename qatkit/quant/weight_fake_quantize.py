@@ -106,10 +106,26 @@ class WeightFakeQuantize(Quantizer):
         # `clip` as a plain bool, since asking a GPU at each step would wait for it.
         self._clips = spec.powers_of_two
         self._edges: tuple[FakeQuantize | None, FakeQuantize | None] = (None, None)
+        self._cut: tuple[int, int] | None = None
 
-    def between(self, source: FakeQuantize | None, target: FakeQuantize | None) -> None:
-        """Says which tensors the operator stands between."""
-        self._edges = (source, target)
+    def between(
+        self,
+        source: FakeQuantize | None,
+        target: FakeQuantize | None,
+        cut: tuple[int, int] | None = None,
+    ) -> None:
+        """Says which tensors the operator stands between, and the bounds of the shift from one to the other
+        (`qatkit.quant.backends.Shifts.cut`).
+        """
+        self._edges, self._cut = (source, target), cut
+
+    def bounded(self, scale: Tensor) -> Tensor:
+        """Returns scales, powers of two, with which the shift to the output is within its bounds."""
+        source, target = self._edges
+        if self._cut is None or source is None or target is None or not self.spec.powers_of_two:
+            return scale
+        ratio = target.scale / source.scale  # scale = ratio · 2^-cut
+        return scale.clamp(ratio * 2.0 ** -self._cut[1], ratio * 2.0 ** -self._cut[0])
 
     def narrow(self, dtype: str) -> None:
         """Quantizes to another signed number type from now on, which is part of a checkpoint.
@@ -260,16 +276,20 @@ class WeightFakeQuantize(Quantizer):
         """The scales before alignment: `clip` times the scale at which the whole weight is in range."""
         return numerics.weight_scale(weight, self.spec) * self.clip
 
+    def unbounded(self, weight: Tensor) -> Tensor:
+        """Returns the scales of the weight alone, as a file can hold them."""
+        wanted = self.wanted_scale(weight)
+        if self.spec.powers_of_two:
+            wanted = powers_of_two.weight_scale(weight, wanted, self.spec, self.ends(weight))
+        return held(wanted, self.spec)
+
     def scale(self, weight: Tensor) -> Tensor:
         """The scales, of the shape of `clip`. Between two quantized tensors they are at most 1 % above those that are
         wanted, such that the requantization has no near-ties (`qatkit.graph.scales.align`).
         """
         if self.fixed_scale is not None:
-            return self.fixed_scale
-        wanted = self.wanted_scale(weight)
-        if self.spec.powers_of_two:
-            wanted = powers_of_two.weight_scale(weight, wanted, self.spec, self.ends(weight))
-        scale = held(wanted, self.spec)
+            return self.bounded(self.fixed_scale)
+        scale = self.bounded(self.unbounded(weight))
         source, target = self._edges
         if (
             self.spec.powers_of_two

@@ -34,8 +34,9 @@ def backend_of(config: Config) -> Backend:
         _check_float_biases(config)
     if config.backend.activation_dtype is not None:
         backend = backend.with_activations(config.backend.activation_dtype)
-    if config.backend.scale_type is not None:
-        backend = _with_scales(config, backend, config.backend.scale_type)
+    kind = config.backend.scale_type or backend.activation.scale_type
+    if config.backend.scale_type is not None or kind != "float":
+        backend = _with_scales(config, backend, kind)
     if backend.other_runtime:
         _check_other_runtime(config)
     if config.backend.every_operator:
