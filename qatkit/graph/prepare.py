@@ -241,8 +241,7 @@ def _link_weights(graph_module: fx.GraphModule) -> None:
                 if serves[identity_of(module, "weight")] == 1
                 else None
             )
-            shifts = _backend(node).shifts
-            fake.between(_fake(quantizer_of(node.args[0])), _fake(target), None if shifts is None else shifts.cut)
+            fake.between(_fake(quantizer_of(node.args[0])), _fake(target), _backend(node).shifts)
 
 
 def _past_activation(node: fx.Node) -> fx.Node:

@@ -38,12 +38,14 @@ class Shifts:
 
     Attributes:
         cut: of a convolution or Linear: pos(weight) + pos(input) - pos(output). The weight's scale is moved.
+        bias: of its bias: pos(weight) + pos(input) - pos(bias), not below 0. The bias's scale is moved.
         read: of a sum: how far the positions of its inputs are apart. The finer input's scale is moved.
         sum_write: of a sum: the least position of an input - pos(output). The output's scale is moved.
         product_write: of a product: positions of both inputs - pos(output). The output's scale is moved.
     """
 
     cut: tuple[int, int]
+    bias: int
     read: tuple[int, int]
     sum_write: tuple[int, int]
     product_write: tuple[int, int]
@@ -62,7 +64,7 @@ class Backend:
         other_runtime: empty for ONNX Runtime, for whose int8 kernels the file is shaped (int32 biases, barriers
             against its fusions), and on which it is audited. Else the dotted path of the module that knows what
             another runtime takes (`asks_for_int8`, `broken_pairs`, as `qatkit.verify.tensorrt_pairs`): biases
-            are float, nothing is added, ONNX Runtime only computes what the pairs say, and the audit reads the file.
+            are float (but `integer_biases`), nothing is added, ONNX Runtime only computes what the pairs say, and the audit reads the file.
         channel_multiples: that the int8 kernels want, of "conv" and of "depthwise"; empty where any number does
             (`qatkit.graph.pad_channels`).
         has_amx: whether its CPUs may have AMX, for which weights can be stored (`qatkit.export.shift_weights`).
@@ -72,6 +74,9 @@ class Backend:
         aligned: operator classes whose inputs and output have one scale and zero point. Those that only pick or move
             values have it with any backend.
         shifts: that the hardware has, of scales that are powers of two; None where any will do.
+        integer_biases: another runtime takes biases as integers, as ONNX Runtime does.
+        all_int8: no operator is left float for its accuracy (`calibration.mixed_scales` reports): a float operator is
+            computed by another processor.
     """
 
     name: str
@@ -86,6 +91,8 @@ class Backend:
     fuses: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     aligned: tuple[str, ...] = ()
     shifts: Shifts | None = None
+    integer_biases: bool = False
+    all_int8: bool = False
 
     def __post_init__(self) -> None:
         for part, known in (("activation", (PerTensor(),)), ("weight", (PerTensor(), PerChannel(0)))):
@@ -241,7 +248,7 @@ SIMULATED = Backend(
 # AMD's NPUs, as Quark's XINT8 describes them: int8 symmetric with one power of two for each tensor, so that all
 # requantization is a shift; every operator in int8. Bounds of the shifts are those of the hardware's compiler.
 _ACTIVATIONS = ("relu", "relu6", "leaky_relu", "prelu", "gelu")
-_NPU_INT8 = QuantSpec("int8", symmetric=True, scale_type="pow2")
+_NPU_INT8 = QuantSpec("int8", symmetric=True, scale_type="pow2", bias_dtype="int8")
 NPU_CNN = Backend(
     name="npu_cnn",
     activation=_NPU_INT8,
@@ -253,9 +260,11 @@ NPU_CNN = Backend(
     },
     session_options={"session.disable_quant_qdq": "1"},
     other_runtime="qatkit.verify.npu_pairs",
+    integer_biases=True,
     fuses=dict.fromkeys(("conv", "linear", "add"), _ACTIVATIONS),
+    all_int8=True,
     aligned=("cat", "avg_pool", "global_pool"),
-    shifts=Shifts(cut=(0, 16), read=(0, 7), sum_write=(-7, 25), product_write=(0, 32)),
+    shifts=Shifts(cut=(0, 16), bias=15, read=(0, 7), sum_write=(-7, 25), product_write=(0, 32)),
 )
 
 # Transformers on the same NPUs: products with a weight alone, uint8 activations and scales of any size.
@@ -270,5 +279,6 @@ NPU_TRANSFORMER = Backend(
     },
     session_options={"session.disable_quant_qdq": "1"},
     other_runtime="qatkit.verify.npu_pairs",
+    integer_biases=True,
     fuses={"linear": _ACTIVATIONS},
 )

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from qatkit.quant import numerics, powers_of_two
+from qatkit.quant.backends import Shifts
 from qatkit.quant.bias_types import rounded_bias, whole_bias
 from qatkit.quant.fake_quantize import Bounds, FakeQuantize, Quantizer
 from qatkit.quant.granularity import PerBlock, PerChannel, along
@@ -106,26 +107,30 @@ class WeightFakeQuantize(Quantizer):
         # `clip` as a plain bool, since asking a GPU at each step would wait for it.
         self._clips = spec.powers_of_two
         self._edges: tuple[FakeQuantize | None, FakeQuantize | None] = (None, None)
-        self._cut: tuple[int, int] | None = None
+        self._shifts: Shifts | None = None
 
     def between(
         self,
         source: FakeQuantize | None,
         target: FakeQuantize | None,
-        cut: tuple[int, int] | None = None,
+        shifts: Shifts | None = None,
     ) -> None:
-        """Says which tensors the operator stands between, and the bounds of the shift from one to the other
-        (`qatkit.quant.backends.Shifts.cut`).
-        """
-        self._edges, self._cut = (source, target), cut
+        """Says which tensors the operator stands between, and which shifts the hardware has."""
+        self._edges, self._shifts = (source, target), shifts
+
+    @property
+    def _bias_shift(self) -> int | None:
+        """The largest shift that the hardware has for a bias; None where any will do."""
+        return None if self._shifts is None else self._shifts.bias
 
     def bounded(self, scale: Tensor) -> Tensor:
         """Returns scales, powers of two, with which the shift to the output is within its bounds."""
         source, target = self._edges
-        if self._cut is None or source is None or target is None or not self.spec.powers_of_two:
+        if self._shifts is None or source is None or target is None or not self.spec.powers_of_two:
             return scale
+        least, most = self._shifts.cut
         ratio = target.scale / source.scale  # scale = ratio · 2^-cut
-        return scale.clamp(ratio * 2.0 ** -self._cut[1], ratio * 2.0 ** -self._cut[0])
+        return scale.clamp(ratio * 2.0**-most, ratio * 2.0**-least)
 
     def narrow(self, dtype: str) -> None:
         """Quantizes to another signed number type from now on, which is part of a checkpoint.
@@ -309,7 +314,7 @@ class WeightFakeQuantize(Quantizer):
         scale = self.scale(weight)
         source = self._edges[0]
         if bias is not None and source is not None:
-            bias = rounded_bias(bias, self._by_outputs(scale) * source.scale, self.spec)
+            bias = rounded_bias(bias, self._by_outputs(scale) * source.scale, self.spec, self._bias_shift)
         rounded = self.rounded(weight, scale)
         if self.oscillation is not None:  # what is frozen follows its scale alone
             spread = self._spread(self.trained(scale, weight), weight)
@@ -398,7 +403,7 @@ class WeightFakeQuantize(Quantizer):
             zeros = granularity.spread(zero if zero.ndim == 0 else zero[rows], part.shape)
             whole[rows] = (steps + zeros).to(whole.dtype)
         step = scale * input_scale
-        found, times = (None, torch.ones_like(step)) if bias is None else whole_bias(bias, step, self.spec)
+        found, times = (None, torch.ones_like(step)) if bias is None else whole_bias(bias, step, self.spec, self._bias_shift)
         bias_scale = step * times.to(step.dtype)
         return Integers(whole, scale, zero.to(whole.dtype), found, bias_scale, times, repaired)
 

@@ -30,7 +30,7 @@ def backend_of(config: Config) -> Backend:
     backend = replace(backend, weight=_weight(backend.weight, config.backend))
     if backend.weights_alone:
         _check_weights_alone(config)
-    if backend.weights_alone or backend.other_runtime:
+    if backend.weights_alone or (backend.other_runtime and not backend.integer_biases):
         _check_float_biases(config)
     if config.backend.activation_dtype is not None:
         backend = backend.with_activations(config.backend.activation_dtype)

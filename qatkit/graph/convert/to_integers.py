@@ -127,7 +127,7 @@ def _convert_operator(node: fx.Node, result: PassResult) -> None:
         operator,
         _pair(quantizer)[0],
         output_scale,
-        float_bias=not ours,
+        float_bias=not (ours or graph_module.meta["backend"].integer_biases),
         input_steps=kind.high - kind.low,
     )
     if quantized.repaired:
