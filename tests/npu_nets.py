@@ -30,8 +30,8 @@ class EveryKind(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.max_pool2d(self.leaky(self.stem(x)), 2)
-        left, right = self.slopes(self.left(x)), F.relu6(self.right(x) * 1.0)
-        x = torch.cat([left, F.pad(right, (0, 0, 0, 0))], 1)
+        left, right = self.slopes(self.left(x)), F.relu6(self.right(x))
+        x = torch.cat([left, right], 1)
         x = F.relu(self.join(x) + F.avg_pool2d(left, 3, 1, 1))
         x = self.gelu(self.up(F.pad(x, (1, 1, 1, 1))))[:, :, 1:, :].transpose(2, 3)
         x = F.adaptive_avg_pool2d(x, 1).flatten(1)
@@ -39,8 +39,8 @@ class EveryKind(nn.Module):
 
 
 class OutOfBounds(nn.Module):
-    """Shifts that the hardware does not have: a weight far finer and one far coarser than its output asks for, a bias of
-    many steps, and a sum of two sizes.
+    """Shifts that hardware does not have: of a weight far finer and of one far coarser than its output, and of a sum
+    of two sizes.
     """
 
     def __init__(self) -> None:
@@ -50,9 +50,10 @@ class OutOfBounds(nn.Module):
             for conv in (self.fine, self.coarse, self.small):
                 conv.bias.zero_()
                 conv.weight.zero_()
-            self.fine.weight[:, 0] = 1e-6
+            self.fine.weight[:, 0] = 1e-4
             self.fine.bias.copy_(torch.tensor([3.0, -2.0, 1.0]))  # the output's range is the bias's
-            self.coarse.weight[:, 0], self.coarse.weight[:, 1] = 64.0, -64.0  # of channels that are nearly equal
+            # The difference of two channels that are nearly equal.
+            self.coarse.weight[:, 0], self.coarse.weight[:, 1] = 64.0, -64.0
             self.small.weight[:, 2] = 2.0**-9
 
     def forward(self, x: Tensor) -> Tensor:

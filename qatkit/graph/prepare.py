@@ -245,8 +245,9 @@ def _link_weights(graph_module: fx.GraphModule) -> None:
 
 
 def _past_activation(node: fx.Node) -> fx.Node:
-    """The activation that alone reads `node` and is computed with it, or `node`. A ReLU is one (of a symmetric target it
-    stays a node).
+    """The activation that alone reads `node` and is computed with it, or `node`.
+
+    A ReLU is one (of a symmetric target it stays a node).
     """
     reader = next(iter(node.users)) if len(node.users) == 1 else None
     if reader is not None and facts(reader).activation:

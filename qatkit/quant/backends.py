@@ -64,7 +64,8 @@ class Backend:
         other_runtime: empty for ONNX Runtime, for whose int8 kernels the file is shaped (int32 biases, barriers
             against its fusions), and on which it is audited. Else the dotted path of the module that knows what
             another runtime takes (`asks_for_int8`, `broken_pairs`, as `qatkit.verify.tensorrt_pairs`): biases
-            are float (but `integer_biases`), nothing is added, ONNX Runtime only computes what the pairs say, and the audit reads the file.
+            are float (but with `integer_biases`), nothing is added, ONNX Runtime only computes what the pairs say, and
+            the audit reads the file.
         channel_multiples: that the int8 kernels want, of "conv" and of "depthwise"; empty where any number does
             (`qatkit.graph.pad_channels`).
         has_amx: whether its CPUs may have AMX, for which weights can be stored (`qatkit.export.shift_weights`).

@@ -403,7 +403,9 @@ class WeightFakeQuantize(Quantizer):
             zeros = granularity.spread(zero if zero.ndim == 0 else zero[rows], part.shape)
             whole[rows] = (steps + zeros).to(whole.dtype)
         step = scale * input_scale
-        found, times = (None, torch.ones_like(step)) if bias is None else whole_bias(bias, step, self.spec, self._bias_shift)
+        found, times = None, torch.ones_like(step)
+        if bias is not None:
+            found, times = whole_bias(bias, step, self.spec, self._bias_shift)
         bias_scale = step * times.to(step.dtype)
         return Integers(whole, scale, zero.to(whole.dtype), found, bias_scale, times, repaired)
 

@@ -29,7 +29,9 @@ def broken_pairs(nodes: Iterable[ir.Node]) -> list[str]:
     for node in nodes:
         cut = shift_cut(node)
         if cut is not None and not low <= cut <= high:
-            lines.append(f"{node.op_type} '{node.name}': its shift is {cut}; the hardware has {low} to {high}")
+            lines.append(
+                f"{node.op_type} '{node.name}': its shift is {cut}; the hardware has {low} to {high}"
+            )
     return lines
 
 

@@ -59,7 +59,9 @@ def settle_together(group: Sequence[FakeQuantize]) -> None:
         return
     ends = [(one.bounds if one.observer is None else (one.observer.low, one.observer.high)) for one in group]
     device = group[0].scale.device
-    low, high = (torch.stack([torch.as_tensor(end, device=device) for end in side]) for side in zip(*ends, strict=True))
+    low, high = (
+        torch.stack([torch.as_tensor(end, device=device) for end in side]) for side in zip(*ends, strict=True)
+    )
     group[0].follow_range(low.float().amin(), high.float().amax())
 
 
@@ -67,15 +69,17 @@ def settle_together(group: Sequence[FakeQuantize]) -> None:
 def choose_shared_ranges(graph_module: fx.GraphModule) -> None:
     """Gives each group the range with the least sum of relative squared errors over its tensors, by their histograms.
 
-    Of scales that are powers of two alone: a range that holds all tensors may cost the smaller ones several bits. Nothing
-    changes where an observer has no histogram.
+    Of scales that are powers of two alone: a range that holds all tensors may cost the smaller ones several bits.
+    Nothing changes where an observer has no histogram.
     """
     for group in shared_groups(graph_module):
         observers = [one.observer for one in group if isinstance(one.observer, HistogramObserver)]
         if len(observers) < len(group) or not group[0].spec.powers_of_two or any(one.frozen for one in group):
             continue
         found = [points_of(one.histogram) for one in observers]
-        power = [(points.square() @ shares).clamp(min=torch.finfo(points.dtype).tiny) for points, shares in found]
+        power = [
+            (points.square() @ shares).clamp(min=torch.finfo(points.dtype).tiny) for points, shares in found
+        ]
         shares = torch.cat([one / by for (_, one), by in zip(found, power, strict=True)])
         ends = min(one.low.item() for one in observers), max(one.high.item() for one in observers)
         low, high = range_of(torch.cat([points for points, _ in found]), shares, ends, group[0].spec)

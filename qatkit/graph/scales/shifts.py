@@ -17,13 +17,12 @@ from typing import cast
 import torch
 from torch import Tensor, fx
 
-from qatkit.graph.nodes import facts, op_class, site
+from qatkit.graph.nodes import op_class, site
 from qatkit.graph.quantizers import QUANTIZES, is_quantizer, module_of, quantized_operators
 from qatkit.graph.scales.moves import Scales
 from qatkit.graph.scales.shared import quantizers_around, shared_groups
 from qatkit.quant.backends import Backend
 from qatkit.quant.fake_quantize import FakeQuantize
-from qatkit.quant.held_scales import held
 
 _ROUNDS = 4  # a scale that is moved may move that of the operator behind
 
@@ -36,7 +35,9 @@ class ShiftBounds:
         position: of the quantizers by id.
     """
 
-    def __init__(self, graph_module: fx.GraphModule, position: Mapping[int, int], device: torch.device) -> None:
+    def __init__(
+        self, graph_module: fx.GraphModule, position: Mapping[int, int], device: torch.device
+    ) -> None:
         backend = cast(Backend, graph_module.meta["backend"])
         assert backend.shifts is not None
         self._shifts = backend.shifts
@@ -48,7 +49,8 @@ class ShiftBounds:
                 if len(known) == len(around):
                     found[op_class(node)].append([known[0], known[-2], known[-1]])
         self._sums, self._products = (
-            torch.tensor(rows, dtype=torch.int64, device=device).reshape(-1, 3).unbind(1) for rows in found.values()
+            torch.tensor(rows, dtype=torch.int64, device=device).reshape(-1, 3).unbind(1)
+            for rows in found.values()
         )
 
     def __call__(self, scales: Scales) -> None:
