@@ -17,6 +17,7 @@ from qatkit.calibration.limits import set_limits
 from qatkit.graph.phase import inference, observe_in_parts, set_phase
 from qatkit.graph.quantizers import fake_quantizers
 from qatkit.graph.scales.align import align
+from qatkit.graph.scales.shared import choose_shared_ranges
 from qatkit.graph.signature import Example, batch_multiple, batch_size, graph_axes, inputs_of, on
 from qatkit.quant.fake_quantize import FakeQuantize
 from qatkit_verify.errors import ConfigError
@@ -101,6 +102,7 @@ def calibrate_parts(
     for quantizer in quantizers.values():
         quantizer.finish()
     for part in parts.values():
+        choose_shared_ranges(part)
         set_limits(part)
         align(part)
         set_phase(part, observe=False, quantize=True)

@@ -126,6 +126,13 @@ def facts(node: fx.Node) -> Operator:
     return operators.operator(op_class(node))
 
 
+def fused_activation(node: fx.Node, fuses: Mapping[str, tuple[str, ...]]) -> fx.Node | None:
+    """Returns the activation that alone reads `node` and that a backend computes with it (`Backend.fuses`)."""
+    reader = next(iter(node.users)) if len(node.users) == 1 else None
+    fused = fuses.get(op_class(node), ())
+    return reader if reader is not None and op_class(reader) in fused else None
+
+
 def _pool_class(node: fx.Node) -> str:
     """An adaptive pool to one value is ONNX's GlobalAveragePool; to another size it has no int8 kernel."""
     if node.op == "call_module":

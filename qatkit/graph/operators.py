@@ -162,6 +162,8 @@ _RECORDS = (
     ),
     Operator("leaky_relu", modules=_nn("LeakyReLU"), functions=_f("leaky_relu"), homogeneous=True,
              also=("LeakyRelu",), kernels=("QLinearLeakyRelu",)),
+    # Its slopes stay float.
+    Operator("prelu", modules=_nn("PReLU"), functions=(*_f("prelu"), "torch.prelu"), methods=("prelu",)),
     Operator("where", functions=("torch.where",), methods=("where",), also=("Where",), kernels=("QLinearWhere",)),
     Operator(
         "max_pool", modules=_nn("MaxPool1d", "MaxPool2d", "MaxPool3d"),

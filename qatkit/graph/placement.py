@@ -10,7 +10,8 @@ Three facts per node, found in one walk from the inputs to the outputs:
                  and the residual stream beside stays float); it goes up through reshapes and the like
 
 A ReLU is absorbed by the point after it when nobody else reads what comes before it, and the range can start
-at zero: a symmetric one can't.
+at zero: a symmetric one can't. A backend may compute activations together with the operator before (`Backend.fuses`):
+the point then stands behind the activation, which stays.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import fx
 from qatkit.graph.nodes import (
     carries_float,
     facts,
+    fused_activation,
     is_float_tensor,
     owner,
     site,
@@ -99,6 +101,8 @@ class Placer:
         self.backend = backend
         self.facts = {n: facts(n) for n in self.nodes}
         self.constant = constants(graph)
+        self.fused = {n: fused_activation(n, backend.fuses) for n in self.nodes}
+        self.activations = {name for fused in backend.fuses.values() for name in fused}
 
     def place(self, forced_float: Collection[fx.Node]) -> Placement:
         """What is quantized where these nodes are float."""
@@ -152,6 +156,8 @@ class Placer:
         if rule.when == "always":
             return rule.output
         inputs = [n for n in node.all_input_nodes if carries_float(n)]
+        if self.facts[node].name in self.activations:
+            inputs = inputs[:1]  # the others are its parameters (the slopes of a PReLU)
         if rule.when not in ("inputs", "output") or not inputs:
             return False
         pair = node.args[:2] if self.facts[node].binary else ()
@@ -211,6 +217,8 @@ class Placer:
             return None
         if self.int8[node] and len(readers) == 1 and self._absorbs(readers[0], node):
             return None  # the point stands after the ReLU
+        if self.int8[node] and (fused := self.fused[node]) is not None and self.int8[fused]:
+            return None
         return self._absorbing_point(node, readers)
 
     def _absorbing_point(self, node: fx.Node, readers: list[fx.Node]) -> Point:

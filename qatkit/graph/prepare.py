@@ -13,7 +13,7 @@ from qatkit.config.schema import OverrideConfig
 from qatkit.graph.capture.free_axes import with_sizes
 from qatkit.graph.guarded import adds_in_16_bits
 from qatkit.graph.node_arguments import BATCH_AXIS, VARYING_AXES, shape_of
-from qatkit.graph.nodes import called, facts, module_of, op_class, qat_type, site
+from qatkit.graph.nodes import called, facts, fused_activation, module_of, op_class, qat_type, site
 from qatkit.graph.overrides import OVERRIDDEN, Overrides
 from qatkit.graph.pass_result import PassResult
 from qatkit.graph.placement import Placement, Point, constants, place
@@ -140,7 +140,8 @@ def _unknown(graph: fx.Graph) -> list[tuple[str, str]]:
     """Operators with weights of their own that no table knows: PReLU, EmbeddingBag, calls of `torch.lstm`, ..."""
     found = []
     for node in graph.nodes:
-        if node.op == "call_module" and op_class(node) == "other":
+        ruled = op_class(node) == "prelu" and "prelu" in _backend(node).rules
+        if node.op == "call_module" and op_class(node) in ("other", "prelu") and not ruled:
             kind = type(module_of(node))
             if any(True for _ in module_of(node).parameters()):
                 found.append((site(node), f"{kind.__name__} {_ONLY}"))
@@ -240,13 +241,22 @@ def _link_weights(graph_module: fx.GraphModule) -> None:
                 if serves[identity_of(module, "weight")] == 1
                 else None
             )
-            fake.between(_fake(quantizer_of(node.args[0])), _fake(target))
+            fake.between(_fake(quantizer_of(node.args[0])), _fake(target), _backend(node).shifts)
 
 
 def _past_activation(node: fx.Node) -> fx.Node:
-    """The ReLU that alone reads `node` (of a symmetric target it stays a node), or `node`."""
+    """The activation that alone reads `node` and is computed with it, or `node`.
+
+    A ReLU is one (of a symmetric target it stays a node).
+    """
     reader = next(iter(node.users)) if len(node.users) == 1 else None
-    return reader if reader is not None and facts(reader).activation else node
+    if reader is not None and facts(reader).activation:
+        return reader
+    return fused_activation(node, _backend(node).fuses) or node
+
+
+def _backend(node: fx.Node) -> Backend:
+    return cast(Backend, cast(fx.GraphModule, node.graph.owning_module).meta["backend"])
 
 
 def _fake(node: fx.Node | None) -> FakeQuantize | None:

@@ -33,6 +33,25 @@ class OpRule:
 
 
 @dataclass(frozen=True)
+class Shifts:
+    """Bounds of the shifts by which hardware with scales 2^-pos requantizes, ends included (D77).
+
+    Attributes:
+        cut: of a convolution or Linear: pos(weight) + pos(input) - pos(output). The weight's scale is moved.
+        bias: of its bias: pos(weight) + pos(input) - pos(bias), not below 0. The bias's scale is moved.
+        read: of a sum: how far the positions of its inputs are apart. The finer input's scale is moved.
+        sum_write: of a sum: the least position of an input - pos(output). The output's scale is moved.
+        product_write: of a product: positions of both inputs - pos(output). The output's scale is moved.
+    """
+
+    cut: tuple[int, int]
+    bias: int
+    read: tuple[int, int]
+    sum_write: tuple[int, int]
+    product_write: tuple[int, int]
+
+
+@dataclass(frozen=True)
 class Backend:
     """A deployment target.
 
@@ -45,11 +64,20 @@ class Backend:
         other_runtime: empty for ONNX Runtime, for whose int8 kernels the file is shaped (int32 biases, barriers
             against its fusions), and on which it is audited. Else the dotted path of the module that knows what
             another runtime takes (`asks_for_int8`, `broken_pairs`, as `qatkit.verify.tensorrt_pairs`): biases
-            are float, nothing is added, ONNX Runtime only computes what the pairs say, and the audit reads the file.
+            are float (but with `integer_biases`), nothing is added, ONNX Runtime only computes what the pairs say, and
+            the audit reads the file.
         channel_multiples: that the int8 kernels want, of "conv" and of "depthwise"; empty where any number does
             (`qatkit.graph.pad_channels`).
         has_amx: whether its CPUs may have AMX, for which weights can be stored (`qatkit.export.shift_weights`).
         every_operator: the rules are those of `everywhere`; ONNX Runtime's tools take every node that they can.
+        fuses: by operator class, the activation classes that it computes in one step where they alone read it: no pair
+            stands between.
+        aligned: operator classes whose inputs and output have one scale and zero point. Those that only pick or move
+            values have it with any backend.
+        shifts: that the hardware has, of scales that are powers of two; None where any will do.
+        integer_biases: another runtime takes biases as integers, as ONNX Runtime does.
+        all_int8: no operator is left float for its accuracy (`calibration.mixed_scales` reports): a float operator is
+            computed by another processor.
     """
 
     name: str
@@ -61,6 +89,11 @@ class Backend:
     channel_multiples: Mapping[str, int] = field(default_factory=dict)
     has_amx: bool = False
     every_operator: bool = False
+    fuses: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    aligned: tuple[str, ...] = ()
+    shifts: Shifts | None = None
+    integer_biases: bool = False
+    all_int8: bool = False
 
     def __post_init__(self) -> None:
         for part, known in (("activation", (PerTensor(),)), ("weight", (PerTensor(), PerChannel(0)))):
@@ -72,6 +105,9 @@ class Backend:
         if (self.weight.form is None) != (self.activation.form is None):
             allowed = "integers with an activation of integers, or number formats for both"
             raise ConfigError(f"backend={self.name}: weight.dtype", self.weight.dtype, allowed)
+        if self.aligned and not self.activation.symmetric:  # the scale of a ReLU's output starts at zero
+            allowed = "a symmetric activation with aligned scales"
+            raise ConfigError(f"backend={self.name}: activation.symmetric", False, allowed)
         if self.weight.scale_dtype != "float32" and not self.weights_alone:
             allowed = "float32, which int8 kernels take (backend=weight_only has others)"
             raise ConfigError(f"backend={self.name}: weight.scale_dtype", self.weight.scale_dtype, allowed)
@@ -208,4 +244,42 @@ SIMULATED = Backend(
     activation=QuantSpec("mxfp8_e4m3", symmetric=True),
     weight=QuantSpec("mxfp8_e4m3", symmetric=True),
     rules=dict.fromkeys(("conv", "linear"), OpRule("always", output=False)),
+)
+
+# AMD's NPUs, as Quark's XINT8 describes them: int8 symmetric with one power of two for each tensor, so that all
+# requantization is a shift; every operator in int8. Bounds of the shifts are those of the hardware's compiler.
+_ACTIVATIONS = ("relu", "relu6", "leaky_relu", "prelu", "gelu")
+_NPU_INT8 = QuantSpec("int8", symmetric=True, scale_type="pow2", bias_dtype="int8")
+NPU_CNN = Backend(
+    name="npu_cnn",
+    activation=_NPU_INT8,
+    weight=_NPU_INT8,
+    rules={
+        **_RULES,
+        **dict.fromkeys(("conv", "linear"), OpRule("always")),
+        **dict.fromkeys((*_COMPUTE, "prelu"), OpRule("inputs")),
+    },
+    session_options={"session.disable_quant_qdq": "1"},
+    other_runtime="qatkit.verify.npu_pairs",
+    integer_biases=True,
+    fuses=dict.fromkeys(("conv", "linear", "add"), _ACTIVATIONS),
+    all_int8=True,
+    aligned=("cat", "avg_pool", "global_pool"),
+    shifts=Shifts(cut=(0, 16), bias=15, read=(0, 7), sum_write=(-7, 25), product_write=(0, 32)),
+)
+
+# Transformers on the same NPUs: products with a weight alone, uint8 activations and scales of any size.
+NPU_TRANSFORMER = Backend(
+    name="npu_transformer",
+    activation=QuantSpec("uint8"),
+    weight=QuantSpec("int8", symmetric=True),
+    rules={
+        "linear": OpRule("always"),
+        **dict.fromkeys(("max_pool", "shape", "pass", "pad", "resize"), OpRule("inputs")),
+        **dict.fromkeys(_ACTIVATIONS, OpRule("inputs")),
+    },
+    session_options={"session.disable_quant_qdq": "1"},
+    other_runtime="qatkit.verify.npu_pairs",
+    integer_biases=True,
+    fuses={"linear": _ACTIVATIONS},
 )

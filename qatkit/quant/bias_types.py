@@ -22,13 +22,16 @@ from qatkit.quant.spec import DTYPES, QuantSpec
 _TRIED = 16
 
 
-def whole_bias(bias: Tensor, step: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
+def whole_bias(
+    bias: Tensor, step: Tensor, spec: QuantSpec, shift: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Returns the integers of a bias, and the multiplier of the step that they count.
 
     Args:
         bias: [out].
         step: input scale times weight scale, [] or [out].
         spec: of the weight.
+        shift: the multiplier is at most 2^shift, and what it does not hold then is clipped; None: any.
 
     Returns:
         Whole numbers in float64: the integers [out], and the multiplier of the shape of `step`, 1 of int32 and float.
@@ -37,14 +40,16 @@ def whole_bias(bias: Tensor, step: Tensor, spec: QuantSpec) -> tuple[Tensor, Ten
     if not spec.narrow_bias:
         return torch.round(steps), torch.ones_like(step, dtype=torch.float64)
     multiplier = _multiplier(steps, step.ndim == 0, spec)
+    if shift is not None and spec.powers_of_two:
+        multiplier = multiplier.clamp(max=2.0**shift)
     high = DTYPES[spec.bias_dtype].high
     return torch.round(steps / multiplier).clamp(-high, high), multiplier
 
 
-def rounded_bias(bias: Tensor, step: Tensor, spec: QuantSpec) -> Tensor:
+def rounded_bias(bias: Tensor, step: Tensor, spec: QuantSpec, shift: int | None = None) -> Tensor:
     """Returns `bias` [out] as the file has it, with a straight-through gradient; the rest as `whole_bias`."""
     with torch.no_grad():
-        whole, multiplier = whole_bias(bias, step, spec)
+        whole, multiplier = whole_bias(bias, step, spec, shift)
         change = (whole * multiplier * step.double()).to(bias.dtype) - bias
     return bias + change
 

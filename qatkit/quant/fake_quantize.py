@@ -144,8 +144,8 @@ class FakeQuantize(Quantizer):
             return scale_types.qparams(low, high, self.spec, fixed=self.observer is None)
         return numerics.choose_qparams(low, high, self.spec)
 
-    def _follow(self, low: Tensor, high: Tensor) -> None:
-        """The same of a range that may be empty yet, which changes nothing; without asking a device.
+    def follow_range(self, low: Tensor, high: Tensor) -> None:
+        """Takes scale and zero point of a range that may be empty yet, which changes nothing; without asking a device.
 
         Zero alone stands in the middle, unless a ReLU cuts off what is below: at an end of its range a value has no
         gradient, so a branch that begins at zero (an adapter, a BatchNorm whose γ is 0) would stay there.
@@ -217,7 +217,15 @@ class FakeQuantize(Quantizer):
     def follow(self) -> None:
         """`settle` of one that does not stand: no value is read on the host."""
         assert self.observer is not None
-        self._follow(self.observer.low, self.observer.high)
+        self.follow_range(self.observer.low, self.observer.high)
+
+    def own_scale(self) -> Tensor | None:
+        """Returns the scale of the range alone, before any alignment; None of one that stands, or has seen nothing."""
+        if self.frozen or (self.observer is not None and not self.observer.seen):
+            return None
+        if self.observer is None:
+            return self.qparams(*(torch.tensor(end, device=self.scale.device) for end in self.bounds))[0]
+        return self.qparams(self.observer.low, self.observer.high)[0]
 
     @property
     def movable(self) -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from qatkit.quant import numerics, scale_types
+from qatkit.quant.backends import Shifts
 from qatkit.quant.bias_types import rounded_bias, whole_bias
 from qatkit.quant.fake_quantize import Bounds, FakeQuantize, Quantizer
 from qatkit.quant.granularity import PerBlock, PerChannel, along
@@ -109,10 +110,30 @@ class WeightFakeQuantize(Quantizer):
         # `clip` as a plain bool, since asking a GPU at each step would wait for it.
         self._clips = not spec.any_scale
         self._edges: tuple[FakeQuantize | None, FakeQuantize | None] = (None, None)
+        self._shifts: Shifts | None = None
 
-    def between(self, source: FakeQuantize | None, target: FakeQuantize | None) -> None:
-        """Says which tensors the operator stands between."""
-        self._edges = (source, target)
+    def between(
+        self,
+        source: FakeQuantize | None,
+        target: FakeQuantize | None,
+        shifts: Shifts | None = None,
+    ) -> None:
+        """Says which tensors the operator stands between, and which shifts the hardware has."""
+        self._edges, self._shifts = (source, target), shifts
+
+    @property
+    def _bias_shift(self) -> int | None:
+        """The largest shift that the hardware has for a bias; None where any will do."""
+        return None if self._shifts is None else self._shifts.bias
+
+    def bounded(self, scale: Tensor) -> Tensor:
+        """Returns scales, powers of two, with which the shift to the output is within its bounds."""
+        source, target = self._edges
+        if self._shifts is None or source is None or target is None or not self.spec.powers_of_two:
+            return scale
+        least, most = self._shifts.cut
+        ratio = target.scale / source.scale  # scale = ratio · 2^-cut
+        return scale.clamp(ratio * 2.0**-most, ratio * 2.0**-least)
 
     def narrow(self, dtype: str) -> None:
         """Quantizes to another signed number type from now on, which is part of a checkpoint.
@@ -263,16 +284,20 @@ class WeightFakeQuantize(Quantizer):
         """The scales before alignment: `clip` times the scale at which the whole weight is in range."""
         return numerics.weight_scale(weight, self.spec) * self.clip
 
+    def unbounded(self, weight: Tensor) -> Tensor:
+        """Returns the scales of the weight alone, as a file can hold them."""
+        wanted = self.wanted_scale(weight)
+        if not self.spec.any_scale:
+            wanted = scale_types.weight_scale(weight, wanted, self.spec, self.ends(weight))
+        return held(wanted, self.spec)
+
     def scale(self, weight: Tensor) -> Tensor:
         """The scales, of the shape of `clip`. Between two quantized tensors they are at most 1 % above those that are
         wanted, such that the requantization has no near-ties (`qatkit.graph.scales.align`).
         """
         if self.fixed_scale is not None:
-            return self.fixed_scale
-        wanted = self.wanted_scale(weight)
-        if not self.spec.any_scale:
-            wanted = scale_types.weight_scale(weight, wanted, self.spec, self.ends(weight))
-        scale = held(wanted, self.spec)
+            return self.bounded(self.fixed_scale)
+        scale = self.bounded(self.unbounded(weight))
         source, target = self._edges
         if (
             not self.spec.any_scale
@@ -292,7 +317,7 @@ class WeightFakeQuantize(Quantizer):
         scale = self.scale(weight)
         source = self._edges[0]
         if bias is not None and source is not None:
-            bias = rounded_bias(bias, self._by_outputs(scale) * source.scale, self.spec)
+            bias = rounded_bias(bias, self._by_outputs(scale) * source.scale, self.spec, self._bias_shift)
         rounded = self.rounded(weight, scale)
         if self.oscillation is not None:  # what is frozen follows its scale alone
             spread = self._spread(self.trained(scale, weight), weight)
@@ -395,10 +420,12 @@ class WeightFakeQuantize(Quantizer):
             errors = (steps * spread - weight).abs().flatten(1).sum(1) * input_scale
             lost = float((errors[raised] / bias[raised].abs()).max())
         step = scale * input_scale
-        held, times = (None, torch.ones_like(step)) if bias is None else whole_bias(bias, step, self.spec)
+        held_bias, times = None, torch.ones_like(step)
+        if bias is not None:
+            held_bias, times = whole_bias(bias, step, self.spec, self._bias_shift)
         bias_scale = step * times.to(step.dtype)
         repaired = 0 if raised is None else int(raised.sum())
-        return Integers(whole, scale, zero.to(whole.dtype), held, bias_scale, times, repaired, lost)
+        return Integers(whole, scale, zero.to(whole.dtype), held_bias, bias_scale, times, repaired, lost)
 
 
 def _floor(steps: Tensor, ends: numerics.Ends) -> Tensor:

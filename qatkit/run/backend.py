@@ -30,14 +30,14 @@ def backend_of(config: Config) -> Backend:
     backend = replace(backend, weight=_weight(backend.weight, config.backend))
     if backend.weights_alone:
         _check_weights_alone(config)
-    if backend.weights_alone or backend.other_runtime:
+    if backend.weights_alone or (backend.other_runtime and not backend.integer_biases):
         _check_float_biases(config)
     if config.backend.activation_dtype is not None:
         backend = backend.with_activations(config.backend.activation_dtype)
-    _check_scales(config)
-    if (kind := config.backend.scale_type) is not None:
-        activation, weight = (replace(one, scale_type=kind) for one in (backend.activation, backend.weight))
-        backend = replace(backend, activation=activation, weight=weight)
+    kind = config.backend.scale_type or backend.activation.scale_type
+    _check_scales(config, kind)
+    activation, weight = (replace(one, scale_type=kind) for one in (backend.activation, backend.weight))
+    backend = replace(backend, activation=activation, weight=weight)
     if backend.other_runtime:
         _check_other_runtime(config)
     if config.backend.every_operator:
@@ -50,19 +50,23 @@ def backend_of(config: Config) -> Backend:
     return backend.reduced(config.backend.reduce_range)
 
 
-def _check_scales(config: Config) -> None:
-    """Refuses scales of a type where pixels, or scales that are quantized themselves, have others."""
+def _check_scales(config: Config, usual: str) -> None:
+    """Refuses scales of a type where pixels, or scales that are quantized themselves, have others.
+
+    Args:
+        usual: the type of the scales without an override.
+    """
     whole = config.backend
     for place, one in _settings(whole):
-        kind, dtype = one.scale_type or whole.scale_type, one.weight_scale_dtype or whole.weight_scale_dtype
-        if kind in (None, "float") or dtype != "uint8":
+        kind, dtype = one.scale_type or usual, one.weight_scale_dtype or whole.weight_scale_dtype
+        if kind == "float" or dtype != "uint8":
             continue
         if one.weight_scale_dtype == "uint8":
             allowed = f"float32 or float16 with scale_type={kind}, of which products of integers are none"
             raise ConfigError(f"{place}.weight_scale_dtype", dtype, allowed)
         raise ConfigError(f"{place}.scale_type", kind, "null or float with backend.weight_scale_dtype=uint8")
-    if whole.scale_type not in (None, "float") and config.export.io != "float32":
-        allowed = f"float32 with backend.scale_type={whole.scale_type}: pixels have steps of 1/255"
+    if usual != "float" and config.export.io != "float32":
+        allowed = f"float32 with backend.scale_type={usual}: pixels have steps of 1/255"
         raise ConfigError("export.io", config.export.io, allowed)
 
 

@@ -284,7 +284,8 @@ class QATModule(FineTuning):
             self.mixed += found
             floats = tuple(dict.fromkeys(name for one in found for name in one.floats))
             weighted = {site(node) for node, _, _ in quantized_operators(self.graph)}
-            if self.mixed_scales != "float" or not self._made_of or not floats or weighted <= set(floats):
+            stays = self.mixed_scales != "float" or self.backend.all_int8
+            if stays or not self._made_of or not floats or weighted <= set(floats):
                 return
             self.leave_float(floats, sample)
 

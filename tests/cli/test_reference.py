@@ -44,7 +44,10 @@ def test_help_lists_every_key_and_option(
     assert "\n  data.bad: str = refuse  (refuse | skip)\n" in said
     assert "\n  algorithm.equalize.relu6: str = keep  (keep | relu)\n" in said
     assert "\n  algorithm.bias_correction.trim: float = 0.05  (0 to 0.49)\n" in said
-    assert "\n  backend:     fbgemm, qnnpack, simulated, tensorrt, w4a16, w8a16, weight_only\n" in said
+    assert (
+        "\n  backend:     fbgemm, npu_cnn, npu_transformer, qnnpack, simulated, tensorrt, w4a16, w8a16, weight_only\n"
+        in said
+    )
     assert max(map(len, lines)) <= 120
     words = " ".join(said.split())
     for keys in (EXPORT_KEYS, ONNX_KEYS):

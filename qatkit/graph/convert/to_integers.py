@@ -37,13 +37,14 @@ from qatkit.graph.convert.recurrent_modules import QuantizedRecurrent
 from qatkit.graph.convert.simplify import simplify
 from qatkit.graph.convert.weight_only_modules import PackedEmbedding, WeightOnly
 from qatkit.graph.node_arguments import BATCH_AXIS, VARYING_AXES
-from qatkit.graph.nodes import facts, is_float_tensor, module_of, op_class, site, turns_axes
+from qatkit.graph.nodes import facts, fused_activation, is_float_tensor, module_of, op_class, site, turns_axes
 from qatkit.graph.operators import look_up
 from qatkit.graph.pad_channels import pad_channels
 from qatkit.graph.pads import belongs_to
 from qatkit.graph.pass_result import PassResult
 from qatkit.graph.quantizers import QUANTIZES, is_quantizer, quantizer_after, quantizer_of
 from qatkit.graph.rows import rows_of
+from qatkit.graph.scales.shifts import adjusted_scales
 from qatkit.graph.sharing import large_tensors
 from qatkit.graph.trace import tidy
 from qatkit.quant.fake_quantize import FakeQuantize
@@ -61,6 +62,7 @@ def convert(graph_module: fx.GraphModule) -> PassResult:
     """
     converted = copy.deepcopy(graph_module, _packed_here(graph_module)).cpu().eval()
     result = PassResult(converted)
+    result.skipped += adjusted_scales(graph_module)
     simplify(converted)
     for node in list(converted.graph.nodes):
         order_as_onnx(node)
@@ -127,7 +129,7 @@ def _convert_operator(node: fx.Node, result: PassResult) -> None:
         operator,
         _pair(quantizer)[0],
         output_scale,
-        float_bias=not ours,
+        float_bias=not (ours or graph_module.meta["backend"].integer_biases),
         input_steps=kind.high - kind.low,
     )
     if quantized.repaired:
@@ -292,7 +294,9 @@ def _is_int8_reader(node: fx.Node) -> bool:
         return True
     if facts(node).keeps_range:
         return any(_is_int8_reader(user) for user in node.users)
-    return any(is_quantizer(u) for u in node.users)
+    backend = cast(fx.GraphModule, node.graph.owning_module).meta["backend"]
+    last = fused_activation(node, backend.fuses) or node
+    return any(is_quantizer(u) for u in last.users)
 
 
 def _repeat_pairs(graph_module: fx.GraphModule) -> None:

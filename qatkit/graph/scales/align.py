@@ -16,6 +16,9 @@ error. So every scale moves up by a fraction of a percent:
                                                    are too far apart (a deep residual stream), one unit a sum
     SiLU, Sigmoid     256 possible results         moves s_y, else s_x, until none of them is near a tie
 
+Before that, tensors that share a scale get one (`qatkit.graph.scales.shared`). Powers of two need none of these moves;
+where the backend's shifts have bounds, they are kept instead (`qatkit.graph.scales.shifts`).
+
 Operators that have no quantizer in common are aligned at once, so that a call costs a few dozen operations on vectors
 however many scales there are: learned scales are aligned before every step. Measured: decisions 12 and 31.
 """
@@ -32,6 +35,8 @@ from torch import fx
 from qatkit.graph.nodes import facts, module_of, op_class
 from qatkit.graph.quantizers import is_quantizer, quantizer_after, quantizer_of
 from qatkit.graph.scales.moves import MOVES, Move, OneUnit, Rule, Scales
+from qatkit.graph.scales.shared import settle_together, shared_groups
+from qatkit.graph.scales.shifts import ShiftBounds
 from qatkit.quant.fake_quantize import FakeQuantize
 
 # Whether a scale is settled, as far as the graph alone says so.
@@ -57,7 +62,11 @@ class Alignment:
         self._quantizers = _unique(
             cast(FakeQuantize, module_of(n)) for n in graph_module.graph.nodes if is_quantizer(n)
         )
-        self._moving = [q for q in self._quantizers if q.movable]
+        self._shared = shared_groups(graph_module)
+        led = {id(q) for group in self._shared for q in group[1:]}
+        self._quantizers = [q for q in self._quantizers if id(q) not in led]
+        leading = {id(group[0]) for group in self._shared}
+        self._moving = [q for q in self._quantizers if q.movable or id(q) in leading]
         self._graph_module = graph_module
         if self._moving:
             self._plan(self._moving[0].scale.device)
@@ -65,17 +74,22 @@ class Alignment:
     def _plan(self, device: torch.device) -> None:
         graph_module = self._graph_module
         position = {id(q): at for at, q in enumerate(self._quantizers)}
+        position |= {id(q): position[id(group[0])] for group in self._shared for q in group}
         self._at = torch.tensor([position[id(q)] for q in self._moving], device=device)
-        self._settled = torch.ones(len(position), dtype=torch.bool, device=device)
+        self._settled = torch.ones(len(self._quantizers), dtype=torch.bool, device=device)
         self._settled[self._at] = False
         self._least = torch.tensor(_least_scales(graph_module, position), dtype=torch.float64, device=device)
         known: list[Known] = [q not in self._moving for q in self._quantizers]
         groups = [[position[id(q)] for q in group] for group in _groups(graph_module)]
+        groups = [list(dict.fromkeys(group)) for group in groups]
         for at in (at for group in groups for at in group):
             known[at] = known[at] or None
         self._moves: list[Move] = [OneUnit(groups, device)] if groups else []
         for alike in _at_once(_rules(graph_module, position, known)):
             self._moves.append(MOVES[alike[0].kind](alike, self._quantizers, device))
+        backend = graph_module.meta.get("backend")
+        if backend is not None and backend.shifts is not None:
+            self._moves.append(ShiftBounds(graph_module, position, device))
 
     @torch.no_grad()
     def __call__(self) -> None:
@@ -85,19 +99,24 @@ class Alignment:
             self._plan(self._moving[0].scale.device)
         for quantizer in self._moving:
             quantizer.settle()
+        for group in self._shared:
+            settle_together(group)
         values = torch.stack([quantizer.scale for quantizer in self._quantizers]).double()
         values = torch.maximum(values, self._least)
         scales = Scales(values, self._settled.clone())
         for move in self._moves:
             move(scales)
         torch._foreach_copy_([q.scale for q in self._moving], list(values[self._at].float().unbind()))
+        for first, *others in self._shared:
+            torch._foreach_copy_([q.scale for q in others], [first.scale] * len(others))
+            torch._foreach_copy_([q.zero_point for q in others], [first.zero_point] * len(others))
 
 
 def _least_scales(graph_module: fx.GraphModule, position: dict[int, int]) -> list[float]:
     """Returns for each quantizer what its scale is at least: before a HardSigmoid two steps of the result, of powers of
     two. Sixths of smaller ones can be ties, and 1/6 is rounded; the result takes three of its inputs to a step anyway.
     """
-    least = [0.0] * len(position)
+    least = [0.0] * (max(position.values()) + 1)
     for node in graph_module.graph.nodes:
         before = quantizer_of(node.args[0]) if facts(node).align == "hardsigmoid" else None
         if before is not None:
@@ -118,6 +137,8 @@ def _rules(graph_module: fx.GraphModule, position: dict[int, int], known: list[K
         *inputs, after = (position[id(q)] for q in around)
         if kind == "sum":
             inputs = list(dict.fromkeys(inputs))
+        if kind != "hardsigmoid" and after in inputs:
+            continue  # they share a scale: there is none to move
         count = _window(node) if kind == "mean" else 1
         turns = known[after] is not True, known[after] is not False and known[inputs[0]] is not True
         rules.append(Rule(kind, node, tuple(inputs), after, count, turns))

@@ -194,6 +194,8 @@ def leaky_relu(node: Node, x: Value) -> Tensor:
 def prelu_module(node: Node, constants: Sequence[Array | None]) -> nn.Module | None:
     """One slope, or one per channel."""
     slope = constants[1]
+    if slope is not None and slope.ndim == node.ranks[0] and slope.shape[0] == 1:
+        slope = slope[0]  # the same for all samples
     channels = slope is not None and (slope.size == 1 or slope.shape == (slope.size, *[1] * (slope.ndim - 1)))
     if slope is None or not channels or ((node.ranks[0] or 0) != slope.ndim + 1 and slope.size > 1):
         return None

@@ -1,0 +1,54 @@
+"""Quantizes a float ONNX file by AMD Quark's XINT8, in an interpreter that has Quark (`npu_placement.py` calls it).
+
+    PYTHON benchmarks/quark_xint8.py FILE SAMPLES TARGET [--config XINT8] [--cle]
+
+SAMPLES is a .npy file of the only input, [N, ...].
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+
+import numpy as np
+import onnx
+from onnxruntime.quantization import CalibrationDataReader
+from quark.onnx import ModelQuantizer
+from quark.onnx.quantization.config import custom_config
+from quark.onnx.quantization.config.algorithm import CLEConfig
+
+_BATCH = 16
+
+
+class Reader(CalibrationDataReader):  # type: ignore[misc]
+    """Batches of the samples, one after the other."""
+
+    def __init__(self, name: str, samples: np.ndarray) -> None:
+        self._name, self._batches = name, np.split(samples, range(_BATCH, len(samples), _BATCH))
+        self.rewind()
+
+    def get_next(self) -> dict[str, np.ndarray] | None:
+        return next(self._left, None)
+
+    def rewind(self) -> None:
+        self._left = iter([{self._name: batch} for batch in self._batches])
+
+
+def main() -> None:
+    """Writes the quantized file."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("file")
+    parser.add_argument("samples")
+    parser.add_argument("target")
+    parser.add_argument("--config", default="XINT8")
+    parser.add_argument("--cle", action="store_true", help="cross-layer equalization")
+    asked = parser.parse_args()
+    name = onnx.load(asked.file, load_external_data=False).graph.input[0].name
+    config = copy.deepcopy(getattr(custom_config, f"{asked.config}_QCONFIG"))
+    if asked.cle:
+        config.algo_config = [*(config.algo_config or []), CLEConfig()]
+    ModelQuantizer(config).quantize_model(asked.file, asked.target, Reader(name, np.load(asked.samples)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""Scales whose shifts hardware has (`qatkit.quant.backends.Shifts`), and what was moved for it.
+
+With scales 2^-pos an operator requantizes by shifts, whose sizes are differences of positions. A sum first brings the
+coarser input to the finer one's position (read), then the result to the output's (write); a product goes straight to
+the output's. Where a size is out of bounds, the scale that costs least is moved. Shifts of convolutions are kept by
+their weights (`qatkit.quant.weight_fake_quantize.WeightFakeQuantize.bounded`).
+
+Bounds: the refinement passes of AMD Quark's quantizer for NPUs (adjust_shift_cut, _read, _write).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, fx
+
+from qatkit.graph.nodes import op_class, site
+from qatkit.graph.quantizers import QUANTIZES, is_quantizer, module_of, quantized_operators
+from qatkit.graph.scales.moves import Scales
+from qatkit.graph.scales.shared import quantizers_around, shared_groups
+from qatkit.quant.backends import Backend
+from qatkit.quant.fake_quantize import FakeQuantize
+
+_ROUNDS = 4  # a scale that is moved may move that of the operator behind
+
+
+class ShiftBounds:
+    """Moves the scales around sums and products until their shifts are within bounds, as far as `_ROUNDS` go.
+
+    Args:
+        graph_module: with a backend that has bounds.
+        position: of the quantizers by id.
+    """
+
+    def __init__(
+        self, graph_module: fx.GraphModule, position: Mapping[int, int], device: torch.device
+    ) -> None:
+        backend = cast(Backend, graph_module.meta["backend"])
+        assert backend.shifts is not None
+        self._shifts = backend.shifts
+        found: dict[str, list[list[int]]] = {"add": [], "mul": []}
+        for node in graph_module.graph.nodes:
+            around = quantizers_around(node, backend) if op_class(node) in found else []
+            if around and len(around) == len(node.all_input_nodes) + 1:
+                known = [position[id(one)] for one in around if one.spec.powers_of_two]
+                if len(known) == len(around):
+                    found[op_class(node)].append([known[0], known[-2], known[-1]])
+        self._sums, self._products = (
+            torch.tensor(rows, dtype=torch.int64, device=device).reshape(-1, 3).unbind(1)
+            for rows in found.values()
+        )
+
+    def __call__(self, scales: Scales) -> None:
+        values = scales.values
+        for _ in range(_ROUNDS):
+            first, second, after = self._sums
+            coarser = torch.maximum(values[first], values[second]) * 2.0 ** -self._shifts.read[1]
+            _raise(values, first, coarser)
+            _raise(values, second, coarser)
+            _keep(values, after, torch.maximum(values[first], values[second]), self._shifts.sum_write)
+            first, second, after = self._products
+            _keep(values, after, values[first] * values[second], self._shifts.product_write)
+
+
+def _raise(values: Tensor, at: Tensor, least: Tensor) -> None:
+    values.scatter_reduce_(0, at, least, "amax")
+
+
+def _keep(values: Tensor, at: Tensor, unit: Tensor, bounds: tuple[int, int]) -> None:
+    """Keeps scales within powers of two of `unit`."""
+    _raise(values, at, unit * 2.0 ** bounds[0])
+    values.scatter_reduce_(0, at, unit * 2.0 ** bounds[1], "amin")
+
+
+def adjusted_scales(graph_module: fx.GraphModule) -> list[tuple[str, str]]:
+    """Returns (site, what became of its scale and why) of every scale that alignment or bounds of shifts have moved.
+
+    Args:
+        graph_module: prepared and calibrated; its scales are in place.
+    """
+    backend = cast(Backend, graph_module.meta["backend"])
+    if not backend.aligned and backend.shifts is None:
+        return []
+    together = {id(one): group for group in shared_groups(graph_module) for one in group}
+    nodes = [node for node in graph_module.graph.nodes if is_quantizer(node)]
+    sites = {id(module_of(node)): str(node.meta[QUANTIZES]) for node in nodes}
+    lines = []
+    for key, name in sites.items():
+        quantizer = cast(FakeQuantize, next(module_of(n) for n in nodes if id(module_of(n)) == key))
+        others = [sites[id(one)] for one in together.get(key, []) if id(one) in sites and id(one) != key]
+        lines += _activation_line(quantizer, name, others)
+    for node, operator, fake in quantized_operators(graph_module):
+        if backend.shifts is None or fake.frozen or not fake.spec.powers_of_two:
+            continue
+        weight = operator.effective()[0].detach()
+        wanted, scale = fake.unbounded(weight), fake.scale(weight)
+        if not torch.equal(wanted, scale):
+            lines.append(
+                (site(node), f"{_moved(wanted, scale)} of its weight, whose shift would be out of bounds")
+            )
+    return lines
+
+
+def _activation_line(quantizer: FakeQuantize, name: str, others: Sequence[str]) -> list[tuple[str, str]]:
+    own = quantizer.own_scale()
+    if own is None or torch.equal(own, quantizer.scale):
+        return []
+    why = f"shared with {', '.join(others)}" if others else "so that shifts around it are within bounds"
+    return [(name, f"{_moved(own, quantizer.scale)}, {why}")]
+
+
+def _moved(before: Tensor, after: Tensor) -> str:
+    first, last = (math.log2(float(one.max())) for one in (before, after))
+    return f"scale 2^{first:g} became 2^{last:g}"

@@ -1,0 +1,71 @@
+"""What a QDQ file asks of an NPU whose scales are powers of two, read off the file alone (`backend=npu_cnn`).
+
+An operator with a weight runs in int8 where both operands come from a DequantizeLinear. Where all scales around a
+convolution are powers of two, its requantization is a shift, which has bounds; scales of any size have none.
+Source: the constraints that AMD Quark's refinement for NPUs lists.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import onnx_ir as ir
+
+from qatkit.quant.backends import NPU_CNN
+from qatkit.verify.graph_view import constant, made_by, operand, weight, weight_of
+from qatkit.verify.tensorrt_pairs import asks_for_int8
+
+__all__ = ["asks_for_int8", "broken_pairs"]
+
+_ACTIVATIONS = ("Relu", "Clip", "LeakyRelu", "PRelu", "Gelu")
+
+
+def broken_pairs(nodes: Iterable[ir.Node]) -> list[str]:
+    """One line for each convolution or product with a weight whose shift the hardware does not have."""
+    lines = []
+    assert NPU_CNN.shifts is not None
+    low, high = NPU_CNN.shifts.cut
+    for node in nodes:
+        cut = shift_cut(node)
+        if cut is not None and not low <= cut <= high:
+            lines.append(
+                f"{node.op_type} '{node.name}': its shift is {cut}; the hardware has {low} to {high}"
+            )
+    return lines
+
+
+def shift_cut(node: ir.Node) -> int | None:
+    """Returns pos(weight) + pos(input) - pos(output) of an operator with a weight, scales being 2^-pos.
+
+    None where one of them has no pair, or a scale that is no power of two.
+    """
+    found = weight_of(node)
+    if found is None or found.dequantize is None:
+        return None
+    data = next(value for value in node.inputs[:2] if weight(value) != found)
+    after = _quantize_after(node)
+    source = made_by(data, "DequantizeLinear")
+    positions = [_position(one) for one in (found.dequantize, source, after)]
+    of_weight, of_input, of_output = positions
+    if of_weight is None or of_input is None or of_output is None:
+        return None
+    return of_weight + of_input - of_output
+
+
+def _quantize_after(node: ir.Node) -> ir.Node | None:
+    users = list(node.outputs[0].uses())
+    if len(users) != 1:
+        return None
+    reader = users[0].node
+    if reader.op_type in _ACTIVATIONS:
+        return _quantize_after(reader)
+    return reader if reader.op_type == "QuantizeLinear" else None
+
+
+def _position(pair: ir.Node | None) -> int | None:
+    scale = None if pair is None else constant(operand(pair, 1))
+    if scale is None or scale.size != 1:
+        return None
+    mantissa, exponent = math.frexp(float(scale.ravel()[0]))
+    return 1 - exponent if mantissa == 0.5 else None
