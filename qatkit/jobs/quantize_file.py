@@ -88,6 +88,9 @@ def _packed_backend(config: Config) -> BackendConfig:
         weight_symmetric=bool(asked.symmetric),
         weight_scale_dtype=asked.scale_dtype,
         overrides=config.backend.overrides,
+        exclude=config.backend.exclude,
+        only=config.backend.only,
+        subgraphs=config.backend.subgraphs,
     )
 
 
@@ -172,9 +175,11 @@ def _begun(config: Config, folder: Path) -> bool:
 def _read(config: Config) -> FloatFile:
     """The file, once it and the settings are found to fit each other."""
     assert config.onnx is not None and config.mode is not None
-    if config.mode != "static" and not _packs(config) and config.backend.overrides:
-        listed = ", ".join(config.backend.overrides)
-        raise ConfigError("backend.overrides", listed, f"{{}} with mode={config.mode}")
+    if config.mode != "static" and not _packs(config):
+        for name, empty in (("overrides", {}), ("exclude", []), ("only", [])):
+            if given := getattr(config.backend, name):
+                listed = ", ".join(map(str, given))
+                raise ConfigError(f"backend.{name}", listed, f"{empty} with mode={config.mode}")
     if config.verify.control:
         raise ConfigError("verify.control", True, "false: nothing is fine-tuned of an ONNX file")
     if config.backend.reduce_range is True and config.mode in ("float16", "weight_only"):

@@ -17,9 +17,11 @@ from qatkit import report
 from qatkit.choose.epochs import curves_of
 from qatkit.config.argv import command_with
 from qatkit.config.schema import UNLABELLED_BOUNDS, Config, VerifyConfig
+from qatkit.config.selectors import shown
 from qatkit.export.converted_reference import ConvertedReference
 from qatkit.graph.guarded import guards
 from qatkit.graph.learning import oscillating
+from qatkit.graph.overrides import MATCHED
 from qatkit.graph.precomputed import settled_graph
 from qatkit.importing import ImportedModel
 from qatkit.jobs.dynamic_file import with_dynamic
@@ -39,6 +41,7 @@ from qatkit.report import oscillation_text
 from qatkit.run.backend import backend_of
 from qatkit.run.folder import Run
 from qatkit.run.loop.fit import accelerator
+from qatkit.run.sound import overrides_of
 from qatkit.train.module import IDLE, NOTHING, QATModule
 from qatkit.verify.accuracy import predictor
 from qatkit.verify.checks.base import Check, Subject, default_checks, load_checks
@@ -179,6 +182,9 @@ def conclude_module(state: State) -> int:
         config=asdict(run.asked or config),
     )
     told = told.with_measured(GUARDS, _guards(config, module))
+    if asked := [shown(one) for one in overrides_of(run.asked or config)]:
+        matched = [one for one in module.graph.meta.get(MATCHED, ()) if one["selector"] in asked]
+        told = told.with_measured("overrides", {"matched": matched})
     if written.level:
         told = told.with_measured(LEVEL, written.level)
     if module.told:
