@@ -33,7 +33,9 @@ def check_override(key: str, selector: str, override: OverrideConfig) -> None:
         allowed = "either float: true, or int8: true, or at least one of the dtype and range settings"
         raise ConfigError(key, given, allowed)
     if chosen and selector.startswith((TENSOR, INPUT)):
-        allowed = "activation_* or weight_* settings: a tensor has no operator; name the operator that makes it"
+        allowed = (
+            "activation_* or weight_* settings: a tensor has no operator; name the operator that makes it"
+        )
         raise ConfigError(f"{key}.{chosen[0]}", True, allowed)
     if override.reduce_range is True and override.weight_dtype not in (None, *WHOLE):
         allowed = f"null with weight_dtype={override.weight_dtype}, which has fewer bits already"

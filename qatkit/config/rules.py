@@ -18,7 +18,7 @@ from qatkit.config.fields import check_limits
 from qatkit.config.override_rules import check_override
 from qatkit.config.schema import AnalysisConfig, Config, DataConfig, QuantizerConfig
 from qatkit.config.search_space import axes
-from qatkit.config.selectors import check_selectors
+from qatkit.config.selectors import check_selectors, refuse_selectors
 from qatkit.quant.spec import FORMAT_NAMES, WHOLE, WIDE
 from qatkit.records.objectives import check_objectives, constraints
 from qatkit_verify.errors import ConfigError
@@ -265,10 +265,7 @@ def _check_export(config: Config) -> None:
         raise ConfigError(
             "backend.reduce_range", True, f"false with export.mode={mode}, which multiplies in float"
         )
-    for name, empty in (("overrides", {}), ("exclude", []), ("only", [])):
-        if given := getattr(config.backend, name):
-            listed = ", ".join(map(str, given))
-            raise ConfigError(f"backend.{name}", listed, f"{empty} with export.mode={mode}")
+    refuse_selectors(config.backend, f"export.mode={mode}")
 
 
 def _check_weights(config: Config) -> None:

@@ -33,9 +33,7 @@ def every_override(backend: BackendConfig) -> dict[str, OverrideConfig]:
     Raises:
         ConfigError: a selector that can't be read, before the model is looked at.
     """
-    found = {
-        _written_out("backend.overrides", name, backend): one for name, one in backend.overrides.items()
-    }
+    found = {_written_out("backend.overrides", name, backend): one for name, one in backend.overrides.items()}
     if backend.only:
         inside = [_written_out("backend.only", one, backend) for one in backend.only]
         found[ONLY + json.dumps(inside, ensure_ascii=False)] = OverrideConfig(float=True)
@@ -130,3 +128,19 @@ def check_selectors(backend: BackendConfig) -> None:
     for name, given in backend.subgraphs.items():
         _ends(f"backend.subgraphs.{name}", given, {})
     every_override(backend)
+
+
+def refuse_selectors(backend: BackendConfig, beside: str) -> None:
+    """Refuses what is said by name where a tool quantizes that knows no names.
+
+    Raises:
+        ConfigError: the first list that holds something, with the setting `beside` which it does not fit.
+    """
+    for name, given in (
+        ("overrides", backend.overrides),
+        ("exclude", backend.exclude),
+        ("only", backend.only),
+    ):
+        if given:
+            empty = "{}" if name == "overrides" else "[]"
+            raise ConfigError(f"backend.{name}", ", ".join(map(str, given)), f"{empty} with {beside}")

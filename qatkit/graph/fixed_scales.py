@@ -46,9 +46,7 @@ def fix_activation(quantizer: FakeQuantize, pattern: str, override: OverrideConf
     quantizer.fix(value, torch.tensor(point, dtype=torch.int32))
 
 
-def fix_weight(
-    quantizer: WeightFakeQuantize, weight: Tensor, pattern: str, override: OverrideConfig
-) -> None:
+def fix_weight(quantizer: WeightFakeQuantize, weight: Tensor, pattern: str, override: OverrideConfig) -> None:
     """Gives a weight the scale and zero point of an override, if it has any.
 
     Raises:
@@ -126,7 +124,9 @@ def _zero_point(key: str, given: int | None, spec: QuantSpec) -> int:
             raise ConfigError(f"{key}zero_point", given, allowed)
         return middle
     if given is None:
-        raise ConfigError(f"{key}zero_point", None, f"an integer from {low} to {high}, which goes with the scale")
+        raise ConfigError(
+            f"{key}zero_point", None, f"an integer from {low} to {high}, which goes with the scale"
+        )
     if not low <= given <= high:
         raise ConfigError(f"{key}zero_point", given, f"{low} to {high}, the integers of {spec.dtype}")
     return given

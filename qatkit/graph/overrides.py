@@ -68,7 +68,9 @@ class Overrides:
         ):
             if _sets(override, prefix) and not nodes:
                 what = "a weight" if prefix == "activation_" else "no weight"
-                raise _without_effect(pattern, prefix.rstrip("_"), f"it chooses {what}, which takes {others}*")
+                raise _without_effect(
+                    pattern, prefix.rstrip("_"), f"it chooses {what}, which takes {others}*"
+                )
         self.by_tensor.update(dict.fromkeys(tensors.makers, (pattern, override)))
         self.by_weight.update(dict.fromkeys(tensors.readers, (pattern, override)))
         self._record(pattern, override, [*tensors.makers, *tensors.readers])
@@ -201,7 +203,9 @@ def _sets(override: OverrideConfig, prefix: str) -> bool:
 
 
 def _without_effect(pattern: str, what: str, reason: str) -> ConfigError:
-    return ConfigError("backend.overrides", shown(pattern), reason=f"its {what} settings have no effect: {reason}")
+    return ConfigError(
+        "backend.overrides", shown(pattern), reason=f"its {what} settings have no effect: {reason}"
+    )
 
 
 def _whose_range(node: fx.Node, placement: Placement) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import fnmatch
 import json
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import fx
 from qatkit.config.selectors import CLASS, EXPRESSION, INPUT, ONLY, TENSOR, ends_of, shown
 from qatkit.graph import operators
 from qatkit.graph.nodes import facts, op_class, owner, site
+from qatkit.graph.signature import unique
 from qatkit_verify.errors import ConfigError, did_you_mean, near_matches
 
 FILE_NODES = "file_nodes"  # in a graph's meta: by path of a module, the node of a given file that it is
@@ -47,6 +48,14 @@ class FileNode:
     axis: int = 0
 
 
+def input_nodes(names: Sequence[str], of_file: Sequence[str]) -> dict[str, FileNode]:
+    """Returns the inputs of a file by the names that a graph has for them, which are those with other letters."""
+    if len(names) == len(of_file) == 1:
+        return {names[0]: FileNode(of_file[0], "", (), (of_file[0],))}
+    known = dict(zip(unique(of_file), of_file, strict=True))
+    return {one: FileNode(known[one], "", (), (known[one],)) for one in names if one in known}
+
+
 def file_node(node: fx.Node) -> FileNode | None:
     """Returns the node of a given file that a node of the graph is, or is a part of."""
     known = getattr(node.graph.owning_module, "meta", {}).get(FILE_NODES, {})
@@ -73,7 +82,7 @@ def matched(
     """
     calls = operators_of(graph, kind)
     found = _chosen(graph, calls, selector, key)
-    if not found:
+    if not found and not selector.startswith(ONLY):  # which may leave nothing out
         near = _near(selector, calls)
         raise ConfigError(key, selector, reason=f"the pattern matches no {kind or 'operator'}{near}")
     return found
@@ -211,7 +220,9 @@ def _by_name(graph: fx.Graph, selector: str, name: str, key: str) -> Tensors:
     if not wanted:
         near = did_you_mean(selector, [f"{TENSOR}{one}" for one in known])
         raise ConfigError(key, selector, reason=f"the pattern matches no tensor{near}")
-    last = {made: n for n, made in makers.items() if made in wanted}  # of a node in parts, the last one makes it
+    last = {
+        made: n for n, made in makers.items() if made in wanted
+    }  # of a node in parts, the last one makes it
     return Tensors(list(last.values()), [n for n, weight in weights.items() if weight in wanted])
 
 
@@ -245,7 +256,9 @@ def _input_of(graph: fx.Graph, node: fx.Node, number: int, key: str, selector: s
         raise ConfigError(key, selector, reason=f"{site(node)} has no input {number}, only 0 to {count - 1}")
     if number >= len(of_file.inputs):
         count = len(of_file.inputs)
-        raise ConfigError(key, selector, reason=f"{of_file.name} has no input {number}, only 0 to {count - 1}")
+        raise ConfigError(
+            key, selector, reason=f"{of_file.name} has no input {number}, only 0 to {count - 1}"
+        )
     if number == of_file.weight and weighted:
         return node
     name = of_file.inputs[number]

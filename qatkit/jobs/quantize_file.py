@@ -28,6 +28,7 @@ from qatkit.config.rules import validate
 from qatkit.config.schema import BackendConfig, CleanConfig, Config, ModelConfig, ScheduleConfig, VerifyConfig
 from qatkit.config.schema.files import CLEAN, SUMMARY
 from qatkit.config.schema.model import AUDIO, DRAWN, PAIRS, TEXT
+from qatkit.config.selectors import refuse_selectors
 from qatkit.encryption.vault import protected
 from qatkit.importing.float_file import FloatFile, for_tools, layout_of, read_float_file
 from qatkit.jobs.clean_file import clean_file, cleaned_before
@@ -176,10 +177,7 @@ def _read(config: Config) -> FloatFile:
     """The file, once it and the settings are found to fit each other."""
     assert config.onnx is not None and config.mode is not None
     if config.mode != "static" and not _packs(config):
-        for name, empty in (("overrides", {}), ("exclude", []), ("only", [])):
-            if given := getattr(config.backend, name):
-                listed = ", ".join(map(str, given))
-                raise ConfigError(f"backend.{name}", listed, f"{empty} with mode={config.mode}")
+        refuse_selectors(config.backend, f"mode={config.mode}")
     if config.verify.control:
         raise ConfigError("verify.control", True, "false: nothing is fine-tuned of an ONNX file")
     if config.backend.reduce_range is True and config.mode in ("float16", "weight_only"):

@@ -15,7 +15,11 @@ def overrides_section(results: Results) -> str:
     """Returns a row for each selector: its settings, and how many operators or tensors it chose, by name."""
     matched = results.measured.get("overrides", {}).get("matched", [])
     rows = [("", [_left(f"<code>{escape(one['selector'])}</code>"), *_cells(one)]) for one in matched]
-    return section("Overrides", table(("selector", "settings", "matched", "names"), rows, "dense")) if rows else ""
+    return (
+        section("Overrides", table(("selector", "settings", "matched", "names"), rows, "dense"))
+        if rows
+        else ""
+    )
 
 
 def _cells(one: dict[str, Any]) -> list[str]:

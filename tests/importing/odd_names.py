@@ -101,9 +101,19 @@ class Read:
         self.constants = {one.name: numpy_helper.to_array(one) for one in graph.initializer}
 
     def in_float(self) -> set[str]:
-        """The names of weighted operators and Adds of which some input is no result of a DequantizeLinear."""
+        """The names of weighted operators and Adds of which some input is no result of a DequantizeLinear, and of Adds
+        that no QuantizeLinear reads.
+        """
         kinds = ("Conv", "ConvTranspose", "Gemm", "MatMul", "Add")
-        return {n.name for n in self.nodes if n.op_type in kinds and not all(map(self._dequantized, n.input[:2]))}
+        rounded = {name for n in self.nodes if n.op_type == "QuantizeLinear" for name in n.input[:1]}
+        return {
+            n.name
+            for n in self.nodes
+            if n.op_type in kinds
+            and not (
+                all(map(self._dequantized, n.input[:2])) and (n.op_type != "Add" or n.output[0] in rounded)
+            )
+        }
 
     def _dequantized(self, name: str) -> bool:
         return name in self.made and self.made[name].op_type == "DequantizeLinear"
@@ -116,7 +126,7 @@ class Read:
 
     def weight(self, name: str) -> tuple[str, list[float]]:
         """Type and scales of the weight of an operator."""
-        node = next(n for n in self.nodes if n.name == name)
+        node = next(n for n in self.nodes if n.name in (name, f"{name}_Conv"))  # of a ConvTranspose
         pair = self.made[node.input[1]]
         while pair.op_type != "DequantizeLinear":
             pair = self.made[pair.input[0]]

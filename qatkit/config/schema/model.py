@@ -257,14 +257,18 @@ class OverrideConfig:
     weight_scale_dtype: str | None = setting(None, "as backend.weight_scale_dtype", Choices(SCALE_TYPES))
     # Any: one number, or a list of them.
     weight_scale: Any = setting(
-        None, "the scale of the weights, which neither calibration nor training moves; a list: of each output channel"
+        None,
+        "the scale of the weights, which neither calibration nor training moves; a list: of each output channel",
     )
-    weight_zero_point: Any = setting(None, "that goes with weight_scale, where weights are not symmetric; a list too")
+    weight_zero_point: Any = setting(
+        None, "that goes with weight_scale, where weights are not symmetric; a list too"
+    )
     weight_range: Any = setting(
         None, "[LOW, HIGH] of the weights, in place of what they are: rmin and rmax of other tools"
     )
     weight_axis: int | None = setting(
-        None, "one scale for each index along this axis of the weight, as the file has it: that of the output channels"
+        None,
+        "one scale for each index along this axis of the weight, as the file has it: that of the output channels",
     )
     # Any: OmegaConf does not merge mappings of a dataclass with a union in it.
     reduce_range: Any = setting(None, "as backend.reduce_range, of these operators", SWITCH)
@@ -275,7 +279,9 @@ class OverrideConfig:
         Choices((*ACTIVATIONS, *FORMAT_NAMES)),
     )
     activation_symmetric: bool | None = setting(None, "zero in the middle of the range")
-    activation_reduce_range: bool | None = setting(None, "gives up one bit: the range is spread over 128 of 256 steps")
+    activation_reduce_range: bool | None = setting(
+        None, "gives up one bit: the range is spread over 128 of 256 steps"
+    )
     activation_scale: Any = setting(None, "the scale, which neither calibration nor training moves")
     activation_zero_point: int | None = setting(
         None, "the integer that 0 is, with activation_scale, where the range is not symmetric"
@@ -350,7 +356,8 @@ class BackendConfig:
     )
     # Any: a mapping with the key "from", which no dataclass has.
     subgraphs: dict[str, Any] = setting(
-        dict, "name: {from: [...], to: [...]}, for subgraph/NAME: every operator on a path, both ends included"
+        dict,
+        "name: {from: [...], to: [...]}, for subgraph/NAME: every operator on a path, both ends included",
     )
 
 
