@@ -23,8 +23,7 @@ def with_overrides_file(values: Any) -> Any:
         ConfigError: the file can't be read, or holds something else.
     """
     backend = values.get("backend") if isinstance(values, dict) else None
-    file = backend.get("overrides_file") if isinstance(backend, dict) else None
-    if not isinstance(file, str):
+    if not isinstance(backend, dict) or not isinstance(file := backend.get("overrides_file"), str):
         return values
     allowed = "a YAML or JSON file with {SELECTOR: {SETTING: VALUE, ...}, ...}"
     try:

@@ -66,6 +66,12 @@ def file_node(node: fx.Node) -> FileNode | None:
     return found
 
 
+def names_in_file(graph_module: fx.GraphModule, sites: Iterable[str]) -> list[str]:
+    """Returns sites, and the names of the nodes of a given file that they are where these have other letters."""
+    known, listed = graph_module.meta.get(FILE_NODES, {}), list(sites)
+    return list(dict.fromkeys((*listed, *(known[one].name for one in listed if one in known))))
+
+
 def operators_of(graph: fx.Graph, kind: str | None = None) -> list[fx.Node]:
     """Returns the operators of a graph, of one class or of all, in its order."""
     calls = [n for n in graph.nodes if n.op in _OPERATORS]

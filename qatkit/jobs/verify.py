@@ -23,6 +23,7 @@ from qatkit.graph.guarded import guards
 from qatkit.graph.learning import oscillating
 from qatkit.graph.overrides import MATCHED
 from qatkit.graph.precomputed import settled_graph
+from qatkit.graph.selectors import names_in_file
 from qatkit.importing import ImportedModel
 from qatkit.jobs.dynamic_file import with_dynamic
 from qatkit.jobs.hand_over import hand_over
@@ -209,11 +210,13 @@ def other_sizes(converted: fx.GraphModule) -> list[dict[str, dict[int, int]]]:
 
 
 def float_on_purpose(module: QATModule, model: nn.Module) -> list[str]:
-    """Returns what is float and no fault of the file: what the module leaves, and norms that a given file has in
-    parts.
+    """Returns what is float and no fault of the file, as globs: what the module leaves, and norms that a given file has
+    in parts.
+
+    Of a given file also by the names of its nodes, which sites have other letters for where torch takes no such path.
     """
     given = model.norms_in_parts if isinstance(model, ImportedModel) else []
-    return [*module.left_float, *map(glob.escape, given)]
+    return list(map(glob.escape, (*names_in_file(module.graph, module.left_float), *given)))
 
 
 def _guards(config: Config, module: QATModule) -> dict[str, Any]:

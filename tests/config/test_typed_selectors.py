@@ -52,9 +52,12 @@ def test_keys_take_a_backslash_before_what_hydra_reads(typed: str, selector: str
 
 
 def test_subgraphs_are_typed_with_their_ends() -> None:
-    typed = ("+backend.subgraphs={head:{from:[a,b],to:relu9}}", "+backend.overrides={subgraph/head:{float:true}}")
+    typed = (
+        "+backend.subgraphs={head:{from:[a,b],to:relu9}}",
+        "+backend.overrides={subgraph/head:{float:true}}",
+    )
     found = every_override(composed(*typed, "backend.exclude=[{from:[c],to:[d]}]").backend)
-    assert [shown(one) for one in found][0] == "subgraph/head"
+    assert next(map(shown, found)) == "subgraph/head"
     assert [ends_of(one) for one in found] == [
         {"name": "head", "from": ["a", "b"], "to": ["relu9"]},
         {"from": ["c"], "to": ["d"]},
@@ -97,7 +100,10 @@ def test_a_file_that_holds_something_else_is_refused(text: str, said: str, tmp_p
 @pytest.mark.parametrize(
     ("typed", "said"),
     [
-        (["+backend.overrides={conv1:{activation_axis:0}}"], "activation_axis=.*does not exist .*activation_"),
+        (
+            ["+backend.overrides={conv1:{activation_axis:0}}"],
+            "activation_axis=.*does not exist .*activation_",
+        ),
         (["+backend.overrides={conv1:{activation_range:[3,-3]}}"], "activation_range=.*LOW < HIGH"),
         (["+backend.subgraphs={head:{from:[a]}}"], "backend.subgraphs.head=.*expected {from"),
         (["backend.exclude=[conv1,7]"], "backend.exclude=7: expected a name, .*in quotes"),
@@ -111,7 +117,10 @@ def test_mistakes_are_told_before_a_model_is_built(typed: list[str], said: str) 
 @pytest.mark.parametrize(
     ("typed", "said"),
     [
-        (["backend=simulated", "+backend.overrides={conv1:{activation_range:[0,6]}}"], "null with backend=simulated"),
+        (
+            ["backend=simulated", "+backend.overrides={conv1:{activation_range:[0,6]}}"],
+            "null with backend=simulated",
+        ),
         (["backend=weight_only", "+backend.overrides={conv1:{activation_scale:0.1}}"], "settings of weights"),
     ],
 )
