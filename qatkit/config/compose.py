@@ -24,6 +24,7 @@ from omegaconf import DictConfig, OmegaConf, StringNode
 from omegaconf.errors import OmegaConfBaseException
 
 from qatkit.config.hydra_errors import translate
+from qatkit.config.overrides_file import with_overrides_file
 from qatkit.config.paths import at_places, expand_home
 from qatkit.config.quoting import calls_quoted, quoted
 from qatkit.config.rules import DOTTED, validate
@@ -190,7 +191,7 @@ def to_config(node: DictConfig) -> Config:
         ConfigError: a value out of range.
         OmegaConfBaseException: a required value that is missing, a key or type that does not fit the schema.
     """
-    values = OmegaConf.to_container(node, resolve=True)
+    values = with_overrides_file(OmegaConf.to_container(node, resolve=True))
     config = OmegaConf.to_object(OmegaConf.merge(_schema(), values))
     assert isinstance(config, Config)
     expand_home(config)

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from qatkit.config.fields import check_limits
-from qatkit.config.schema import AnalysisConfig, Config, DataConfig, OverrideConfig, QuantizerConfig
+from qatkit.config.override_rules import check_override
+from qatkit.config.schema import AnalysisConfig, Config, DataConfig, QuantizerConfig
 from qatkit.config.search_space import axes
+from qatkit.config.selectors import check_selectors, refuse_selectors
 from qatkit.quant.spec import FORMAT_NAMES, NARROW_BIASES, WHOLE, WIDE
 from qatkit.records.objectives import check_objectives, constraints
 from qatkit_verify.errors import ConfigError
@@ -50,8 +52,9 @@ def validate(config: Config) -> None:
     _check_table(config)
     _check_axes(config)
     _check_preprocessing(config.data)
+    check_selectors(config.backend)
     for pattern, override in config.backend.overrides.items():
-        _check_override(f"backend.overrides.{pattern}", override)
+        check_override(f"backend.overrides.{pattern}", pattern, override)
 
 
 def _check_run(config: Config) -> None:
@@ -262,10 +265,7 @@ def _check_export(config: Config) -> None:
         raise ConfigError(
             "backend.reduce_range", True, f"false with export.mode={mode}, which multiplies in float"
         )
-    if config.backend.overrides:
-        raise ConfigError(
-            "backend.overrides", ", ".join(config.backend.overrides), f"{{}} with export.mode={mode}"
-        )
+    refuse_selectors(config.backend, f"export.mode={mode}")
 
 
 def _check_weights(config: Config) -> None:
@@ -381,16 +381,3 @@ def _check_preprocessing(data: DataConfig) -> None:
         raise ConfigError("data.std", data.std, f"null or numbers, as data.mean={data.mean}")
     if data.std is not None and min(data.std) <= 0:
         raise ConfigError("data.std", data.std, "numbers above 0")
-
-
-def _check_override(key: str, override: OverrideConfig) -> None:
-    kinds = ("float", "int8")
-    specs = {name: value for name, value in vars(override).items() if name not in kinds and value is not None}
-    chosen = [kind for kind in kinds if getattr(override, kind)]
-    if len(chosen) + bool(specs) != 1:
-        given = " and ".join([*chosen, *([", ".join(specs)] if specs else [])]) or "{}"
-        allowed = "either float: true, or int8: true, or at least one of the dtype and range settings"
-        raise ConfigError(key, given, allowed)
-    if override.reduce_range is True and override.weight_dtype not in (None, *WHOLE):
-        allowed = f"null with weight_dtype={override.weight_dtype}, which has fewer bits already"
-        raise ConfigError(f"{key}.reduce_range", True, allowed)

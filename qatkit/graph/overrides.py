@@ -1,46 +1,93 @@
-"""Per-operator overrides: a module path, a glob over paths, or `op/CLASS`, and what it changes.
+"""Overrides of single operators and tensors: a selector (`qatkit.graph.selectors`), and what it changes.
 
 An override that would change nothing is refused, with the operator to name instead: a ReLU that a Conv absorbs,
-or a pooling, has no range of its own.
+or a pooling, has no range of its own. One of a tensor goes to the point that quantizes it, wherever that stands.
 
 A slash and no colon: Hydra's command line takes `op/linear` as a key without quotes, and no path holds one.
 """
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from torch import fx
 
 from qatkit.config.schema import OverrideConfig
-from qatkit.graph import operators
-from qatkit.graph.nodes import facts, op_class, site
-from qatkit.graph.placement import Placement
+from qatkit.config.selectors import ONLY, shown
+from qatkit.graph.nodes import facts, module_of, site
+from qatkit.graph.placement import Placement, Point
+from qatkit.graph.selectors import IN_INT8, chosen_tensors, file_node, is_of_tensors, matched, record_of
 from qatkit.quant.backends import Backend
-from qatkit.quant.granularity import PerBlock, granularity_of
+from qatkit.quant.granularity import PerBlock, PerChannel, granularity_of
 from qatkit.quant.spec import WHOLE, QuantSpec
-from qatkit_verify.errors import ConfigError, did_you_mean
+from qatkit_verify.errors import ConfigError
 
 OVERRIDDEN = "overridden"  # in the meta of a prepared graph: the sites that some override says something of
+MATCHED = "matched"  # beside it: what each selector chose, as `record_of` has it
+
+Chosen = tuple[str, OverrideConfig]
 
 
 class Overrides:
-    """The overrides of one run, resolved to nodes. Later patterns win over earlier ones.
+    """The overrides of one run, resolved to nodes. Later selectors win over earlier ones, those of tensors over those
+    of operators.
+
+    Attributes:
+        by_node: operators, with the last selector that chose them.
+        by_tensor: nodes whose outputs a selector of tensors chose.
+        records: what each selector chose.
 
     Raises:
-        ConfigError: a pattern that matches no operator, with the nearest names that exist.
+        ConfigError: a selector that chooses nothing, with the nearest names that exist.
     """
 
     def __init__(self, graph: fx.Graph, patterns: Mapping[str, OverrideConfig]) -> None:
-        self.by_node: dict[fx.Node, tuple[str, OverrideConfig]] = {}
+        self.by_node: dict[fx.Node, Chosen] = {}
+        self.by_tensor: dict[fx.Node, Chosen] = {}
+        self.by_weight: dict[fx.Node, Chosen] = {}
+        self.by_point: dict[fx.Node, Chosen] = {}
+        self.records: list[dict[str, Any]] = []
         for pattern, override in patterns.items():
-            if not override.int8:  # `stub` has done these
-                self.by_node.update(dict.fromkeys(matched(graph, pattern), (pattern, override)))
+            if override.int8:  # `stub` has done these
+                opened = getattr(graph.owning_module, "meta", {}).get(IN_INT8, {})
+                self.records.append(record_of(pattern, {"int8": True}, opened.get(pattern, ())))
+            elif is_of_tensors(graph, pattern):
+                self._of_tensors(graph, pattern, override)
+            else:
+                found = matched(graph, pattern)
+                self.by_node.update(dict.fromkeys(found, (pattern, override)))
+                self._record(pattern, override, found)
+
+    def _of_tensors(self, graph: fx.Graph, pattern: str, override: OverrideConfig) -> None:
+        tensors = chosen_tensors(graph, pattern)
+        for prefix, nodes, others in (
+            ("weight_", tensors.readers, "activation_"),
+            ("activation_", tensors.makers, "weight_"),
+        ):
+            if _sets(override, prefix) and not nodes:
+                what = "a weight" if prefix == "activation_" else "no weight"
+                raise _without_effect(
+                    pattern, prefix.rstrip("_"), f"it chooses {what}, which takes {others}*"
+                )
+        self.by_tensor.update(dict.fromkeys(tensors.makers, (pattern, override)))
+        self.by_weight.update(dict.fromkeys(tensors.readers, (pattern, override)))
+        self._record(pattern, override, [*tensors.makers, *tensors.readers])
+
+    def _record(self, pattern: str, override: OverrideConfig, nodes: list[fx.Node]) -> None:
+        settings = {name: value for name, value in vars(override).items() if value not in (None, False)}
+        names = [site(n) if (of_file := file_node(n)) is None else of_file.name for n in nodes]
+        self.records.append(record_of(pattern, settings, names))
+
+    @property
+    def sites(self) -> set[str]:
+        """The sites of operators that some override says something of."""
+        return {site(node) for chosen in (self.by_node, self.by_tensor, self.by_weight) for node in chosen}
 
     def check_effect(self, placement: Placement) -> None:
-        """Refuses a pattern with a setting that changes nothing on any of the operators it matches.
+        """Refuses a pattern with a setting that changes nothing on any of the operators it matches, and finds the
+        points of the tensors.
 
         Raises:
             ConfigError: says why, and which operator to name instead where there is one.
@@ -51,7 +98,7 @@ class Overrides:
             override = self.by_node[nodes[0]][1]
             of_weights = _sets(override, "weight_") or override.reduce_range is not None
             of_weights = of_weights or override.bias_dtype is not None
-            if of_weights and not any(n in placement.weighted for n in nodes):
+            if of_weights and not any(n in placement.weighted or _has_table(n) for n in nodes):
                 raise _without_effect(pattern, "weight", "it has no quantized weight")
             ranges = [points[n] for n in nodes if n in points]
             if _sets(override, "activation_") and not ranges:
@@ -60,27 +107,43 @@ class Overrides:
             if alone and all(p.bounds[0] == 0.0 for p in ranges):
                 reason = "its range starts at zero, where the activation after it ends"
                 raise _without_effect(pattern, "activation_symmetric", reason)
+        for node, (pattern, _) in self.by_weight.items():
+            if node not in placement.weighted and not _has_table(node):
+                raise _without_effect(pattern, "weight", f"{site(node)} has no quantized weight")
+        for node, chosen in self.by_tensor.items():
+            point = _point_of(node, placement)
+            if point is None:
+                raise _without_effect(chosen[0], "activation", "the tensor is not quantized")
+            self.by_point[point.node] = chosen
 
     @property
     def forced_float(self) -> dict[fx.Node, str]:
-        return {n: pattern for n, (pattern, override) in self.by_node.items() if override.float}
+        """The operators that stay float, with the selector that says so."""
+        return {n: shown(pattern) for n, (pattern, override) in self.by_node.items() if override.float}
+
+    def said(self, node: fx.Node, backend: Backend) -> bool:
+        """Whether a report should say that an operator is float: not of those that no rule would quantize anyway."""
+        return not self.by_node[node][0].startswith(ONLY) or facts(node).name in backend.rules
 
     def weight(self, node: fx.Node, backend: Backend) -> QuantSpec:
         """The weight spec of an operator."""
-        override = self._of(node)
+        pattern, override = self.of_weight(node)
         spec = backend.weight
         if override.weight_granularity is not None:
             granularity = granularity_of(override.weight_granularity)
             if isinstance(granularity, PerBlock) and not backend.weights_alone:
-                value = f"{self.by_node[node][0]} (weight_granularity={granularity})"
+                value = f"{pattern} (weight_granularity={granularity})"
                 allowed = (
                     "per_tensor or per_channel, which int8 kernels know (backend=weight_only has blocks)"
                 )
                 raise ConfigError("backend.overrides", value, allowed)
             spec = replace(spec, granularity=granularity)
+        if override.weight_axis is not None:
+            _check_axis(pattern, node, override.weight_axis)
+            spec = replace(spec, granularity=PerChannel(0))
         if override.weight_scale_dtype is not None:
             if override.weight_scale_dtype != "float32" and not backend.weights_alone:
-                value = f"{self.by_node[node][0]} (weight_scale_dtype={override.weight_scale_dtype})"
+                value = f"{pattern} (weight_scale_dtype={override.weight_scale_dtype})"
                 allowed = "float32, which int8 kernels take (backend=weight_only has others)"
                 raise ConfigError("backend.overrides", value, allowed)
             spec = replace(spec, scale_dtype=override.weight_scale_dtype)
@@ -99,40 +162,47 @@ class Overrides:
 
     def activation(self, node: fx.Node, backend: Backend) -> QuantSpec:
         """The spec of an operator's output."""
-        override = self._of(node)
+        override = self.of_activation(node)[1]
         spec = backend.activation
         if override.activation_symmetric is not None:
             spec = replace(spec, symmetric=override.activation_symmetric)
         if override.scale_type is not None:
             spec = replace(spec, scale_type=override.scale_type)
+        if override.activation_reduce_range is not None:
+            spec = replace(spec, reduce_range=override.activation_reduce_range)
         return spec if override.activation_dtype is None else replace(spec, dtype=override.activation_dtype)
 
-    def _of(self, node: fx.Node) -> OverrideConfig:
-        return self.by_node[node][1] if node in self.by_node else OverrideConfig()
+    def of_weight(self, node: fx.Node) -> Chosen:
+        """What is said of an operator's weight, and the selector that says it."""
+        return self.by_weight.get(node) or self.by_node.get(node) or ("", OverrideConfig())
+
+    def of_activation(self, node: fx.Node) -> Chosen:
+        """What is said of the tensor that the point behind an operator quantizes, and the selector that says it."""
+        return self.by_point.get(node) or self.by_node.get(node) or ("", OverrideConfig())
 
 
-def matched(graph: fx.Graph, pattern: str, kind: str | None = None) -> list[fx.Node]:
-    """The operators that a pattern means, of one class or of all.
-
-    Raises:
-        ConfigError: there is none; it names the nearest that there are.
-    """
-    calls = [n for n in graph.nodes if n.op in ("call_module", "call_function", "call_method")]
-    calls = [n for n in calls if kind in (None, op_class(n))]
-    found = [n for n in calls if _matches(n, pattern)]
-    if not found:
-        names = [site(n) for n in calls] + [f"op/{c}" for c in sorted({op_class(n) for n in calls})]
-        reason = f"the pattern matches no {kind or 'operator'}{did_you_mean(pattern, names)}"
-        raise ConfigError("backend.overrides", pattern, reason=reason)
-    return found
+def _point_of(node: fx.Node, placement: Placement) -> Point | None:
+    """The point that quantizes the output of a node."""
+    givers = {n: p for p in placement.points for n in (p.node, p.absorbed) if n is not None}
+    while node not in givers and facts(node).keeps_range and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return givers.get(node)
 
 
-def _matches(node: fx.Node, pattern: str) -> bool:
-    if pattern.startswith("op/"):
-        return op_class(node) == pattern[3:] and pattern[3:] in {
-            known.name for known in operators.operators()
-        }
-    return site(node) == pattern or fnmatch.fnmatchcase(site(node), pattern)
+def _has_table(node: fx.Node) -> bool:
+    return facts(node).name in ("embedding", "lstm", "gru", "rnn")
+
+
+def _check_axis(pattern: str, node: fx.Node, axis: int) -> None:
+    """Refuses an axis that the weight does not have, and one that is not that of the output channels."""
+    of_file, rank = file_node(node), getattr(module_of(node).weight, "ndim", 2)
+    outputs = int("Transpose" in type(module_of(node)).__name__) if of_file is None else of_file.axis
+    key, there = f"backend.overrides.{pattern}.weight_axis", f"the weight of {site(node)} has {rank} axes"
+    if not -rank <= axis < rank:
+        raise ConfigError(key, axis, f"{-rank} to {rank - 1}: {there}")
+    if axis % rank != outputs:
+        allowed = f"{outputs}, the axis of the output channels, the only one that int8 kernels take: {there}"
+        raise ConfigError(key, axis, allowed)
 
 
 def _sets(override: OverrideConfig, prefix: str) -> bool:
@@ -140,7 +210,9 @@ def _sets(override: OverrideConfig, prefix: str) -> bool:
 
 
 def _without_effect(pattern: str, what: str, reason: str) -> ConfigError:
-    return ConfigError("backend.overrides", pattern, reason=f"its {what} settings have no effect: {reason}")
+    return ConfigError(
+        "backend.overrides", shown(pattern), reason=f"its {what} settings have no effect: {reason}"
+    )
 
 
 def _whose_range(node: fx.Node, placement: Placement) -> str:

@@ -11,10 +11,11 @@ from torch import fx
 
 from qatkit.config.schema import OverrideConfig
 from qatkit.graph.capture.free_axes import with_sizes
+from qatkit.graph.fixed_scales import fix_activation, fix_weight
 from qatkit.graph.guarded import adds_in_16_bits
 from qatkit.graph.node_arguments import BATCH_AXIS, VARYING_AXES, shape_of
 from qatkit.graph.nodes import called, facts, fused_activation, module_of, op_class, qat_type, site
-from qatkit.graph.overrides import OVERRIDDEN, Overrides
+from qatkit.graph.overrides import MATCHED, OVERRIDDEN, Overrides
 from qatkit.graph.pass_result import PassResult
 from qatkit.graph.placement import Placement, Point, constants, place
 from qatkit.graph.quantizers import QUANTIZES, quantizer_after, quantizer_of
@@ -64,7 +65,8 @@ def prepare_qat(
     graph_module.meta["backend"] = backend
     ready_to_place(graph_module, example)
     chosen = Overrides(graph_module.graph, overrides or {})
-    graph_module.meta[OVERRIDDEN] = {site(node) for node in chosen.by_node}
+    graph_module.meta[OVERRIDDEN] = chosen.sites
+    graph_module.meta[MATCHED] = chosen.records
     placement = place(graph_module.graph, backend, chosen.forced_float)
     if not placement.weighted and not any(map(is_recurrent, graph_module.graph.nodes)):
         raise ConfigError(
@@ -80,14 +82,16 @@ def prepare_qat(
         observer = None if point.fixed else quantizers.observer()
         made = quantizers.activation if spec.form is None else FormatFakeQuantize
         quantizer = made(spec, observer, point.bounds)
+        fix_activation(quantizer, *chosen.of_activation(point.node))
         quantizer.features = max(1, point.node.meta["value"].numel() // images)
         _insert(graph_module, point, quantizer)
     for node, spec in _weight_specs(placement, chosen, backend).items():
         _quantize_weight(node, spec, quantizers)
+        fix_weight(module_of(node).weight_fake_quant, module_of(node).weight, *chosen.of_weight(node))
     weight_only = quantize_weights_alone(graph_module, chosen, backend, quantizers)
     tidy(graph_module)
     _link_weights(graph_module)
-    skipped = _skipped(chosen, placement) + weight_only + _unknown(graph_module.graph)
+    skipped = _skipped(chosen, placement, backend) + weight_only + _unknown(graph_module.graph)
     return PassResult(graph_module, len(placement.points), skipped)
 
 
@@ -131,8 +135,9 @@ def _differing(shape: tuple[int, ...], node: fx.Node) -> Iterator[int]:
     return (i for i, (a, b) in enumerate(pairs) if a != b)
 
 
-def _skipped(chosen: Overrides, placement: Placement) -> list[tuple[str, str]]:
-    forced = [(site(n), f"{BY_OVERRIDE} '{pattern}'") for n, pattern in chosen.forced_float.items()]
+def _skipped(chosen: Overrides, placement: Placement, backend: Backend) -> list[tuple[str, str]]:
+    named = {n: pattern for n, pattern in chosen.forced_float.items() if chosen.said(n, backend)}
+    forced = [(site(n), f"{BY_OVERRIDE} '{pattern}'") for n, pattern in named.items()]
     return forced + placement.reasons
 
 

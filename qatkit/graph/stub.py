@@ -41,8 +41,8 @@ from qatkit.graph.attention.rules import (
 )
 from qatkit.graph.node_arguments import arguments, has_free_axes, known, parameter_of, shape_of
 from qatkit.graph.nodes import called, module_of, op_class, site, turns_axes
-from qatkit.graph.overrides import matched
 from qatkit.graph.pass_result import PassResult
+from qatkit.graph.selectors import IN_INT8, matched
 from qatkit.graph.signature import Example
 from qatkit.graph.trace import propagate, tidy, trace
 
@@ -53,7 +53,7 @@ def stub(model: nn.Module, example: Example, silu_in_int8: Iterable[str] = ()) -
     Args:
         model: the float model, or its graph.
         example: one input of the real shape [N, C, H, W].
-        silu_in_int8: patterns (`qatkit.graph.overrides`) of SiLUs that become a Sigmoid and a Mul, which have int8
+        silu_in_int8: patterns (`qatkit.graph.selectors`) of SiLUs that become a Sigmoid and a Mul, which have int8
             kernels; the others stay one float operator.
 
     Raises:
@@ -62,7 +62,9 @@ def stub(model: nn.Module, example: Example, silu_in_int8: Iterable[str] = ()) -
     graph_module = trace(model, example)
     propagate(graph_module, example)
     result = PassResult(graph_module)
-    gated = {node for pattern in silu_in_int8 for node in matched(graph_module.graph, pattern, "silu")}
+    chosen = {pattern: matched(graph_module.graph, pattern, "silu") for pattern in silu_in_int8}
+    graph_module.meta[IN_INT8] = {pattern: [site(n) for n in nodes] for pattern, nodes in chosen.items()}
+    gated = {node for nodes in chosen.values() for node in nodes}
     for node in list(graph_module.graph.nodes):
         rule = _open_gated(torch.sigmoid) if node in gated else RULES.get(op_class(node))
         if rule is None:

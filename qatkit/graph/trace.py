@@ -22,6 +22,7 @@ from qatkit.graph.capture.sizes import drawn_output
 from qatkit.graph.closures import attributes_of, held_tensors, rebind
 from qatkit.graph.nodes import OWNER, Outputs, outputs_in_inference
 from qatkit.graph.phase import inference
+from qatkit.graph.selectors import FILE_NODES, input_nodes
 from qatkit.graph.signature import Example, flatten, graph_inputs
 from qatkit.graph.untraceable import with_twins
 from qatkit.quant.qat_layers import with_the_same_parameters
@@ -54,6 +55,10 @@ def _captured(model: nn.Module, example: Example, dynamic_axes: Wanted) -> fx.Gr
     duplicate = with_twins(copy_of(model))
     graph_module = capture(duplicate, example, dynamic_axes)
     _call_batch_norms(graph_module.graph, duplicate, graph_module)
+    of_file = getattr(model, FILE_NODES, None)
+    if of_file is not None:
+        inputs = input_nodes(graph_module.meta["inputs"], getattr(model, "inputs", ()))
+        graph_module.meta[FILE_NODES] = {**inputs, **of_file}
     names = graph_module.meta["outputs"]
     kept = outputs_in_inference(model, names)
     if kept is not None and len(names) > kept:

@@ -10,6 +10,7 @@ from typing import Any
 import onnx_ir as ir
 from torch import nn
 
+from qatkit.graph.selectors import FileNode
 from qatkit.importing.inputs import batch_axes, fixed_inputs, one_sample_per_run
 from qatkit.importing.island import Island, Region
 from qatkit.importing.islands import DOMAIN, RANDOM, cut_islands
@@ -212,7 +213,7 @@ class _Builder:
         }
         rest = {i: one for i, one in held.items() if i not in own}
         originals = {i: Original.of(one) for i, one in own.items()}
-        return Step(path, node.name, inputs, rest, node.outputs, originals=originals)
+        return Step(path, node.name, inputs, rest, node.outputs, originals=originals, node=_file_node(node))
 
     def _island(self, node: ir.Node, given: Node) -> Step:
         """A region; opened now, so what ONNX Runtime does not run either is refused before it is run."""
@@ -269,6 +270,15 @@ class _Builder:
         branches = self.program(graphs[0]), self.program(graphs[1])
         self.inside -= 1
         yield Step("", given.name, given.inputs, {}, given.outputs, branches)
+
+
+def _file_node(node: Node) -> FileNode:
+    """What selectors know of a node."""
+    weight = {"Gather": 0}.get(node.op_type, 1)
+    turned = node.op_type in ("MatMul", "ConvTranspose") or (
+        node.op_type == "Gemm" and not node.get("transB", 0)
+    )
+    return FileNode(node.name, node.op_type, node.inputs, node.outputs, weight, int(turned))
 
 
 def _needed(steps: Sequence[Step], outputs: Sequence[str]) -> list[Step]:

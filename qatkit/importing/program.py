@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from qatkit.graph.selectors import FileNode
 from qatkit.importing.island import Island
 from qatkit.importing.operators import Node, UnsupportedError, function_of
 from qatkit.importing.operators.table import Array, Value
@@ -109,6 +110,7 @@ class Step:
         outputs: names of values.
         branches: of an If, what runs where its condition is true and where it is false.
         originals: the large constants that its module holds, as they are in the file, by place.
+        node: what selectors know of it; None of an island and of an If.
     """
 
     path: str
@@ -118,6 +120,7 @@ class Step:
     outputs: tuple[str, ...]
     branches: tuple[Program, Program] | None = None
     originals: Mapping[int, Original] = field(default_factory=dict)
+    node: FileNode | None = None
 
     def original(self, place: int) -> Original | None:
         """Returns what the file holds at an input; None where that is no constant."""
@@ -188,6 +191,11 @@ class ImportedModel(nn.Module):
     def islands(self) -> dict[str, Island]:
         """The regions that ONNX Runtime computes in float, by the paths of their modules."""
         return {path: module for path, module in self.named_modules() if isinstance(module, Island)}
+
+    @property
+    def file_nodes(self) -> dict[str, FileNode]:
+        """The nodes of the file by the paths of their modules (`qatkit.graph.selectors`)."""
+        return {step.path: step.node for step in self.program.modules() if step.node is not None}
 
     @property
     def paths(self) -> dict[str, str]:

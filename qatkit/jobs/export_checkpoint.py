@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from qatkit.data.inputs import Inputs, inputs_of
 from qatkit.encryption.vault import protected, readable, secret
 from qatkit.export.accuracy_level import FLOAT, at_level
 from qatkit.export.add_states import add_states
+from qatkit.graph.selectors import names_in_file
 from qatkit.jobs.accuracy_level import level_of_run
 from qatkit.jobs.hand_over import bundle_line, bundled, check_hand_over, same_file, source_of
 from qatkit.jobs.packed_weights import check_form
@@ -78,7 +80,7 @@ def _exported(config: Config) -> int:
             add_states(plain, new)
     with readable(path) as plain:
         found = audit(plain, options=module.backend.session_options, threads=config.verify.threads,
-                      allow_float=[site for site, _ in module.skipped],
+                      allow_float=list(map(glob.escape, names_in_file(module.graph, dict(module.skipped)))),
                       input_shape=inputs.timed(config.verify.latency_batch),
                       other_runtime=module.backend.other_runtime)  # fmt: skip
     record = report.file_records(folder, [path.name])[0]

@@ -28,6 +28,7 @@ from qatkit.config.rules import validate
 from qatkit.config.schema import BackendConfig, CleanConfig, Config, ModelConfig, ScheduleConfig, VerifyConfig
 from qatkit.config.schema.files import CLEAN, SUMMARY
 from qatkit.config.schema.model import AUDIO, DRAWN, PAIRS, TEXT
+from qatkit.config.selectors import refuse_selectors
 from qatkit.encryption.vault import protected
 from qatkit.importing.float_file import FloatFile, for_tools, layout_of, read_float_file
 from qatkit.jobs.clean_file import clean_file, cleaned_before
@@ -88,6 +89,9 @@ def _packed_backend(config: Config) -> BackendConfig:
         weight_symmetric=bool(asked.symmetric),
         weight_scale_dtype=asked.scale_dtype,
         overrides=config.backend.overrides,
+        exclude=config.backend.exclude,
+        only=config.backend.only,
+        subgraphs=config.backend.subgraphs,
     )
 
 
@@ -172,9 +176,8 @@ def _begun(config: Config, folder: Path) -> bool:
 def _read(config: Config) -> FloatFile:
     """The file, once it and the settings are found to fit each other."""
     assert config.onnx is not None and config.mode is not None
-    if config.mode != "static" and not _packs(config) and config.backend.overrides:
-        listed = ", ".join(config.backend.overrides)
-        raise ConfigError("backend.overrides", listed, f"{{}} with mode={config.mode}")
+    if config.mode != "static" and not _packs(config):
+        refuse_selectors(config.backend, f"mode={config.mode}")
     if config.verify.control:
         raise ConfigError("verify.control", True, "false: nothing is fine-tuned of an ONNX file")
     if config.backend.reduce_range is True and config.mode in ("float16", "weight_only"):

@@ -18,6 +18,7 @@ from qatkit.run.backend import backend_of
 from qatkit.run.build import captured, qat_module
 from qatkit.run.export import write_file, write_float_file
 from qatkit.run.folder import say
+from qatkit.run.sound import overrides_of
 from qatkit.train.module import QATModule
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.placement.measure import VARIANTS_FILE, Variant, Variants, write_variants
@@ -47,7 +48,7 @@ def variants(config: Config) -> int:
         source = captured(config, model, inputs)
         module = qat_module(config, source, inputs, QATModule, algorithms=())
         opened = module.opened(source).graph
-        forced = [site(node) for node in Overrides(opened, config.backend.overrides).forced_float]
+        forced = [site(node) for node in Overrides(opened, overrides_of(config)).forced_float]
         layouts = Layouts(opened, module.backend, forced)
         found = families(opened, layouts, Choices(opened, module.backend, layouts, forced))
         asked = {FLOAT: Sites(frozenset(layouts.operators)), TABLE: Sites(), **dict(combined(found))}

@@ -17,10 +17,13 @@ from qatkit import report
 from qatkit.choose.epochs import curves_of
 from qatkit.config.argv import command_with
 from qatkit.config.schema import UNLABELLED_BOUNDS, Config, VerifyConfig
+from qatkit.config.selectors import shown
 from qatkit.export.converted_reference import ConvertedReference
 from qatkit.graph.guarded import guards
 from qatkit.graph.learning import oscillating
+from qatkit.graph.overrides import MATCHED
 from qatkit.graph.precomputed import settled_graph
+from qatkit.graph.selectors import names_in_file
 from qatkit.importing import ImportedModel
 from qatkit.jobs.dynamic_file import with_dynamic
 from qatkit.jobs.hand_over import hand_over
@@ -39,6 +42,7 @@ from qatkit.report import oscillation_text
 from qatkit.run.backend import backend_of
 from qatkit.run.folder import Run
 from qatkit.run.loop.fit import accelerator
+from qatkit.run.sound import overrides_of
 from qatkit.train.module import IDLE, NOTHING, QATModule
 from qatkit.verify.accuracy import predictor
 from qatkit.verify.checks.base import Check, Subject, default_checks, load_checks
@@ -179,6 +183,9 @@ def conclude_module(state: State) -> int:
         config=asdict(run.asked or config),
     )
     told = told.with_measured(GUARDS, _guards(config, module))
+    if asked := [shown(one) for one in overrides_of(run.asked or config)]:
+        matched = [one for one in module.graph.meta.get(MATCHED, ()) if one["selector"] in asked]
+        told = told.with_measured("overrides", {"matched": matched})
     if written.level:
         told = told.with_measured(LEVEL, written.level)
     if module.told:
@@ -203,11 +210,13 @@ def other_sizes(converted: fx.GraphModule) -> list[dict[str, dict[int, int]]]:
 
 
 def float_on_purpose(module: QATModule, model: nn.Module) -> list[str]:
-    """Returns what is float and no fault of the file: what the module leaves, and norms that a given file has in
-    parts.
+    """Returns what is float and no fault of the file, as globs: what the module leaves, and norms that a given file has
+    in parts.
+
+    Of a given file also by the names of its nodes, which sites have other letters for where torch takes no such path.
     """
     given = model.norms_in_parts if isinstance(model, ImportedModel) else []
-    return [*module.left_float, *map(glob.escape, given)]
+    return list(map(glob.escape, (*names_in_file(module.graph, module.left_float), *given)))
 
 
 def _guards(config: Config, module: QATModule) -> dict[str, Any]:

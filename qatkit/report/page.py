@@ -22,6 +22,7 @@ from qatkit.report.examples import classes_section, examples_section
 from qatkit.report.file_page import audit_section, parity_section
 from qatkit.report.html import section, table
 from qatkit.report.ladder import ladder_columns, ladder_rows
+from qatkit.report.overrides import overrides_section
 from qatkit.report.placement import placement_section
 from qatkit.report.precision import precision_section
 from qatkit.report.run_code import Loading, programs
@@ -69,6 +70,7 @@ def render_page(results: Results, checks: Sequence[Check] | None = None) -> str:
         precision_section(results),
         analysis_section(results),
         *(_checked(check, results) for check in (default_checks() if checks is None else checks)),
+        overrides_section(results),
         _skipped(results),
         _how_to_run(results),
         _provenance(results),

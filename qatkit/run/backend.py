@@ -88,7 +88,7 @@ def _check_weights_alone(config: Config) -> None:
             wanted = "null" if needed[0] is None else str(needed[0]).lower()
             raise ConfigError(key, value, f"{wanted} with this backend, {why}")
     for pattern, override in config.backend.overrides.items():
-        if override.activation_dtype is not None or override.activation_symmetric is not None:
+        if any(value is not None for name, value in vars(override).items() if name.startswith("activation_")):
             key = f"backend.overrides.{pattern}"
             raise ConfigError(
                 key, "activation_*", "settings of weights with this backend, whose activations are float"
@@ -160,6 +160,7 @@ def _check_formats(config: Config, backend: Backend) -> None:
             if (value := getattr(one, name)) is not None:
                 allowed = "null with backend=simulated, whose numbers are no integers"
                 raise ConfigError(f"{place}.{name}", value, allowed)
+    _check_no_scales(config.backend)
     for key, needed in _OF_INTEGERS:
         group, _, name = key.partition(".")
         value = getattr(getattr(config, group), name) if name else getattr(config, group)
@@ -170,6 +171,16 @@ def _check_formats(config: Config, backend: Backend) -> None:
     if config.calibration.observer not in _OBSERVERS:
         allowed = f"one of {', '.join(_OBSERVERS)} with backend=simulated: others count integers"
         raise ConfigError("calibration.observer", config.calibration.observer, allowed)
+
+
+def _check_no_scales(asked: BackendConfig) -> None:
+    """Refuses scales and ranges of single tensors where numbers are no integers."""
+    names = [f"{of}_{what}" for of in ("weight", "activation") for what in ("scale", "zero_point", "range")]
+    for pattern, override in asked.overrides.items():
+        for name in (*names, "weight_axis", "activation_reduce_range"):
+            if (value := getattr(override, name)) is not None:
+                key = f"backend.overrides.{pattern}.{name}"
+                raise ConfigError(key, value, "null with backend=simulated, whose numbers are no integers")
 
 
 _OBSERVERS = tuple(

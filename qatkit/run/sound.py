@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from qatkit.config.schema import Config, OverrideConfig
+from qatkit.config.selectors import every_override
 from qatkit.data.recordings import recordings_of
 from qatkit.models.onnx_files import PREFIX
 from qatkit.models.sound_features import FEATURES, WithFeatures
@@ -23,9 +24,11 @@ def with_features(config: Config, model: nn.Module) -> nn.Module:
 
 
 def overrides_of(config: Config) -> Mapping[str, OverrideConfig]:
-    """Returns the overrides of a run: its own, behind the one that leaves features in the graph float."""
+    """Returns the overrides of a run: its own, and those of `backend.exclude` and `only`, behind the one that leaves
+    features in the graph float.
+    """
     own = {f"{FEATURES}.*": OverrideConfig(float=True)} if _in_front(config) else {}
-    return own | config.backend.overrides
+    return own | every_override(config.backend)
 
 
 def _in_front(config: Config) -> bool:

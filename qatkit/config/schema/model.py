@@ -255,6 +255,21 @@ class OverrideConfig:
     weight_granularity: Any = setting(None, "as backend.weight_granularity, of these operators", SCALES)
     weight_symmetric: bool | None = setting(None, "as backend.weight_symmetric, of these operators")
     weight_scale_dtype: str | None = setting(None, "as backend.weight_scale_dtype", Choices(SCALE_TYPES))
+    # Any: one number, or a list of them.
+    weight_scale: Any = setting(
+        None,
+        "the scale of the weights, which neither calibration nor training moves; a list: of each output channel",
+    )
+    weight_zero_point: Any = setting(
+        None, "that goes with weight_scale, where weights are not symmetric; a list too"
+    )
+    weight_range: Any = setting(
+        None, "[LOW, HIGH] of the weights, in place of what they are: rmin and rmax of other tools"
+    )
+    weight_axis: int | None = setting(
+        None,
+        "one scale for each index along this axis of the weight, as the file has it: that of the output channels",
+    )
     # Any: OmegaConf does not merge mappings of a dataclass with a union in it.
     reduce_range: Any = setting(None, "as backend.reduce_range, of these operators", SWITCH)
     activation_dtype: str | None = setting(
@@ -268,6 +283,16 @@ class OverrideConfig:
         None, "as backend.scale_type, of the weights and outputs of these operators", Choices(SCALE_VALUES)
     )
     bias_dtype: str | None = setting(None, "as backend.bias_dtype, of these operators", Choices(BIAS_TYPES))
+    activation_reduce_range: bool | None = setting(
+        None, "gives up one bit: the range is spread over 128 of 256 steps"
+    )
+    activation_scale: Any = setting(None, "the scale, which neither calibration nor training moves")
+    activation_zero_point: int | None = setting(
+        None, "the integer that 0 is, with activation_scale, where the range is not symmetric"
+    )
+    activation_range: Any = setting(
+        None, "[LOW, HIGH], in place of what calibration finds: rmin and rmax of other tools"
+    )
 
 
 @dataclass
@@ -326,8 +351,27 @@ class BackendConfig:
     )
     overrides: dict[str, OverrideConfig] = setting(
         dict,
-        'pattern: {setting: value}; a pattern is a module path ("features.0.0"), a glob over module paths '
-        '("encoder.layers.*.mlp.*") or an operator class ("op/linear")',
+        "selector: {setting: value}; a selector is a name (of a module, or of a node of a given ONNX file), a glob "
+        '("encoder.layers.*.mlp.*"), re/PATTERN, op/TYPE ("op/linear", "op/Gemm"), subgraph/NAME, tensor/NAME or '
+        "input/K/SELECTOR (docs/overrides.md)",
+    )
+    overrides_file: str | None = setting(
+        None,
+        "a YAML or JSON file with further overrides, {selector: {setting: value}}: for names that a command line does "
+        "not take; those of backend.overrides win",
+        PLACE,
+    )
+    exclude: list[Any] = setting(
+        list,
+        "selectors of operators that stay float; one may be {from: [...], to: [...]}, all operators on a path between",
+    )
+    only: list[Any] = setting(
+        list, "selectors of the only operators that are quantized, as backend.exclude has them; []: all"
+    )
+    # Any: a mapping with the key "from", which no dataclass has.
+    subgraphs: dict[str, Any] = setting(
+        dict,
+        "name: {from: [...], to: [...]}, for subgraph/NAME: every operator on a path, both ends included",
     )
 
 

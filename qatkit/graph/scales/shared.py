@@ -19,7 +19,7 @@ from qatkit.quant.backends import Backend
 from qatkit.quant.fake_quantize import FakeQuantize
 from qatkit.quant.observers import HistogramObserver
 from qatkit.quant.observers.range_methods import points_of
-from qatkit.quant.powers_of_two import range_of
+from qatkit.quant.scale_types import range_of
 
 Group = list[FakeQuantize]
 

@@ -172,13 +172,22 @@ class RequestedSettings:
         return either([f"{slower} ({why})", "schedule=calibrate_only, which trains nothing"])
 
     def left_float(self) -> list[str]:
-        """The patterns of overrides that leave operators in float."""
-        overrides = self.get("backend.overrides", {})
-        return [pattern for pattern, override in overrides.items() if override.get("float")]
+        """The selectors that leave operators in float."""
+        return [one for listed in self._floats().values() for one in listed]
 
     def without_float(self) -> str:
-        """To take those overrides back, in words: how they were typed is not known."""
-        return f"no backend.overrides that leave {', '.join(self.left_float())} in float"
+        """To take those selectors back, in words: how they were typed is not known."""
+        keys = " or ".join(key for key, listed in self._floats().items() if listed)
+        return f"no {keys} that leave {', '.join(self.left_float())} in float"
+
+    def _floats(self) -> dict[str, list[str]]:
+        """Those selectors by the key that has them."""
+        overrides = self.get("backend.overrides", {})
+        return {
+            "backend.overrides": [name for name, one in overrides.items() if one.get("float")],
+            "backend.exclude": list(map(str, self.get("backend.exclude", ()))),
+            "backend.only": ["others"] if self.get("backend.only", ()) else [],
+        }
 
 
 def override(site: str) -> str:

@@ -1,0 +1,103 @@
+"""What the settings of one override may be together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from qatkit.config.schema import OverrideConfig
+from qatkit.config.selectors import INPUT, TENSOR
+from qatkit.quant.spec import DTYPES, WHOLE
+from qatkit_verify.errors import ConfigError
+
+KINDS = ("float", "int8")
+_POSITIVE = "a finite number above 0"
+_RANGE = "[LOW, HIGH]: two finite numbers, of which one holds 0: LOW <= 0 <= HIGH, LOW < HIGH"
+
+
+def check_override(key: str, selector: str, override: OverrideConfig) -> None:
+    """Refuses settings that contradict each other, before the model is looked at.
+
+    Args:
+        key: of the override, as it is typed.
+        selector: what it is for.
+
+    Raises:
+        ConfigError: the first setting that cannot hold.
+    """
+    specs = {name: value for name, value in vars(override).items() if name not in KINDS and value is not None}
+    chosen = [kind for kind in KINDS if getattr(override, kind)]
+    if len(chosen) + bool(specs) != 1:
+        given = " and ".join([*chosen, *([", ".join(specs)] if specs else [])]) or "{}"
+        allowed = "either float: true, or int8: true, or at least one of the dtype and range settings"
+        raise ConfigError(key, given, allowed)
+    if chosen and selector.startswith((TENSOR, INPUT)):
+        allowed = (
+            "activation_* or weight_* settings: a tensor has no operator; name the operator that makes it"
+        )
+        raise ConfigError(f"{key}.{chosen[0]}", True, allowed)
+    if override.reduce_range is True and override.weight_dtype not in (None, *WHOLE):
+        allowed = f"null with weight_dtype={override.weight_dtype}, which has fewer bits already"
+        raise ConfigError(f"{key}.reduce_range", True, allowed)
+    for of in ("weight", "activation"):
+        _check_fixed(key, of, specs)
+    axis, granularity = override.weight_axis, override.weight_granularity
+    if axis is not None and granularity not in (None, "per_channel"):
+        allowed = f"null with weight_granularity={granularity}, whose scales lie along no axis"
+        raise ConfigError(f"{key}.weight_axis", axis, allowed)
+
+
+def _check_fixed(key: str, of: str, specs: Mapping[str, Any]) -> None:
+    """Refuses a scale, zero point and range that are no numbers, or exclude each other."""
+    scale, zero, ends = (specs.get(f"{of}_{name}") for name in ("scale", "zero_point", "range"))
+    for name, given in (("scale", scale), ("zero_point", zero)):
+        several = of == "weight" and isinstance(given, Sequence) and not isinstance(given, str)
+        listed = list(given) if several else [given]  # type: ignore[arg-type]
+        fits = _is_scale if name == "scale" else _is_whole
+        if given is not None and not (listed and all(map(fits, listed))):
+            one = _POSITIVE if name == "scale" else "an integer"
+            allowed = f"{one}, or a list of them, one per output channel" if of == "weight" else one
+            raise ConfigError(f"{key}.{of}_{name}", given, allowed)
+        if several and given is not None and specs.get("weight_granularity") == "per_tensor":
+            raise ConfigError(f"{key}.{of}_{name}", given, "one number with weight_granularity=per_tensor")
+    if zero is not None and scale is None:
+        reason = f"a zero point belongs to a scale; add {of}_scale, or give {of}_range in place of both"
+        raise ConfigError(f"{key}.{of}_zero_point", zero, reason=reason)
+    if ends is not None and scale is not None:
+        allowed = f"null with {of}_scale={scale}: a range and a scale say the same thing twice"
+        raise ConfigError(f"{key}.{of}_range", ends, allowed)
+    if ends is not None and not _is_range(ends):
+        raise ConfigError(f"{key}.{of}_range", ends, _RANGE)
+    if zero is not None:
+        _check_zero_point(key, of, specs)
+
+
+def _check_zero_point(key: str, of: str, specs: Mapping[str, Any]) -> None:
+    """Refuses a zero point beside `symmetric`, which says what it is, and outside of its type."""
+    zero, dtype = specs[f"{of}_zero_point"], specs.get(f"{of}_dtype")
+    if specs.get(f"{of}_symmetric"):
+        allowed = f"null with {of}_symmetric=true, whose zero point is the middle of the type"
+        raise ConfigError(f"{key}.{of}_zero_point", zero, allowed)
+    if dtype in DTYPES:
+        low, high = DTYPES[dtype].low, DTYPES[dtype].high
+        listed = zero if isinstance(zero, Sequence) else [zero]
+        if not all(low <= one <= high for one in listed):
+            raise ConfigError(f"{key}.{of}_zero_point", zero, f"{low} to {high}, the integers of {dtype}")
+
+
+def _is_scale(value: Any) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and 1.2e-38 < value < 3.4e38  # a normal float32
+
+
+def _is_whole(value: Any) -> bool:
+    return type(value) is int
+
+
+def _is_range(ends: Any) -> bool:
+    if not isinstance(ends, Sequence) or isinstance(ends, str) or len(ends) != 2:
+        return False
+    if not all(isinstance(one, int | float) and not isinstance(one, bool) for one in ends):
+        return False
+    return all(map(math.isfinite, ends)) and ends[0] <= 0 <= ends[1] and ends[0] < ends[1]

@@ -1,0 +1,38 @@
+"""`backend.overrides_file`: overrides whose selectors a command line does not take, from a YAML or JSON file."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from qatkit_verify.errors import ConfigError
+from qatkit_verify.untrusted import read_yaml
+
+_KEY = "backend.overrides_file"
+
+
+def with_overrides_file(values: Any) -> Any:
+    """Returns a configuration's plain values with the overrides of its file before its own.
+
+    The file plays no part from then on: the config.yaml of a run holds everything.
+
+    Raises:
+        ConfigError: the file can't be read, or holds something else.
+    """
+    backend = values.get("backend") if isinstance(values, dict) else None
+    if not isinstance(backend, dict) or not isinstance(file := backend.get("overrides_file"), str):
+        return values
+    allowed = "a YAML or JSON file with {SELECTOR: {SETTING: VALUE, ...}, ...}"
+    try:
+        found = yaml.safe_load(read_yaml(Path(os.path.expanduser(file))))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(_KEY, file, f"{allowed} ({' '.join(str(error).split())})") from error
+    if not isinstance(found, dict) or not all(
+        isinstance(name, str) and isinstance(one, dict) for name, one in found.items()
+    ):
+        raise ConfigError(_KEY, file, allowed)
+    overrides = {**found, **(backend.get("overrides") or {})}
+    return values | {"backend": backend | {"overrides": overrides, "overrides_file": None}}

@@ -1,0 +1,146 @@
+"""Selectors: texts that choose operators or tensors by name (`docs/overrides.md`), and what the lists of them mean.
+
+    conv1, layer1.*      an operator's name, or a glob over names
+    re/PATTERN           a regular expression over whole names
+    op/linear, op/Gemm   a class of operators, or a type of a given ONNX file
+    subgraph/NAME        every operator on a path between two sets, named in `backend.subgraphs`
+    tensor/NAME          a tensor, by its name
+    input/K/SELECTOR     the K-th input of the operators that another selector chooses
+
+`backend.exclude` and `backend.only` become overrides, so that everything behind knows overrides alone. A selector that
+is no plain text (a subgraph with its ends, the operators that `only` leaves out) is JSON behind its prefix.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from qatkit.config.schema import BackendConfig, OverrideConfig
+from qatkit_verify.errors import ConfigError, did_you_mean
+
+EXPRESSION, CLASS, SUBGRAPH = "re/", "op/", "subgraph/"
+TENSOR, INPUT, ONLY = "tensor/", "input/", "only/"
+_ENDS = ("from", "to")
+_ALLOWED = "a name, a glob, re/PATTERN, op/TYPE, subgraph/NAME or {from: [...], to: [...]}"
+
+
+def every_override(backend: BackendConfig) -> dict[str, OverrideConfig]:
+    """Returns the overrides with subgraphs written out, then those that `only` and `exclude` mean, which win.
+
+    Raises:
+        ConfigError: a selector that can't be read, before the model is looked at.
+    """
+    found = {_written_out("backend.overrides", name, backend): one for name, one in backend.overrides.items()}
+    if backend.only:
+        inside = [_written_out("backend.only", one, backend) for one in backend.only]
+        found[ONLY + json.dumps(inside, ensure_ascii=False)] = OverrideConfig(float=True)
+    excluded = [_written_out("backend.exclude", one, backend) for one in backend.exclude]
+    return {name: one for name, one in found.items() if name not in excluded} | {
+        name: OverrideConfig(float=True) for name in excluded
+    }
+
+
+def shown(selector: str) -> str:
+    """Returns a selector as a user knows it."""
+    if selector.startswith(ONLY):
+        return "backend.only"
+    ends = ends_of(selector)
+    return selector if ends is None or "name" not in ends else f"{SUBGRAPH}{ends['name']}"
+
+
+def ends_of(selector: str) -> dict[str, Any] | None:
+    """Returns {from: [...], to: [...]} of a subgraph that is written out; None of any other selector."""
+    if not selector.startswith(f"{SUBGRAPH}{{"):
+        return None
+    try:
+        ends = json.loads(selector.removeprefix(SUBGRAPH))
+    except ValueError:
+        return None
+    return ends if isinstance(ends, dict) and set(_ENDS) <= ends.keys() else None
+
+
+def check_expression(key: str, selector: str) -> None:
+    """Refuses a regular expression that Python does not read.
+
+    Raises:
+        ConfigError: says where it is wrong.
+    """
+    if EXPRESSION not in selector:
+        return
+    _, _, pattern = selector.partition(EXPRESSION)
+    if selector.startswith((EXPRESSION, f"{TENSOR}{EXPRESSION}")):
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            reason = f"the regular expression can't be read: {error}"
+            raise ConfigError(key, selector, reason=reason) from error
+
+
+def _written_out(key: str, given: object, backend: BackendConfig) -> str:
+    """Returns the text of a selector, with its ends where it is a subgraph."""
+    if isinstance(given, Mapping):
+        return SUBGRAPH + _ends(key, given, {})
+    if not isinstance(given, str) or not given:
+        raise ConfigError(key, given, f"{_ALLOWED}; numbers and true or false in quotes")
+    if key != "backend.overrides" and given.startswith((TENSOR, INPUT)):
+        raise ConfigError(key, given, f"operators, by {_ALLOWED}: tensors are those of backend.overrides")
+    check_expression(key, given)
+    if not given.startswith(SUBGRAPH) or ends_of(given) is not None:
+        return given
+    name = given.removeprefix(SUBGRAPH)
+    if name not in backend.subgraphs:
+        known = [f"{SUBGRAPH}{one}" for one in backend.subgraphs]
+        near = did_you_mean(given, known) or ", such as '+backend.subgraphs={head:{from:[conv1],to:[relu9]}}'"
+        raise ConfigError(key, given, reason=f"backend.subgraphs has no {name}{near}")
+    return SUBGRAPH + _ends(f"backend.subgraphs.{name}", backend.subgraphs[name], {"name": name})
+
+
+def _ends(key: str, given: object, named: dict[str, Any]) -> str:
+    """Returns a subgraph's ends as JSON."""
+    allowed = "{from: [SELECTOR, ...], to: [SELECTOR, ...]}"
+    if not isinstance(given, Mapping) or set(given) != set(_ENDS):
+        raise ConfigError(key, given, allowed)
+    for end in _ENDS:
+        names = _listed(given[end])
+        if not names or not all(isinstance(one, str) and one for one in names):
+            raise ConfigError(f"{key}.{end}", given[end], "one selector or a list of them, as texts")
+        for one in names:
+            if one.startswith((TENSOR, INPUT, SUBGRAPH)):
+                raise ConfigError(f"{key}.{end}", one, "operators: names, globs, re/PATTERN or op/TYPE")
+            check_expression(f"{key}.{end}", one)
+        named = named | {end: names}
+    return json.dumps(named, ensure_ascii=False)
+
+
+def _listed(given: object) -> list[Any]:
+    return list(given) if isinstance(given, Iterable) and not isinstance(given, str | Mapping) else [given]
+
+
+def check_selectors(backend: BackendConfig) -> None:
+    """Refuses selectors that can't be read, and subgraphs without ends.
+
+    Raises:
+        ConfigError: the first of them.
+    """
+    for name, given in backend.subgraphs.items():
+        _ends(f"backend.subgraphs.{name}", given, {})
+    every_override(backend)
+
+
+def refuse_selectors(backend: BackendConfig, beside: str) -> None:
+    """Refuses what is said by name where a tool quantizes that knows no names.
+
+    Raises:
+        ConfigError: the first list that holds something, with the setting `beside` which it does not fit.
+    """
+    for name, given in (
+        ("overrides", backend.overrides),
+        ("exclude", backend.exclude),
+        ("only", backend.only),
+    ):
+        if given:
+            empty = "{}" if name == "overrides" else "[]"
+            raise ConfigError(f"backend.{name}", ", ".join(map(str, given)), f"{empty} with {beside}")

@@ -1,0 +1,147 @@
+"""Scales, zero points and ranges that an override gives: they stand from the start, through calibration and training.
+
+A range becomes the scale that calibration would make of it. What the type, the symmetry or an activation behind the
+tensor does not leave room for is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qatkit.config.schema import OverrideConfig
+from qatkit.quant import numerics
+from qatkit.quant.fake_quantize import FakeQuantize
+from qatkit.quant.held_scales import held
+from qatkit.quant.recurrent_layers import QATRecurrent
+from qatkit.quant.spec import QuantSpec
+from qatkit.quant.weight_fake_quantize import WeightFakeQuantize
+from qatkit_verify.errors import ConfigError
+
+
+def fix_activation(quantizer: FakeQuantize, pattern: str, override: OverrideConfig) -> None:
+    """Gives a tensor the scale and zero point of an override, if it has any.
+
+    Raises:
+        ConfigError: they do not fit the type, its symmetry, or the ReLU that ends the range.
+    """
+    scale, zero = override.activation_scale, override.activation_zero_point
+    ends, key, spec = override.activation_range, f"backend.overrides.{pattern}.activation_", quantizer.spec
+    if scale is None and ends is None:
+        return
+    _check_integers(key, scale if ends is None else ends, spec)
+    if ends is not None:
+        low, high = (torch.tensor(float(end)) for end in ends)
+        _check_bounds(f"{key}range", ends, quantizer.bounds, float(low), float(high), 0.0)
+        quantizer.fix(*quantizer.qparams(low, high))
+        return
+    value = _scale_of(f"{key}scale", torch.tensor(float(scale)), scale, spec)
+    point = _zero_point(key, zero, spec)
+    low_end, high_end = ((end - point) * float(value) for end in (spec.quant_min, spec.quant_max))
+    given = f"{scale}, with zero_point {point}"
+    _check_bounds(f"{key}scale", given, quantizer.bounds, low_end, high_end, float(value) / 2)
+    quantizer.fix(value, torch.tensor(point, dtype=torch.int32))
+
+
+def fix_weight(quantizer: WeightFakeQuantize, weight: Tensor, pattern: str, override: OverrideConfig) -> None:
+    """Gives a weight the scale and zero point of an override, if it has any.
+
+    Raises:
+        ConfigError: they do not fit its output channels, its type or its symmetry.
+    """
+    scale, zero, ends = override.weight_scale, override.weight_zero_point, override.weight_range
+    key, spec = f"backend.overrides.{pattern}.weight_", quantizer.spec
+    if scale is None and ends is None:
+        return
+    _check_integers(key, scale if ends is None else ends, spec)
+    shape = quantizer.clip.shape
+    if ends is not None:
+        low, high = (torch.full(shape, float(end)) for end in ends)
+        value, zeros = numerics.choose_qparams(low, high, spec)
+        value = held(value, spec)
+    else:
+        value = _scale_of(f"{key}scale", _spread(f"{key}scale", scale, shape), scale, spec)
+        listed = list(zero) if _several(zero) else [zero]
+        points = [_zero_point(key, one, spec) for one in listed]
+        zeros = _spread(f"{key}zero_point", points if _several(zero) else points[0], shape)
+    zeros = zeros.to(weight.device, torch.int32) if spec.has_zero_point else None
+    quantizer.fix(value.to(weight.device), zero_point=zeros)
+
+
+def fix_table(module: nn.Module, pattern: str, override: OverrideConfig) -> None:
+    """As `fix_weight`, of an embedding; the weights of a recurrent layer are several, and take none.
+
+    Raises:
+        ConfigError: as `fix_weight`.
+    """
+    asked = (override.weight_scale, override.weight_range)
+    if isinstance(module, QATRecurrent) and asked != (None, None):
+        key = f"backend.overrides.{pattern}.weight_{'scale' if asked[1] is None else 'range'}"
+        allowed = "null with a recurrent layer, whose weights are several"
+        raise ConfigError(key, next(one for one in asked if one is not None), allowed)
+    if not isinstance(module, QATRecurrent):
+        quantizer, weight = module.weight_fake_quant, module.weight
+        assert isinstance(quantizer, WeightFakeQuantize) and isinstance(weight, Tensor)
+        fix_weight(quantizer, weight, pattern, override)
+
+
+def _check_integers(key: str, value: Any, spec: QuantSpec) -> None:
+    if spec.form is not None:
+        allowed = f"no scale or range with {spec.dtype}, whose scales come with each tensor or block"
+        raise ConfigError(key.rstrip("_"), value, allowed)
+
+
+def _check_bounds(
+    key: str, value: Any, bounds: tuple[float | None, float | None], low: float, high: float, slack: float
+) -> None:
+    """Refuses a range beyond the ends of a ReLU or ReLU6, which the quantization stands for in the file."""
+    least, most = bounds
+    if (least is not None and low < least) or (most is not None and high > most + slack):
+        wanted = f"from {least:g}" + ("" if most is None else f" to at most {most:g}")
+        reached = f"it reaches from {low:.6g} to {high:.6g}"
+        raise ConfigError(key, value, f"a range {wanted}, where the activation behind it ends; {reached}")
+
+
+def _scale_of(key: str, scale: Tensor, given: Any, spec: QuantSpec) -> Tensor:
+    """Returns a scale that the file can hold as it is."""
+    wanted = scale.float()
+    if not torch.equal(held(wanted, spec), wanted):
+        kind = "a power of two" if spec.powers_of_two else f"a number that {spec.scale_dtype} holds"
+        raise ConfigError(key, given, kind)
+    return wanted
+
+
+def _zero_point(key: str, given: int | None, spec: QuantSpec) -> int:
+    """Returns the zero point that is given, or that a symmetric type has."""
+    low, high = spec.type_range
+    middle = 0 if not spec.has_zero_point else (spec.quant_max + spec.quant_min + 1) // 2
+    if spec.symmetric:
+        if given not in (None, middle):
+            allowed = f"null or {middle}, the middle of a symmetric {spec.dtype}"
+            raise ConfigError(f"{key}zero_point", given, allowed)
+        return middle
+    if given is None:
+        raise ConfigError(
+            f"{key}zero_point", None, f"an integer from {low} to {high}, which goes with the scale"
+        )
+    if not low <= given <= high:
+        raise ConfigError(f"{key}zero_point", given, f"{low} to {high}, the integers of {spec.dtype}")
+    return given
+
+
+def _spread(key: str, given: Any, shape: Sequence[int]) -> Tensor:
+    """Returns one number, or one for each output channel, in the shape of the scales."""
+    if not _several(given):
+        return torch.full(tuple(shape), given)
+    channels = shape[0] if shape else 1
+    if len(given) != channels or len(shape) != 1:
+        allowed = f"one number, or {channels} of them" if len(shape) == 1 else "one number"
+        raise ConfigError(key, f"{len(given)} numbers", f"{allowed}, as the weight has scales")
+    return torch.tensor(list(given))
+
+
+def _several(given: Any) -> bool:
+    return isinstance(given, Sequence) and not isinstance(given, str)

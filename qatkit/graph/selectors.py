@@ -1,0 +1,281 @@
+"""Which operators and tensors of a graph a selector chooses (`qatkit.config.selectors`, `docs/overrides.md`).
+
+An operator has the name of its module or call (`site`); one of a given ONNX file has its node's name too, and all that
+is recorded inside of one node answers to it. An exact name wins over every other reading of a selector, so names with
+brackets, colons or a prefix of ours need no quoting here.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import re
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from qatkit.config.selectors import CLASS, EXPRESSION, INPUT, ONLY, TENSOR, ends_of, shown
+from qatkit.graph import operators
+from qatkit.graph.nodes import facts, op_class, owner, site
+from qatkit.graph.signature import unique
+from qatkit_verify.errors import ConfigError, did_you_mean, near_matches
+
+FILE_NODES = "file_nodes"  # in a graph's meta: by path of a module, the node of a given file that it is
+IN_INT8 = "in_int8"  # beside it: by selector, the sites of the SiLUs that were opened
+_OPERATORS = ("call_module", "call_function", "call_method")
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class FileNode:
+    """A node of a given ONNX file.
+
+    Attributes:
+        name: in the file.
+        op_type: of its operator.
+        inputs, outputs: names of its tensors; "" for those left out.
+        weight: which of its inputs is the weight, where it has one.
+        axis: of the weight, that of the output channels.
+    """
+
+    name: str
+    op_type: str
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    weight: int = 1
+    axis: int = 0
+
+
+def input_nodes(names: Sequence[str], of_file: Sequence[str]) -> dict[str, FileNode]:
+    """Returns the inputs of a file by the names that a graph has for them, which are those with other letters."""
+    if len(names) == len(of_file) == 1:
+        return {names[0]: FileNode(of_file[0], "", (), (of_file[0],))}
+    known = dict(zip(unique(of_file), of_file, strict=True))
+    return {one: FileNode(known[one], "", (), (known[one],)) for one in names if one in known}
+
+
+def file_node(node: fx.Node) -> FileNode | None:
+    """Returns the node of a given file that a node of the graph is, or is a part of."""
+    known = getattr(node.graph.owning_module, "meta", {}).get(FILE_NODES, {})
+    path = owner(node) or site(node)
+    while known and path not in known and "." in path:
+        path = path.rpartition(".")[0]  # what a pass made of it is called NAME.WHAT
+    found: FileNode | None = known.get(path)
+    return found
+
+
+def names_in_file(graph_module: fx.GraphModule, sites: Iterable[str]) -> list[str]:
+    """Returns sites, and the names of the nodes of a given file that they are where these have other letters."""
+    known, listed = graph_module.meta.get(FILE_NODES, {}), list(sites)
+    return list(dict.fromkeys((*listed, *(known[one].name for one in listed if one in known))))
+
+
+def operators_of(graph: fx.Graph, kind: str | None = None) -> list[fx.Node]:
+    """Returns the operators of a graph, of one class or of all, in its order."""
+    calls = [n for n in graph.nodes if n.op in _OPERATORS]
+    return [n for n in calls if kind in (None, op_class(n))]
+
+
+def matched(
+    graph: fx.Graph, selector: str, kind: str | None = None, key: str = "backend.overrides"
+) -> list[fx.Node]:
+    """Returns the operators that a selector chooses, of one class or of all, in the graph's order.
+
+    Raises:
+        ConfigError: there is none; it names the nearest that there are.
+    """
+    calls = operators_of(graph, kind)
+    found = _chosen(graph, calls, selector, key)
+    if not found and not selector.startswith(ONLY):  # which may leave nothing out
+        near = _near(selector, calls)
+        raise ConfigError(key, selector, reason=f"the pattern matches no {kind or 'operator'}{near}")
+    return found
+
+
+def _chosen(graph: fx.Graph, calls: list[fx.Node], selector: str, key: str) -> list[fx.Node]:
+    if selector.startswith(ONLY):
+        inside = _union(graph, json.loads(selector.removeprefix(ONLY)), "backend.only")
+        return [n for n in calls if n not in inside and not _ends_one(n, inside)]
+    names = {n: _names(n) for n in calls}
+    exact = [n for n in calls if selector in names[n]]
+    if exact:
+        return exact
+    if ends := ends_of(selector):
+        between = _between(graph, ends, key)
+        return [n for n in calls if n in between]
+    if selector.startswith(CLASS):
+        wanted = selector.removeprefix(CLASS)
+        return [n for n in calls if wanted in _types(n)]
+    matches = _reader(selector)
+    return [n for n in calls if any(map(matches, names[n]))]
+
+
+def _names(node: fx.Node) -> tuple[str, ...]:
+    of_file = file_node(node)
+    return (site(node),) if of_file is None else (site(node), of_file.name)
+
+
+def _types(node: fx.Node) -> set[str]:
+    """The classes and types that `op/` names an operator by."""
+    known = {record.name for record in operators.operators()}
+    of_file = file_node(node)
+    return ({op_class(node)} & known) | ({of_file.op_type} if of_file is not None else set())
+
+
+def _reader(selector: str) -> Callable[[str], Any]:
+    """Returns what tells whether a name is one that a regular expression or a glob means."""
+    if selector.startswith(EXPRESSION):
+        return re.compile(selector.removeprefix(EXPRESSION)).fullmatch
+    return lambda name: fnmatch.fnmatchcase(name, selector)
+
+
+def _near(selector: str, calls: Iterable[fx.Node]) -> str:
+    listed = list(calls)
+    names = [name for n in listed for name in _names(n)]
+    types = [f"{CLASS}{one}" for one in sorted({one for n in listed for one in _types(n)})]
+    return did_you_mean(selector, types if selector.startswith(CLASS) else [*names, *types])
+
+
+def _ends_one(node: fx.Node, inside: Collection[fx.Node]) -> bool:
+    """Whether it is an activation that the quantization of the operator before it stands for, or does nothing."""
+    kind = facts(node)
+    ends = kind.activation is not None or kind.name in ("pass", "outputs")
+    return ends and bool(node.all_input_nodes) and node.all_input_nodes[0] in inside
+
+
+def _union(graph: fx.Graph, selectors: Iterable[str], key: str) -> set[fx.Node]:
+    return {node for one in selectors for node in matched(graph, one, key=key)}
+
+
+def _between(graph: fx.Graph, ends: dict[str, Any], key: str) -> set[fx.Node]:
+    """Returns every operator on a path from one of the first ends to one of the last, these included.
+
+    Raises:
+        ConfigError: no path leads there; it names the nearest operator that is reached.
+    """
+    name = ends.get("name")
+    key = f"backend.subgraphs.{name}" if name is not None else key
+    first, last = (_union(graph, ends[end], f"{key}.{end}") for end in ("from", "to"))
+    forward = _reached(first, lambda node: node.users)
+    found = forward & _reached(last, lambda node: node.all_input_nodes)
+    if not found:
+        reached = [n for n in graph.nodes if n in forward and n.op in _OPERATORS]
+        behind = [site(n) for n in reached if n not in first]
+        near = near_matches(str(ends["to"][0]), behind, _SHOWN) if behind else "nothing"
+        listed = ", ".join(map(str, ends["from"]))
+        raise ConfigError(
+            f"{key}.to", ", ".join(ends["to"]), reason=f"no path leads there from {listed} (reached: {near})"
+        )
+    return found
+
+
+def _reached(start: Iterable[fx.Node], step: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
+    found, open_nodes = set[fx.Node](), list(start)
+    while open_nodes:
+        node = open_nodes.pop()
+        if node not in found:
+            found.add(node)
+            open_nodes += step(node)
+    return found
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """What a selector of tensors chooses.
+
+    Attributes:
+        makers: nodes whose outputs are the tensors: operators and inputs of the model.
+        readers: operators whose weights are the tensors.
+    """
+
+    makers: list[fx.Node]
+    readers: list[fx.Node]
+
+
+def chosen_tensors(graph: fx.Graph, selector: str, key: str = "backend.overrides") -> Tensors:
+    """Returns the tensors that `tensor/NAME` or `input/K/SELECTOR` chooses.
+
+    Raises:
+        ConfigError: there is none; it names the nearest that there are, or the inputs that an operator has.
+    """
+    if selector.startswith(TENSOR):
+        return _by_name(graph, selector, selector.removeprefix(TENSOR), key)
+    number, _, rest = selector.removeprefix(INPUT).partition("/")
+    if not number.isdecimal() or not rest:
+        raise ConfigError(key, selector, f"{INPUT}K/SELECTOR, such as {INPUT}0/conv1")
+    makers, readers = list[fx.Node](), list[fx.Node]()
+    for node in matched(graph, rest, key=key):
+        found = _input_of(graph, node, int(number), key, selector)
+        (readers if found is node else makers).append(found)
+    return Tensors(list(dict.fromkeys(makers)), readers)
+
+
+def is_of_tensors(graph: fx.Graph, selector: str) -> bool:
+    """Returns whether a selector chooses tensors: it has their prefix, and no operator is called so."""
+    prefixed = selector.startswith((TENSOR, INPUT))
+    return prefixed and not any(selector in _names(n) for n in operators_of(graph))
+
+
+def _by_name(graph: fx.Graph, selector: str, name: str, key: str) -> Tensors:
+    makers = {n: _made_by(n) for n in graph.nodes if n.op in (*_OPERATORS, "placeholder")}
+    weights = {n: _weight_of(n) for n in makers if facts(n).weighted or op_class(n) == "embedding"}
+    known = {one for one in (*makers.values(), *weights.values()) if one}
+    wanted = {name} if name in known else {one for one in known if _reader(name)(one)}
+    if not wanted:
+        near = did_you_mean(selector, [f"{TENSOR}{one}" for one in known])
+        raise ConfigError(key, selector, reason=f"the pattern matches no tensor{near}")
+    last = {
+        made: n for n, made in makers.items() if made in wanted
+    }  # of a node in parts, the last one makes it
+    return Tensors(list(last.values()), [n for n, weight in weights.items() if weight in wanted])
+
+
+def _made_by(node: fx.Node) -> str:
+    """The name of the tensor that a node makes."""
+    of_file = file_node(node)
+    if of_file is None or not of_file.outputs:
+        return site(node)
+    return next((one for one in of_file.outputs if one), site(node))
+
+
+def _weight_of(node: fx.Node) -> str:
+    """The name of an operator's weight."""
+    of_file = file_node(node)
+    if of_file is None:
+        return f"{site(node)}.weight"
+    return of_file.inputs[of_file.weight] if of_file.weight < len(of_file.inputs) else ""
+
+
+def _input_of(graph: fx.Graph, node: fx.Node, number: int, key: str, selector: str) -> fx.Node:
+    """The node that makes an input of an operator; the operator itself where that input is its weight."""
+    of_file, weighted = file_node(node), facts(node).weighted
+    if of_file is None:
+        given = list[fx.Node]()
+        fx.node.map_arg((node.args, node.kwargs), given.append)
+        if number < len(given):
+            return given[number]
+        if weighted and number == 1:
+            return node
+        count = len(given) + weighted
+        raise ConfigError(key, selector, reason=f"{site(node)} has no input {number}, only 0 to {count - 1}")
+    if number >= len(of_file.inputs):
+        count = len(of_file.inputs)
+        raise ConfigError(
+            key, selector, reason=f"{of_file.name} has no input {number}, only 0 to {count - 1}"
+        )
+    if number == of_file.weight and weighted:
+        return node
+    name = of_file.inputs[number]
+    found = [n for n in graph.nodes if n.op in (*_OPERATORS, "placeholder") and _made_by(n) == name]
+    if not found:
+        reason = f"input {number} of {of_file.name}, '{name}', is a constant or left out: it has no range"
+        raise ConfigError(key, selector, reason=reason)
+    return found[-1]
+
+
+def record_of(selector: str, settings: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Returns what a report says of a selector: what it sets, and the operators or makers of tensors that it chose."""
+    listed = list(dict.fromkeys(names))
+    return {"selector": shown(selector), "settings": settings, "count": len(listed), "names": listed}

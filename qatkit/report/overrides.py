@@ -1,0 +1,33 @@
+"""What each selector of the overrides chose, on the page of a report."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import Any
+
+from qatkit.records.results import Results
+from qatkit.report.html import section, table
+
+_LISTED = 20
+
+
+def overrides_section(results: Results) -> str:
+    """Returns a row for each selector: its settings, and how many operators or tensors it chose, by name."""
+    matched = results.measured.get("overrides", {}).get("matched", [])
+    rows = [("", [_left(f"<code>{escape(one['selector'])}</code>"), *_cells(one)]) for one in matched]
+    return (
+        section("Overrides", table(("selector", "settings", "matched", "names"), rows, "dense"))
+        if rows
+        else ""
+    )
+
+
+def _cells(one: dict[str, Any]) -> list[str]:
+    settings = ", ".join(f"{name}: {value}" for name, value in one["settings"].items())
+    names, rest = one["names"][:_LISTED], max(0, one["count"] - _LISTED)
+    listed = ", ".join(map(escape, names)) + (f" and {rest} more" if rest else "")
+    return [_left(escape(settings)), f"{one['count']}", _left(listed)]
+
+
+def _left(cell: str) -> str:
+    return f'<td class="left">{cell}</td>'
