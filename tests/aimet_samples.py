@@ -35,10 +35,8 @@ def network(path: Path) -> Path:
         node("Flatten", ["pooled"], ["flat"], "flatten"),
         node("Gemm", ["flat", "fc.weight", "fc.bias"], ["output"], "fc", transB=1),
     ]
-    ends = [
-        [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)]
-        for name, shape in (("input", ["N", 3, 8, 8]), ("output", ["N", 10]))
-    ]
+    given = helper.make_tensor_value_info("input", TensorProto.FLOAT, ["N", 3, 8, 8])
+    result = helper.make_tensor_value_info("output", TensorProto.FLOAT, ["N", 10])
     constants = [
         drawn("first.weight", 8, 3, 3, 3),
         drawn("first.bias", 8),
@@ -46,7 +44,7 @@ def network(path: Path) -> Path:
         drawn("fc.weight", 10, 32, step=2.3),
         drawn("fc.bias", 10),
     ]
-    graph = helper.make_graph(nodes, "net", *ends, constants)
+    graph = helper.make_graph(nodes, "net", [given], [result], constants)
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
     onnx.checker.check_model(model)
     onnx.save(model, str(path))

@@ -29,6 +29,7 @@ from qatkit_verify.errors import ConfigError, did_you_mean
 KEY = "calibration.encodings"
 _TYPO = 0.8  # likeness from which an unknown name is one of the model's with a mistake in it
 _NAMED = 5
+_STANDS = "their scales are fixed already"
 _BIAS, _SCALES = "int32", "scale_type"
 _TYPABLE = re.compile(r"[\w./-]+")  # keys that Hydra reads as they are
 
@@ -159,7 +160,9 @@ class _Matching:
         chosen: Encoding | None = None
         for name in (one for one in self.names.activations.get(place, ()) if one in self.given):
             own = self.given[name]
-            if chosen is not None:
+            if quantizer.frozen:
+                self.found.unused[name] = _STANDS
+            elif chosen is not None:
                 if not own.equals(chosen):
                     self.found.unused[name] = f"its range is that of '{self.found.activations[place][0]}'"
             elif own.scale.size != 1:
@@ -176,7 +179,9 @@ class _Matching:
         if name is None:
             return
         own, granularity = self.given[name], fake.spec.granularity
-        if own.block_size is not None and not isinstance(granularity, PerBlock):
+        if fake.frozen:
+            self.found.unused[name] = _STANDS
+        elif own.block_size is not None and not isinstance(granularity, PerBlock):
             self.found.unused[name] = "the backend has no blocks (backend=weight_only has)"
         elif own.scale.size == 1 < fake.clip.numel():
             self._take(self.found.weights, path, name, fake.spec, granularity="per_tensor")

