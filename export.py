@@ -2,7 +2,7 @@
 
     uv run export.py checkpoint=FOLDER/last.ckpt
     uv run export.py onnx=model.onnx mode=dynamic|static|float16|weight_only data=... data.root=...
-    uv run export.py onnx=model.onnx mode=clean|summary
+    uv run export.py onnx=model.onnx mode=clean|summary|encodings
     uv run export.py recipe=NAME placement=variants output_dir=DIR
 
 FOLDER is a run's output folder. The configuration is the `config.yaml` saved beside the checkpoint; `--help` says what

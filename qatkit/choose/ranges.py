@@ -37,6 +37,7 @@ from qatkit.records.scores import with_score
 from qatkit.records.tried import Candidate
 from qatkit.run.backend import backend_of
 from qatkit.run.build import holds_out
+from qatkit.run.encodings import digest_of_encodings, fix_encodings
 from qatkit.run.folder import say
 from qatkit.train.module import QATModule
 from qatkit_verify.fitting import LEVELS
@@ -102,8 +103,12 @@ def calibrate_module(
     graph = module.graph
     if config.calibration.weights != "max":
         clip_weights(graph, 256 if config.calibration.weights == "mse" else _NARROW)
+    notes = fix_encodings(module, config)
+    for note in notes if method is None else ():
+        say(note)
     if path is None:
-        return _observe(module, data, config, example, method, folder)
+        found = _observe(module, data, config, example, method, folder)
+        return replace(found, notes=(*notes, *found.notes))
     key = {"model": statistics.of_model(graph), **_key(data, config)}
     if path.exists():
         found = Calibrated.from_dict(statistics.check(path, key)[0])
@@ -115,6 +120,7 @@ def calibrate_module(
         say(f"ranges from {path}")
         return found
     found = _observe(module, data, config, example, method, folder)
+    found = replace(found, notes=(*notes, *found.notes))
     statistics.save(path, module.graph, key, asdict(found))
     return found
 
@@ -146,7 +152,7 @@ def _key(data: DataModule, config: Config) -> statistics.Key:
         settings["algorithm_choice"] = "auto"  # holds images out
     if config.precision.search == "auto":
         settings["precision.search"] = "auto"  # does so too
-    return {"data": of_data, "backend": backend_of(config).name} | settings
+    return {"data": of_data, "backend": backend_of(config).name} | settings | digest_of_encodings(config)
 
 
 def splits(data: DataModule, config: Config) -> tuple[list[int], list[int]]:

@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from qatkit.config.compose import load_config, schema
 from qatkit.config.fields import limit_of
 from qatkit.config.schema import FILE_MODES, UNLABELLED_BOUNDS, Config, DataConfig
-from qatkit.config.schema.files import CLEAN, SUMMARY
+from qatkit.config.schema.files import CLEAN, ENCODINGS, SUMMARY
 from qatkit.config.schema.model import DRAWN
 from qatkit.records.preprocessing_file import preprocessing_beside
 from qatkit.records.run_files import CONFIG_FILE
@@ -30,7 +30,7 @@ EXPORT_KEYS = ("checkpoint", "output_dir", "export.opset", "export.dynamic_batch
                "export.golden_images", "export.sign", "export.demo", "export.demo_runtime", "export.encrypt",
                "export.encrypt_bundle", "data", "calibration.cache", "verify.threads", "verify.audit",
                "verify.latency_batch", "trainer.debug")  # fmt: skip
-ONNX_GROUPS = ("data", "backend", "calibration", "export", "verify", "trainer", "clean")
+ONNX_GROUPS = ("data", "backend", "calibration", "export", "verify", "trainer", "clean", "encodings")
 ONNX_KEYS = ("onnx", "mode", "weights", "name", "seed", "task", "output_dir", "model.kwargs", "data", "backend",
              "verify", "calibration.images", "calibration.batch_size", "export.opset", "export.encrypt",
              "trainer.progress", "trainer.debug", "clean")  # fmt: skip
@@ -39,6 +39,7 @@ FILE_KEYS = {
     CLEAN: ("onnx", "mode", "name", "output_dir", "clean", "export.encrypt", "verify.threads", "trainer.debug"),
     SUMMARY: ("onnx", "mode", "name", "output_dir", "verify.threads", "clean.custom_ops", "clean.inputs",
               "trainer.debug"),
+    ENCODINGS: ("onnx", "mode", "name", "output_dir", "encodings", "export.encrypt", "trainer.debug"),
 }  # fmt: skip
 # With mode=static, whose stages are those of train.py.
 STATIC_GROUPS = (*ONNX_GROUPS, "quantizer", "algorithm", "precision", "target", "analysis")
@@ -217,7 +218,9 @@ def export_notes() -> list[str]:
         "onnx=FILE mode=clean writes it with fixed shapes, folded constants and the like, and takes "
         + ", ".join(FILE_KEYS[CLEAN])
         + "; onnx=FILE mode=summary prints a table of its operators, and takes "
-        + ", ".join(FILE_KEYS[SUMMARY]),
+        + ", ".join(FILE_KEYS[SUMMARY])
+        + "; onnx=FILE mode=encodings writes the scales and zero points of a quantized file as JSON, and takes "
+        + ", ".join(FILE_KEYS[ENCODINGS]),
         "placement=variants writes files of a model or recipe, as train.py takes it, for qatkit-measure on another "
         "machine.",
     ]

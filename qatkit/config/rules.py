@@ -51,6 +51,7 @@ def validate(config: Config) -> None:
     _check_16_bits(config)
     _check_table(config)
     _check_axes(config)
+    _check_encodings(config)
     _check_preprocessing(config.data)
     check_selectors(config.backend)
     for pattern, override in config.backend.overrides.items():
@@ -351,6 +352,21 @@ def _check_axes(config: Config) -> None:
     ):
         if refused:
             raise ConfigError(key, value, f"{allowed} with export.stream=true")
+
+
+def _check_encodings(config: Config) -> None:
+    """Encodings are fixed where quantizers are, and nothing else may choose the type of a tensor."""
+    path = config.calibration.encodings
+    if path is None:
+        return
+    mode = config.export.mode if config.onnx is None else config.mode
+    if mode not in ("static", "weight_only") or (mode == "weight_only" and config.onnx is None):
+        raise ConfigError("calibration.encodings", path, f"null with mode={mode}, which calibrates nothing")
+    if config.precision.search != "none":
+        allowed = "none with calibration.encodings, which have the type of each tensor"
+        raise ConfigError("precision.search", config.precision.search, allowed)
+    if not Path(path).is_file():
+        raise ConfigError("calibration.encodings", path, "a file that exists")
 
 
 def _check_table(config: Config) -> None:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from qatkit.graph.convert.integer_modules import QuantizeDequantize
 from qatkit.graph.nodes import facts, module_of, owner, site
-from qatkit.graph.quantizers import QUANTIZES
+from qatkit.graph.quantizers import QUANTIZES, is_quantizer
 from qatkit.importing.program import ImportedModel, Step
 from qatkit.importing.written_file import BARRIER, Chain, Layout, Pair, refused
 
@@ -191,7 +191,9 @@ def _joined(chain: Chain) -> Chain:
 
 
 def _link(node: fx.Node) -> Chain | None:
-    """What a node is on an edge; None for a node of a region."""
+    """What a node is on an edge; None for a node of a region. A quantizer of a prepared graph has no numbers yet."""
+    if is_quantizer(node):
+        return ()
     if node.op == "call_module" and isinstance(module_of(node), QuantizeDequantize):
         return (pair_of(cast(QuantizeDequantize, module_of(node))),)
     if node.op == "call_function" and node.target is torch.ops.qatkit.barrier:

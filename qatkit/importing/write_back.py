@@ -33,11 +33,11 @@ from qatkit.graph.convert.weight_only_modules import WeightOnly
 from qatkit.graph.nodes import module_of
 from qatkit.importing.island import Island
 from qatkit.importing.island_graph import dtype_of
+from qatkit.importing.makers import Makers
 from qatkit.importing.program import ImportedModel, Operator, Step
 from qatkit.importing.read import MAX_BYTES
 from qatkit.importing.regions import (
     CONSTANT,
-    INPUT,
     Edge,
     Regions,
     carries,
@@ -58,24 +58,6 @@ from qatkit_verify.session import open_session
 _PER_TENSOR, _PER_CHANNEL = 11, 13  # opsets that pairs, and scales along an axis, need
 _HELD = (*WHOLE, *WIDE)  # number types that pairs may have
 _NORM = {"Sub", "ReduceMean"}
-# What the graph may have left out although the file has it: it is a part of a range, of weights, or changes nothing.
-_ABSORBED = ("Relu", "Clip")
-_NOTHING = (
-    *(
-        "Reshape",
-        "Flatten",
-        "Squeeze",
-        "Unsqueeze",
-        "Transpose",
-        "Slice",
-        "Pad",
-        "Expand",
-        "Tile",
-        "Cast",
-        "CastLike",
-    ),
-    *("Concat", "Resize", "Upsample", "Split", "Gather", "Sum", "Max", "Min", "Mean"),
-)
 
 
 def write_back(model: ImportedModel, converted: fx.GraphModule, path: Path) -> None:
@@ -114,14 +96,11 @@ class _Writer:
         self.model, self.graph = model, converted
         self.regions = Regions(model, converted)
         self.outer = [step for step in model.program.steps if step.path]
-        self.makers = {name: step for step in model.program.steps for name in step.outputs if name}
-        inner = self.regions.steps.values()  # in branches too
-        self.inside = {name: step for step in inner for name in step.outputs if name}
+        self.makers = Makers(model, self.regions)
         self.file = WrittenFile(model, self._opset())
         self.weights = WrittenWeights(self.file)
         self.packed = PackedWeights(self.weights)
         self.rewired = Rewired(self.file)
-        self.folded: set[str] = set()
         self.readers: dict[str, set[str]] = defaultdict(set)
         for step in self.outer:
             own = model.get_submodule(step.path)
@@ -186,30 +165,9 @@ class _Writer:
 
     def _fold(self, step: Step) -> None:
         """Takes a node out of the file whose arithmetic is in the weights before it, and in no node of the graph."""
-        if step.path in self.regions.nodes:
-            return
-        own = self.model.get_submodule(step.path)
         source = next((name for name in step.inputs if name), "")
-        norm = isinstance(own, nn.modules.batchnorm._BatchNorm)
-        scale = isinstance(own, Operator) and own.node.op_type == "Mul" and _factor(step)
-        if (norm or scale) and self._resolve(source):
-            self.folded.add(step.path)
+        if self.makers.is_folded(step) and self.makers.region(source):
             self.file.bypass(self.file.value(step.outputs[0]), self.file.value(source))
-
-    def _resolve(self, name: str) -> str:
-        """The region that makes a value of the file; "" for what no region makes (sizes, constants)."""
-        while (step := self.makers.get(name) or self.inside.get(name)) is not None:
-            if region_of(step) in self.regions.nodes:
-                return region_of(step)
-            if step.branches:  # one of them gives what it reads
-                place = step.outputs.index(name)
-                return next(filter(None, (self._resolve(b.outputs[place]) for b in step.branches)), "")
-            own = self.model.get_submodule(step.path)
-            kind = own.node.op_type if isinstance(own, Operator) else type(own).__name__
-            if kind not in (*_ABSORBED, *_NOTHING) and step.path not in self.folded:
-                return ""
-            name = next((one for one in step.inputs if one), "")
-        return f"{INPUT}{name}" if name in self.model.inputs else ""
 
     def _edges(self, step: Step) -> None:
         """Lets the node of a step read what its region reads."""
@@ -238,7 +196,7 @@ class _Writer:
 
     def _in_layout(self, step: Step, place: int, chain: Chain, edges: Sequence[Edge]) -> Chain:
         """A chain that ONNX Runtime moves the channels of images in front of, and not behind."""
-        maker = self._resolve(step.inputs[place])
+        maker = self.makers.region(step.inputs[place])
         axes = len(shape(next(edge.source for edge in edges if edge.maker == maker))) - 2
         return (*chain, Layout(axes)) if axes in (1, 2, 3) else chain
 
@@ -246,7 +204,7 @@ class _Writer:
         """Lets the branches of an If read what the one that was taken reads."""
         for maker in dict.fromkeys(edge.maker for edge in edges):
             chains = {edge.chain for edge in edges if edge.maker == maker}
-            names = [name for name in step.captured() if self._resolve(name) == maker]
+            names = [name for name in step.captured() if self.makers.region(name) == maker]
             if len(chains) > 1 or not names:
                 reason = f"a branch of node '{step.name}' reads one value in different ways"
                 raise refused(self.model.file, reason)
@@ -263,7 +221,7 @@ class _Writer:
         Form(self.file, self.packed, self.regions, step).write(values)
 
     def _makes(self, step: Step, place: int, edge: Edge) -> bool:
-        return self._resolve(step.inputs[place]) == edge.maker
+        return self.makers.region(step.inputs[place]) == edge.maker
 
     def _matched(self, step: Step, edges: Sequence[Edge]) -> Iterator[tuple[int, Chain]]:
         """How each input of a node is read.
@@ -271,7 +229,7 @@ class _Writer:
         Raises:
             ConfigError: the region reads what the node does not, or its inputs can't be told apart.
         """
-        makers = {place: self._resolve(name) for place, name in enumerate(step.inputs) if name}
+        makers = {place: self.makers.region(name) for place, name in enumerate(step.inputs) if name}
         for maker in dict.fromkeys(edge.maker for edge in edges):
             own = [edge for edge in edges if edge.maker == maker]
             places = [place for place, found in makers.items() if found == maker]
@@ -288,7 +246,7 @@ class _Writer:
 
     def _source(self, name: str, chain: Chain) -> ir.Value:
         """The value that a chain stands on: before a Clip whose end lies below what the pair can give."""
-        step = self.makers.get(name)
+        step = self.makers.by_output.get(name)
         first = next((link for link in chain if isinstance(link, Pair)), None)
         if step is None or first is None or step.path in self.regions.nodes:
             return self.file.value(name)
@@ -315,7 +273,7 @@ class _Writer:
 
         It does so for matrices, and for more axes where all sizes are known and a vector is added.
         """
-        maker = self.makers.get(name)
+        maker = self.makers.by_output.get(name)
         modules = [] if maker is None else self._modules(maker.path)
         if maker is None or not any(isinstance(module, Quantized) for module in modules):
             return False
@@ -337,7 +295,7 @@ class _Writer:
                 continue
             if self.file.graph.outputs[place].is_graph_input():
                 continue  # the values of an input under its own name, which nothing may quantize
-            if self._resolve(source) != self.regions.region[node]:
+            if self.makers.region(source) != self.regions.region[node]:
                 raise refused(self.model.file, f"output '{name}' is not what the converted graph gives there")
             self._output(place, self.file.link(self._source(source, chain), chain), source)
 
@@ -384,11 +342,6 @@ def _keeps_layout(node: ir.Node) -> bool:
     if node.op_type == "Resize":
         return node.attributes.get_string("mode", "nearest") == "cubic" or "axes" in node.attributes
     return node.op_type == "Pad" and len(node.inputs) > 3 and node.inputs[3] is not None
-
-
-def _factor(step: Step) -> bool:
-    """Whether a Mul multiplies by a constant of floats."""
-    return len(step.constants) == 1 and next(iter(step.constants.values())).dtype.kind == "f"
 
 
 def _clips(step: Step, own: Operator, pair: Pair) -> bool:

@@ -14,6 +14,7 @@ from qatkit.jobs.packed_weights import check_packed
 from qatkit.jobs.stages import Always, Conditional, State
 from qatkit.records.run_files import CHECKPOINT_FILE
 from qatkit.run.build import qat_module
+from qatkit.run.encodings import check_encodings
 from qatkit.run.float_model import check_same, digests
 from qatkit.run.folder import main_process, open_folder
 from qatkit.run.loop.ranks import wait_for_first
@@ -70,12 +71,13 @@ class Prepare(Conditional):
 
 
 class Check(Always):
-    """What is asked of the layers, and of the teacher, fits the module."""
+    """What is asked of the layers, what is fixed of them, and the teacher fit the module."""
 
     def run(self, state: State) -> State:
         check_layers(state.prepared, state.run.config.analysis)
         check_precision(state.prepared, state.run.config)
         check_packed(state.prepared, state.run.config)
+        check_encodings(state.prepared, state.run.config)
         if state.teach is not None:
             state.teach(state.prepared)
         return state

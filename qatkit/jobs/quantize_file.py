@@ -1,6 +1,7 @@
 """A user's float ONNX file by a mode: checked, quantized, verified and reported like a trained model.
 
-    clean, summary                               `qatkit.jobs.clean_file`, `qatkit.jobs.summarize_file`
+    clean, summary, encodings                    `qatkit.jobs.clean_file`, `qatkit.jobs.summarize_file`,
+                                                 `qatkit.jobs.encodings_file`
     static, and weight_only with weights.bits    float file → check → `qatkit.jobs.pipeline`, which imports it and
                                                  writes it back
     the other modes                              float file → check, upgrade → `qatkit.jobs.float_file` →
@@ -26,7 +27,7 @@ from qatkit.config.compose import load_config
 from qatkit.config.data_folders import FOLDERS, data_folder
 from qatkit.config.rules import validate
 from qatkit.config.schema import BackendConfig, CleanConfig, Config, ModelConfig, ScheduleConfig, VerifyConfig
-from qatkit.config.schema.files import CLEAN, SUMMARY
+from qatkit.config.schema.files import CLEAN, ENCODINGS, SUMMARY
 from qatkit.config.schema.model import AUDIO, DRAWN, PAIRS, TEXT
 from qatkit.config.selectors import refuse_selectors
 from qatkit.encryption.vault import protected
@@ -55,6 +56,10 @@ def quantize(config: Config) -> int:
         from qatkit.jobs.summarize_file import summarize_file
 
         return summarize_file(config, output_dir(config))
+    if config.mode == ENCODINGS:
+        from qatkit.jobs.encodings_file import write_encodings
+
+        return write_encodings(config, output_dir(config))
     assert config.mode is not None
     if config.mode == CLEAN:
         return clean_file(config, _new_folder(config, file_name(CLEAN)))

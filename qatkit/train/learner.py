@@ -70,6 +70,11 @@ class Learner(lightning.LightningModule):
         self._validated: AbstractContextManager[None] = nullcontext()
         self._stored_average: dict[str, Tensor] | None = None
 
+    @property
+    def original(self) -> nn.Module | None:
+        """The float model that it was made of; None of a graph without one."""
+        return self._original[0] if self._original else None
+
     def learn(self, task: Task) -> None:
         """Makes `task` what is learned."""
         self.task = task.of_model(self._original[0]) if self._original else task

@@ -17,6 +17,7 @@ from qatkit.config.schema.files import (
     MODES,
     UNLABELLED_BOUNDS,
     AnalysisConfig,
+    EncodingsConfig,
     ExportConfig,
     VerifyConfig,
 )
@@ -42,6 +43,7 @@ __all__ = [
     "CleanConfig",
     "Config",
     "DataConfig",
+    "EncodingsConfig",
     "ExportConfig",
     "ModelConfig",
     "OverrideConfig",
@@ -74,10 +76,11 @@ class Config:
     mode: str | None = setting(
         None,
         "with onnx: how it is quantized; clean: it is cleaned alone (clean); summary: a table of its operators, of any "
-        "file",
+        "file; encodings: scales and zero points of a quantized file as JSON (encodings)",
         FILE_MODES,
     )
     clean: CleanConfig = field(default_factory=CleanConfig)
+    encodings: EncodingsConfig = field(default_factory=EncodingsConfig)
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     task: str = setting(
         "classification",

@@ -9,8 +9,8 @@ from qatkit.config.fields import AXES, COUNT, FRACTION, PLACE, POSITIVE, Choices
 
 # How a file is quantized: by simulation and training, or by ONNX Runtime's tools (qatkit.export.ort_modes).
 MODES = Choices(("dynamic", "static", "float16", "weight_only"))
-CLEAN, SUMMARY = "clean", "summary"
-FILE_MODES = Choices((*MODES.values, CLEAN, SUMMARY))  # of a given file
+CLEAN, SUMMARY, ENCODINGS = "clean", "summary", "encodings"
+FILE_MODES = Choices((*MODES.values, CLEAN, SUMMARY, ENCODINGS))  # of a given file
 # Bounds of VerifyConfig in place of max_drop where the images have no labels.
 UNLABELLED_BOUNDS = ("min_float_agreement", "max_float_kl", "min_float_sqnr")
 
@@ -131,6 +131,18 @@ class ExportConfig:
         return replace(
             self, bundle=False, demo=False, sign=None, publish=None, version=None, encrypt_bundle=None
         )
+
+
+@dataclass
+class EncodingsConfig:
+    """What mode=encodings writes of a quantized ONNX file."""
+
+    format: str = setting(
+        "qatkit",
+        "of encodings.json: qatkit, which has everything, or one of AIMET's versions, which have integers alone "
+        "(up to 1.0.0 without biases)",
+        Choices(("qatkit", "aimet_0.6.1", "aimet_1.0.0", "aimet_2.0.0")),
+    )
 
 
 @dataclass

@@ -454,4 +454,10 @@ class CalibrationConfig:
         Choices(("float", "report")),
     )
     cache: str | None = setting(None, "a file: written after calibration, read instead of it", PLACE)
+    encodings: str | None = setting(
+        None,
+        "a file of scales and zero points by name of the tensor, which are fixed, and the others calibrated: "
+        "encodings.json (mode=encodings), AIMET's, or a quantized ONNX file itself",
+        PLACE,
+    )
     random: bool = setting(False, "noise instead of images, for those who have none")

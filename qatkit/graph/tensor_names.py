@@ -1,0 +1,56 @@
+"""Names of tensors for the quantizers of a prepared graph, by which encodings from elsewhere are matched.
+
+Of a PyTorch model an activation is called by its site, and a weight by its path in the model ("layer1.0.conv1.weight").
+Of a given ONNX file the file's own names count (`qatkit.importing.tensor_names`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import fx
+
+from qatkit.graph.quantizers import QUANTIZES, is_quantizer, quantized_weights, weight_name
+from qatkit.quant.recurrent_layers import QATRecurrent
+
+
+@dataclass(frozen=True)
+class TensorNames:
+    """Names of a model's tensors.
+
+    Attributes:
+        activations: names by the site of the quantizer whose range they have, the best first.
+        weights: names by the path that `quantized_weights` gives.
+        tensors: all names of the model, with a quantizer or without.
+        nodes: names of the nodes that quantize in a file that qatkit exported, by site.
+    """
+
+    activations: dict[str, list[str]]
+    weights: dict[str, list[str]]
+    tensors: frozenset[str]
+    nodes: dict[str, str]
+
+
+def names_of_graph(graph_module: fx.GraphModule) -> TensorNames:
+    """Returns the names of a model without a file."""
+    quantizers = [node for node in graph_module.graph.nodes if is_quantizer(node)]
+    activations = {str(node.meta[QUANTIZES]): [str(node.meta[QUANTIZES])] for node in quantizers}
+    nodes = {str(node.meta[QUANTIZES]): str(node.target) for node in quantizers}
+    weights = {
+        path: [path if isinstance(operator, QATRecurrent) else f"{path}.{weight_name(operator, fake)}"]
+        for path, operator, fake in quantized_weights(graph_module)
+    }
+    known = {name for names in (*activations.values(), *weights.values()) for name in names}
+    parameters = (name for name, _ in graph_module.named_parameters())
+    return TensorNames(activations, weights, frozenset((*known, *parameters)), nodes)
+
+
+def best_first(found: Iterable[tuple[bool, int, str]]) -> list[str]:
+    """Names in order: where the range ends before those that only move its values, behind an absorbed node first.
+
+    Args:
+        found: whether values were moved, how many nodes were absorbed, and the name.
+    """
+    ordered = sorted(found, key=lambda one: (one[0], -one[1]))
+    return list(dict.fromkeys(name for _, _, name in ordered))

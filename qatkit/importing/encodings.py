@@ -1,0 +1,204 @@
+"""The encodings of a quantized ONNX file, whoever made it: scales and zero points of its pairs by names of tensors.
+
+    activation     what a QuantizeLinear reads, by the name that the tensor has without quantization
+    parameter      a constant that a DequantizeLinear reads, by the name of the float constant that it was
+    format         what a function of the domain `qatkit` rounds
+
+Names are those of the float file: qatkit's editing of a given file, onnxruntime.quantization and tools that follow it
+write `X_quantized` and `X_DequantizeLinear_Output` for the constant X; where a pair ends at an output of the graph, the
+output has the tensor's name and what the pair reads has another one. Pairs may be of ONNX, of `com.microsoft`, or of
+AMD Quark (Extended..., Vitis...), whose inputs are in the same order.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from qatkit.importing.read import read
+from qatkit.records.encodings import Encoding, Encodings, made
+from qatkit_verify.errors import ConfigError
+
+if TYPE_CHECKING:
+    import onnx
+    import onnx_ir as ir
+
+QUANTIZE, DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
+_OF_OTHERS = ("Extended", "Vitis")  # before the name of an operator
+_CONSTANT = re.compile(rf"(.+)_{DEQUANTIZE}(_Output|_output)?(_\d+)?")
+_TENSOR = re.compile(rf"(.+)_{QUANTIZE}(_\d+)?")
+_BIAS, _AXIS = "int32", 1  # of a DequantizeLinear without the attribute
+# Operators with integers of their own, which have no pairs.
+_WITHOUT_PAIRS = re.compile(
+    r"QLinear.*|QGemm|.*Integer|MatMulNBits|GatherBlockQuantized|Dynamic.*|BFP.*|MX.*"
+)
+
+
+def encodings_of(path: Path) -> Encodings:
+    """Returns the encodings of a file.
+
+    Raises:
+        ConfigError: the file can't be read, or holds no pair of constant scales.
+    """
+    from qatkit.graph.convert.format_modules import DOMAIN
+
+    formats: dict[str, str] = {}
+
+    def look(graph: onnx.GraphProto) -> None:  # before functions are inlined
+        formats.update({node.input[0]: node.op_type for node in graph.node if node.domain == DOMAIN})
+
+    model = read(path, as_is=True, check=look)
+    from qatkit.verify.graph_view import with_initializers
+
+    found = _Found(with_initializers(model))
+    if not (found.activations or found.parameters or formats):
+        reason = "the file has no QuantizeLinear and DequantizeLinear with constant scales"
+        raise ConfigError("onnx", path, reason=f"{reason}{found.others()}")
+    notes = tuple(filter(None, (*found.notes, found.others().strip(" ()"))))
+    return Encodings(found.activations, found.parameters, formats, notes)
+
+
+class _Found:
+    """What the nodes of a model quantize."""
+
+    def __init__(self, model: ir.Model) -> None:
+        import onnx_ir as ir
+
+        self.nodes = list(ir.traversal.RecursiveGraphIterator(model.graph))
+        made = (str(value.name) for node in self.nodes for value in node.outputs)
+        self.names = {*made, *(str(value.name) for value in model.graph.inputs)}
+        self.activations: dict[str, Encoding] = {}
+        self.parameters: dict[str, Encoding] = {}
+        self.notes: list[str] = []
+        self._stored: dict[str, Any] = {}
+        for node in self.nodes:
+            kind = _kind(node)
+            if kind == QUANTIZE:
+                self._quantized(node)
+            elif kind == DEQUANTIZE and _constant(node.inputs[0]) is not None:
+                self._parameter(node)
+
+    def others(self) -> str:
+        """Returns, in parentheses, the operators that quantize without pairs; "" where there are none."""
+        count = Counter(node.op_type for node in self.nodes if _WITHOUT_PAIRS.fullmatch(node.op_type))
+        listed = ", ".join(f"{number} {kind}" for kind, number in sorted(count.items()))
+        return f" (not listed: {listed})" if listed else ""
+
+    def _quantized(self, node: ir.Node) -> None:
+        value, encoding = node.inputs[0], _encoding(node)
+        if encoding is None or value is None:
+            self.notes.append(f"the scale of '{node.name}' is computed")
+            return
+        if _constant(value) is not None:  # a float weight before a pair
+            self.parameters.setdefault(str(value.name), encoding)
+            return
+        names = list(self._activation_names(node))
+        known = next((name for name in names if name not in self.activations), None)
+        if any(name in self.activations and self.activations[name].equals(encoding) for name in names):
+            return
+        if known is None:
+            self.notes.append(f"'{names[0]}' is quantized in several ways; the first is listed")
+            return
+        self.activations[known] = encoding
+
+    def _activation_names(self, node: ir.Node) -> Iterator[str]:
+        """Names of the tensor that a node quantizes, the best first."""
+        for reader in node.outputs[0].consumers():
+            yield from (str(one.name) for one in reader.outputs if one.is_graph_output())
+        told = _TENSOR.fullmatch(node.name or "")
+        if told is not None and told[1] in self.names:
+            yield told[1]
+        else:
+            yield str(node.inputs[0].name)  # type: ignore[union-attr]  checked before
+
+    def _parameter(self, node: ir.Node) -> None:
+        encoding, constant = _encoding(node), node.inputs[0]
+        if encoding is None or constant is None:
+            self.notes.append(f"the scale of '{node.name}' is computed")
+            return
+        for name in _parameter_names(node):
+            if name in self.names and name != node.outputs[0].name:
+                continue  # of a tensor that is computed: this is a constant of its own arithmetic
+            if name not in self.parameters:
+                self.parameters[name] = encoding
+                self._stored[name] = constant
+                return
+            if self._stored.get(name) is constant and self.parameters[name].equals(encoding):
+                return  # one constant, dequantized for each reader
+        self.notes.append(f"the constant of '{node.name}' has no name of its own")
+
+
+def _kind(node: ir.Node) -> str:
+    kind = node.op_type
+    for start in _OF_OTHERS:
+        kind = kind.removeprefix(start)
+    return kind
+
+
+def _parameter_names(node: ir.Node) -> Iterator[str]:
+    """Names that a constant may have had before it was quantized, the best first.
+
+    Constants with equal bytes are stored once, under the name of the first.
+    """
+    output, stored, scale = str(node.outputs[0].name), *(str(one.name) for one in node.inputs[:2] if one)
+    told = _CONSTANT.fullmatch(output)
+    if told is not None:
+        yield told[1]
+    yield stored.removesuffix("_quantized")
+    if scale.endswith(("_scale", ".scale")):
+        yield scale[: -len("_scale")]
+    yield output
+
+
+def _constant(value: ir.Value | None) -> Any:
+    import onnx_ir as ir
+
+    return None if value is None else ir.convenience.get_const_tensor(value)
+
+
+def _encoding(node: ir.Node) -> Encoding | None:
+    """The numbers of a node that quantizes or dequantizes; None where they are computed."""
+    value, scale = node.inputs[0], _constant(node.inputs[1])
+    zero = node.inputs[2] if len(node.inputs) > 2 else None
+    held = _constant(zero)
+    if value is None or scale is None or (zero is not None and held is None):
+        return None
+    scales = scale.numpy().astype(np.float32)
+    zeros = np.zeros(scales.shape) if held is None else held.numpy().astype(np.float64)
+    size = node.attributes.get_int("block_size", 0)
+    axis: int | None = node.attributes.get_int("axis", _AXIS)
+    if size < 1 and _is_lone(scales, value, axis):
+        scales, zeros, axis = scales.reshape(()), zeros.reshape(()), None
+    elif axis is not None and axis < 0 and value.shape is not None:
+        axis += len(value.shape)
+    name = str(node.name or node.outputs[0].name)
+    return made(name, _dtype(node), scales, zeros, axis, size if size > 0 else None, name)
+
+
+def _is_lone(scales: Any, value: ir.Value, axis: int | None) -> bool:
+    """Whether there is one scale for the tensor, which is no tensor of one channel."""
+    if scales.ndim == 0:
+        return True
+    shape = value.shape
+    one_channel = shape is not None and axis is not None and axis < len(shape) and shape[axis] == 1
+    return bool(scales.size == 1 and not one_channel)
+
+
+def _dtype(node: ir.Node) -> str:
+    """The type of the quantized values: of the zero point, of what is dequantized, or the one that is asked for."""
+    import onnx_ir as ir
+
+    zero = node.inputs[2] if len(node.inputs) > 2 else None
+    told = node.attributes.get_int("output_dtype", 0) if _kind(node) == QUANTIZE else 0
+    value = zero if zero is not None else node.inputs[0] if _kind(node) == DEQUANTIZE else None
+    kind = value.dtype if value is not None else None
+    if value is not None and kind is None and (held := _constant(value)) is not None:
+        kind = held.dtype
+    if kind is None:
+        kind = ir.DataType(told) if told else ir.DataType.UINT8
+    return str(kind.name).lower()

@@ -1,0 +1,100 @@
+"""Which region of a prepared or converted graph makes a tensor of the file.
+
+Nodes of the file that are none of the graph are looked through: they are a part of a range (Relu), of weights (a
+BatchNormalization, a layer scale), or only move values.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import nn
+
+from qatkit.importing.program import ImportedModel, Operator, Step
+from qatkit.importing.regions import INPUT, Regions, region_of
+
+# What the graph may have left out although the file has it: it is a part of a range, of weights, or changes nothing.
+_ABSORBED = ("Relu", "Clip")
+_NOTHING = (
+    *(
+        "Reshape",
+        "Flatten",
+        "Squeeze",
+        "Unsqueeze",
+        "Transpose",
+        "Slice",
+        "Pad",
+        "Expand",
+        "Tile",
+        "Cast",
+        "CastLike",
+    ),
+    *("Concat", "Resize", "Upsample", "Split", "Gather", "Sum", "Max", "Min", "Mean"),
+)
+
+
+class Way(NamedTuple):
+    """From a tensor back to the region that makes it.
+
+    Attributes:
+        region: "" for what no region makes (sizes, constants).
+        absorbed: nodes on the way that are a part of a range or of weights.
+        moved: whether others on the way move values.
+    """
+
+    region: str
+    absorbed: int = 0
+    moved: bool = False
+
+
+class Makers:
+    """Answers for one graph.
+
+    Args:
+        model: what was imported.
+        regions: of the graph.
+    """
+
+    def __init__(self, model: ImportedModel, regions: Regions) -> None:
+        self.model, self.regions = model, regions
+        self.by_output = {name: step for step in model.program.steps for name in step.outputs if name}
+        inner = regions.steps.values()  # in branches too
+        self._inside = {name: step for step in inner for name in step.outputs if name}
+
+    def is_folded(self, step: Step) -> bool:
+        """Whether the arithmetic of a step is in the weights before it, and in no node of the graph."""
+        if step.path in self.regions.nodes:
+            return False
+        own = self.model.get_submodule(step.path)
+        norm = isinstance(own, nn.modules.batchnorm._BatchNorm)
+        return norm or (isinstance(own, Operator) and own.node.op_type == "Mul" and _factor(step))
+
+    def region(self, name: str) -> str:
+        """The region that makes a value of the file; "" for what no region makes."""
+        return self.way(name).region
+
+    def way(self, name: str) -> Way:
+        """The same, with what lies in between."""
+        absorbed, moved = 0, False
+        while (step := self.by_output.get(name) or self._inside.get(name)) is not None:
+            if region_of(step) in self.regions.nodes:
+                return Way(region_of(step), absorbed, moved)
+            if step.branches:  # one of them gives what it reads
+                place = step.outputs.index(name)
+                ways = (self.way(branch.outputs[place]) for branch in step.branches)
+                return next((way for way in ways if way.region), Way(""))
+            own = self.model.get_submodule(step.path)
+            kind = own.node.op_type if isinstance(own, Operator) else type(own).__name__
+            if kind in _NOTHING:
+                moved = True
+            elif kind in _ABSORBED or self.is_folded(step):
+                absorbed += 1
+            else:
+                return Way("")
+            name = next((one for one in step.inputs if one), "")
+        return Way(f"{INPUT}{name}" if name in self.model.inputs else "", absorbed, moved)
+
+
+def _factor(step: Step) -> bool:
+    """Whether a Mul multiplies by a constant of floats."""
+    return len(step.constants) == 1 and next(iter(step.constants.values())).dtype.kind == "f"

@@ -1,0 +1,226 @@
+"""Encodings: the scales and zero points of a quantized file by the names of its tensors, as JSON and back.
+
+    {"format": "qatkit.encodings", "version": 1, "file": "model.int8.onnx",
+     "activations": {"relu_1": {"dtype": "uint8", "scale": 0.02, "zero_point": 0, "rmin": 0.0, "rmax": 5.1,
+                                "node": "relu_1_QuantizeLinear"}},
+     "parameters": {"conv.weight": {"dtype": "int8", "scale": [...], "zero_point": [...], "axis": 0, ...}},
+     "formats": {"y": "mxint8"}}
+
+A scale is the float32 of the file written as the double of the same value, which JSON's shortest digits give back bit
+for bit. `rmin` and `rmax` follow from the rest and are not read. Without torch and onnx.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qatkit_verify.errors import ConfigError, one_line
+
+FORMAT, VERSION = "qatkit.encodings", 1
+# The largest numbers of types that are no integers.
+_LARGEST = {"float8e4m3fn": 448.0, "float8e5m2": 57344.0, "float4e2m1": 6.0}
+_INTEGER = re.compile(r"(u?)int(\d+)")
+
+
+@dataclass(frozen=True, eq=False)
+class Encoding:
+    """How one tensor is quantized.
+
+    Attributes:
+        dtype: as ONNX calls it: uint8, int4, float8e4m3fn.
+        scale: float32; rank 0 of one for the tensor, [channels], or in blocks.
+        zero_point: int64, of the same shape.
+        axis: that of the channels, or along which blocks lie; None where there is none, or the source does not say.
+        block_size: values of a block.
+        node: that quantizes or dequantizes in the file that this was read from.
+    """
+
+    dtype: str
+    scale: NDArray[np.float32]
+    zero_point: NDArray[np.int64]
+    axis: int | None = None
+    block_size: int | None = None
+    node: str = ""
+
+    @property
+    def bits(self) -> int | None:
+        """The number of bits of an integer type; None of another one."""
+        found = _INTEGER.fullmatch(self.dtype)
+        return None if found is None else int(found[2])
+
+    @property
+    def signed(self) -> bool:
+        """Whether the type holds negative values."""
+        return not self.dtype.startswith("uint")
+
+    @property
+    def granularity(self) -> str:
+        """Which values share a scale, in words."""
+        if self.block_size is not None:
+            return f"blocks of {self.block_size}"
+        return "per channel" if self.scale.ndim else "per tensor"
+
+    def ends(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """The least and the largest value that it can give, of the shape of `scale`."""
+        low, high = _type_ends(self.dtype)
+        scale = self.scale.astype(np.float64)
+        return (low - self.zero_point) * scale, (high - self.zero_point) * scale
+
+    def equals(self, other: Encoding) -> bool:
+        """Whether both have the same type, scales and zero points, bit for bit."""
+        return (
+            self.dtype == other.dtype
+            and self.scale.shape == other.scale.shape
+            and self.scale.tobytes() == other.scale.tobytes()
+            and bool((self.zero_point == other.zero_point).all())
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """The entry of a file."""
+        low, high = self.ends()
+        found = {
+            "dtype": self.dtype,
+            "scale": self.scale.astype(np.float64).tolist(),
+            "zero_point": self.zero_point.tolist(),
+            "axis": self.axis,
+            "block_size": self.block_size,
+            "rmin": low.tolist(),
+            "rmax": high.tolist(),
+            "node": self.node,
+        }
+        return {key: value for key, value in found.items() if value not in (None, "")}
+
+
+@dataclass(frozen=True)
+class Encodings:
+    """The encodings of a file.
+
+    Attributes:
+        activations: by the names of their tensors.
+        parameters: weights and biases likewise.
+        formats: tensors that functions of the domain `qatkit` round to a number format, which has no zero point, with
+            its name.
+        notes: what is quantized in the file and not listed.
+    """
+
+    activations: dict[str, Encoding] = field(default_factory=dict)
+    parameters: dict[str, Encoding] = field(default_factory=dict)
+    formats: dict[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def all(self) -> dict[str, Encoding]:
+        """Activations and parameters by name."""
+        return self.activations | self.parameters
+
+    def as_dict(self, file: str) -> dict[str, Any]:
+        """The content of a JSON file.
+
+        Args:
+            file: that they are of.
+        """
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "file": file,
+            "activations": {name: one.as_dict() for name, one in self.activations.items()},
+            "parameters": {name: one.as_dict() for name, one in self.parameters.items()},
+            "formats": self.formats,
+            "notes": list(self.notes),
+        }
+
+
+def encodings_from(path: Path, key: str) -> Encodings:
+    """Returns the encodings of a JSON file, of ours or of AIMET's (`qatkit.records.aimet`).
+
+    Args:
+        path: of the file.
+        key: of the configuration that names it.
+
+    Raises:
+        ConfigError: it can't be read, has another form, or an entry is none.
+    """
+    allowed = "a JSON file of mode=encodings or of AIMET, or a quantized ONNX file"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(key, path, f"{allowed} ({one_line(error)})") from error
+    from qatkit.records import aimet
+
+    try:
+        if isinstance(content, dict) and content.get("format") == FORMAT:
+            return _from_dict(content)
+        if isinstance(content, dict) and aimet.is_aimet(content):
+            return aimet.from_dict(content)
+    except (AttributeError, LookupError, TypeError, ValueError, OverflowError) as error:
+        reason = f"an entry is damaged ({type(error).__name__}: {one_line(error)})"
+        raise ConfigError(key, path, reason=reason) from error
+    raise ConfigError(key, path, allowed)
+
+
+def _from_dict(content: Mapping[str, Any]) -> Encodings:
+    if content["version"] != VERSION:
+        raise ValueError(f"version {content['version']}; expected {VERSION}")
+    activations, parameters = (
+        {name: _entry(name, one) for name, one in content.get(group, {}).items()}
+        for group in ("activations", "parameters")
+    )
+    return Encodings(activations, parameters, dict(content.get("formats", {})))
+
+
+def _entry(name: str, one: Mapping[str, Any]) -> Encoding:
+    zero = one.get("zero_point", 0)
+    return made(
+        name, one["dtype"], one["scale"], zero, one.get("axis"), one.get("block_size"), one.get("node", "")
+    )
+
+
+def made(
+    name: str,
+    dtype: str,
+    scale: Any,
+    zero_point: Any,
+    axis: int | None = None,
+    block_size: int | None = None,
+    node: str = "",
+) -> Encoding:
+    """Returns an encoding, checked.
+
+    Args:
+        name: of the tensor, for messages.
+        dtype, axis, block_size, node: as `Encoding` has them.
+        scale: number or nested lists.
+        zero_point: likewise, of the same shape, or one for all.
+
+    Raises:
+        ValueError: an unknown type, a scale that is no positive number, or a zero point out of the type's range.
+    """
+    low, high = _type_ends(dtype)
+    scales = np.asarray(scale, np.float32)
+    zeros = np.asarray(zero_point, np.float64)
+    if not (np.isfinite(scales) & (scales > 0)).all() or not scales.size:
+        raise ValueError(f"'{name}': expected scales above 0")
+    if (zeros % 1 != 0).any() or (zeros < low).any() or (zeros > high).any():
+        raise ValueError(f"'{name}': expected zero points that are integers of {dtype}")
+    zeros = np.broadcast_to(zeros, scales.shape) if zeros.size == 1 else zeros
+    if zeros.shape != scales.shape:
+        raise ValueError(f"'{name}': expected as many zero points as scales")
+    return Encoding(dtype, scales, zeros.astype(np.int64), axis, block_size, node)
+
+
+def _type_ends(dtype: str) -> tuple[float, float]:
+    if dtype in _LARGEST:
+        return -_LARGEST[dtype], _LARGEST[dtype]
+    found = _INTEGER.fullmatch(dtype)
+    if found is None:
+        raise ValueError(f"unknown type {dtype}")
+    levels = 2 ** int(found[2])
+    return (0, levels - 1) if found[1] else (-levels // 2, levels // 2 - 1)

@@ -1,0 +1,77 @@
+"""Encodings that a run holds fixed (`calibration.encodings`): read, checked against the module, and set."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from qatkit.algorithms.base import algorithms_of
+from qatkit.config.schema import Config
+from qatkit.graph.fixed_encodings import KEY, Matched, fix, matched
+from qatkit.graph.tensor_names import names_of_graph
+from qatkit.importing import ImportedModel
+from qatkit.importing.encodings import encodings_of
+from qatkit.importing.tensor_names import names_of_file
+from qatkit.records.encodings import Encodings, encodings_from
+from qatkit.train.module import QATModule
+from qatkit_verify.errors import ConfigError
+
+_ONNX = ".onnx"
+
+
+def check_encodings(module: QATModule, config: Config) -> None:
+    """Before anything long: the file can be read, and what it holds fits the module.
+
+    Args:
+        module: prepared.
+
+    Raises:
+        ConfigError: as `matched`, or an algorithm that would change what is fixed.
+    """
+    if config.calibration.encodings is None:
+        return
+    found = _matched(module, config.calibration.encodings)
+    for name, algorithm in algorithms_of(config.algorithm).items():
+        if algorithm.changes_weights or found.weights:
+            allowed = f"none with {KEY} ({name} changes weights or their scales)"
+            raise ConfigError("algorithm", name, allowed)
+
+
+def fix_encodings(module: QATModule, config: Config) -> tuple[str, ...]:
+    """Fixes the quantizers that the file names; returns what the report has to say of that.
+
+    Args:
+        module: prepared.
+    """
+    path = config.calibration.encodings
+    if path is None:
+        return ()
+    found = _matched(module, path)
+    fix(module.graph, found)
+    return tuple(found.notes(path))
+
+
+def digest_of_encodings(config: Config) -> dict[str, str]:
+    """What a calibration cache depends on beside the path: the file's content; {} without a file."""
+    path = config.calibration.encodings
+    if path is None:
+        return {}
+    return {"calibration.encodings": hashlib.sha256(Path(path).read_bytes()).hexdigest()}
+
+
+def _matched(module: QATModule, path: str) -> Matched:
+    model = module.original
+    of_file = isinstance(model, ImportedModel)
+    names = names_of_file(model, module.graph) if of_file else names_of_graph(module.graph)
+    return matched(module.graph, names, _read(Path(path)).all, path)
+
+
+def _read(path: Path) -> Encodings:
+    if not path.is_file():
+        raise ConfigError(KEY, path, "a file that exists")
+    if path.suffix != _ONNX:
+        return encodings_from(path, KEY)
+    try:
+        return encodings_of(path)
+    except ConfigError as error:
+        raise ConfigError(KEY, path, reason=error.problem) from error
