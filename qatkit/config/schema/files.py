@@ -286,3 +286,8 @@ class AnalysisConfig:
         "tensors whose histograms are drawn; with the extra pictures as PNG files too; 0: no pictures",
         Range(0),
     )
+    histograms: bool = setting(
+        False,
+        "a PNG file for each weight and activation that tensors compares: its values, the ends of its range and its "
+        "steps",
+    )
