@@ -1,7 +1,7 @@
 """What each method of calibration costs in accuracy, from one pass over the same images, in simulation.
 
     uv run benchmarks/calibration_methods.py recipe=vit_cifar10_ptq data.root=DIR model.checkpoint=FILE
-        [--images 1000] [--calibration 512]
+        [--images 1000] [--calibration 512] [--methods min-max MSE]
 
 What stands before the options is train.py's. No algorithm runs, and weights keep their whole ranges. A line is printed
 for each method: top-1 on the test images, the share of images with float's class, and float's outputs over the error in
@@ -56,6 +56,12 @@ class OwnError(Method):
         return min(offered, key=error)
 
 
+# For each tensor that one of these methods with the least error behind it.
+_CHOSEN = {
+    "layerwise": [name for name in METHODS if name == "min-max" or "percentile" in name],
+    "best of each tensor": list(METHODS),
+}
+_ROUNDED = "powers of two"
 EVERY: dict[str, Method] = {**METHODS, "own MAE": OwnError(1), "own MSE": OwnError(2)}
 
 
@@ -81,6 +87,8 @@ def main() -> None:
     )
     parser.add_argument("--images", type=int, default=1000)
     parser.add_argument("--calibration", type=int, default=512, help="images")
+    known = [*EVERY, *_CHOSEN, _ROUNDED]
+    parser.add_argument("--methods", nargs="+", choices=known, default=known)
     asked, overrides = parser.parse_known_args()
     config = compose_config(CONF, [*overrides, *_PLAIN])
     data = data_of(config)
@@ -97,20 +105,19 @@ def main() -> None:
 
     told("float", exact)
     offered = candidates(module.graph, EVERY)
-    some = [one for one, _ in data.calibration_batches(16, 16)]
-    errors = output_errors(module.graph, offered, some)
-    groups = {
-        "layerwise": [name for name in METHODS if name == "min-max" or "percentile" in name],
-        "best of each tensor": list(METHODS),
-    }
-    for name, names in groups.items():
-        offered[name] = best_of_each({one: offered[one] for one in names}, errors)
-    for name, ranges in offered.items():
-        apply(module.graph, ranges)
+    if not _CHOSEN.keys().isdisjoint(asked.methods):
+        some = [one for one, _ in data.calibration_batches(16, 16)]
+        errors = output_errors(module.graph, {name: offered[name] for name in METHODS}, some)
+        for name, names in _CHOSEN.items():
+            offered[name] = best_of_each({one: offered[one] for one in names}, errors)
+    for name in (one for one in offered if one in asked.methods):
+        apply(module.graph, offered[name])
         told(name, outputs(module.graph, images, quantize=True))
+    if _ROUNDED not in asked.methods:
+        return
     rounded = replace(config, backend=replace(config.backend, scale_type="pow2"))
     module = observed(rounded, data, asked.calibration)
-    told("powers of two", outputs(module.graph, images, quantize=True))
+    told(_ROUNDED, outputs(module.graph, images, quantize=True))
 
 
 if __name__ == "__main__":
