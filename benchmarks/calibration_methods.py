@@ -49,7 +49,8 @@ class OwnError(Method):
         points, shares = points_of(histogram)
 
         def error(ends: Ends) -> float:
-            scale, zero_point = numerics.choose_qparams(*map(torch.tensor, ends), spec)
+            low, high = (torch.tensor(end) for end in ends)
+            scale, zero_point = numerics.choose_qparams(low, high, spec)
             near = numerics.fake_quantize(points, scale, zero_point, spec)
             return float((near - points).abs().pow(self.power) @ shares)
 

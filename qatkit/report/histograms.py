@@ -19,6 +19,7 @@ from qatkit_verify.files import whole
 
 if TYPE_CHECKING:
     from PIL.ImageDraw import ImageDraw
+    from PIL.ImageFont import BaseImageFont
 
 FOLDER = "histograms"
 _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 900, 360, 20, 60, 60
@@ -61,7 +62,8 @@ def _draw(path: Path, row: TensorRow, found: Histogram) -> None:
         x = _across(value, low, high)
         pen.line((x, _HEIGHT - _BOTTOM + 2, x, _HEIGHT - _BOTTOM + 9), _STEP)
     pen.text((_LEFT, _HEIGHT - 42), f"{low:.4g}", _TEXT, _font(13))
-    pen.text((_WIDTH - _LEFT, _HEIGHT - 42), f"{high:.4g}", _TEXT, _font(13), anchor="ra")
+    last = f"{high:.4g}"
+    pen.text((_WIDTH - _LEFT - pen.textlength(last, _font(13)), _HEIGHT - 42), last, _TEXT, _font(13))
     _write(pen, _HEIGHT - 22, "counts on a logarithmic scale: filled float, line quantized", 13)
     image.save(path, "PNG", optimize=True)
 
@@ -120,7 +122,7 @@ def _write(pen: ImageDraw, y: float, text: str, size: int) -> None:
     pen.text((_LEFT, y), text, _TEXT, _font(size))
 
 
-def _font(size: int) -> object:
+def _font(size: int) -> BaseImageFont:
     from PIL import ImageFont
 
     return ImageFont.load_default(size)
