@@ -107,7 +107,7 @@ class _Site:
     def _ends(self) -> tuple[float, float]:
         return (self.low, self.high) if self.high > self.low else (self.low - 0.5, self.high + 0.5)
 
-    def row(self, ends: tuple[float, float]) -> TensorRow:
+    def row(self, ends: tuple[float, float, float]) -> TensorRow:
         assert self.seen is not None and self.exact is not None and self.found is not None
         low, high = self._ends()
         counts = [[int(count) for count in one.tolist()] for one in (self.exact, self.found)]
@@ -288,17 +288,17 @@ def _add_weight(one: _Site, walker: PreparedInterpreter) -> None:
     one.add(weight, near, clipped, integers, best, spec.quant_max - spec.quant_min + 1)
 
 
-def _ends_of(one: _Site, walker: PreparedInterpreter) -> tuple[float, float]:
-    """The values that the type's ends stand for; the widest of per-channel scales."""
+def _ends_of(one: _Site, walker: PreparedInterpreter) -> tuple[float, float, float]:
+    """The values that the type's ends stand for, and the step between two; the widest of per-channel scales."""
     operator = one.switch.operator
     if operator is None:
         record = one.quantizer.range_record()
-        return float(record["low"]), float(record["high"])
+        return float(record["low"]), float(record["high"]), float(record["scale"])
     assert operator.weight_fake_quant is not None
     quantizer, weight = operator.weight_fake_quant, walker.weights(operator, False)[0]
     scale = quantizer.spec.granularity.spread(quantizer.scale(weight), weight.shape)
     low, high = (end * scale for end in quantizer.ends(weight))
-    return float(low.min()), float(high.max())
+    return float(low.min()), float(high.max()), float(scale.max())
 
 
 def without_histograms(found: Comparison, kept: Iterable[str]) -> Comparison:

@@ -62,6 +62,10 @@ def _check_run(config: Config) -> None:
     if config.name in ("", ".", "..") or Path(config.name).name != config.name:
         raise ConfigError("name", config.name, "a folder's name, without a path")
     _check_cache(config.calibration.cache)
+    if config.analysis.histograms and not config.analysis.tensors:
+        raise ConfigError(
+            "analysis.histograms", True, "false with analysis.tensors=0, which compares no tensor"
+        )
     _check_algorithm(config.algorithm)
     _check_choice(config)
     _check_rescue(config)

@@ -10,7 +10,7 @@ Three facts per node, found in one walk from the inputs to the outputs:
                  and the residual stream beside stays float); it goes up through reshapes and the like
 
 A ReLU is absorbed by the point after it when nobody else reads what comes before it, and the range can start
-at zero: a symmetric one can't. A backend may compute activations together with the operator before (`Backend.fuses`):
+at zero: one without a zero point can't. A backend may compute activations together with the operator before (`Backend.fuses`):
 the point then stands behind the activation, which stays.
 """
 
@@ -235,7 +235,7 @@ class Placer:
         """Whether `activation` can disappear into a quantization of `before`'s output."""
         if self.facts[activation].activation is None or activation in self.forced_float:
             return False
-        if self.backend.activation.symmetric:
+        if not self.backend.activation.has_zero_point:
             return False
         if len(before.users) != 1 or before.op == "placeholder" or self.facts[before].keeps_range:
             return False

@@ -162,7 +162,7 @@ def _reads_parameters(node: fx.Node) -> bool:
 
 def _spec(point: Point, chosen: Overrides, backend: Backend) -> QuantSpec:
     spec = chosen.activation(point.node, backend)
-    if point.bounds[0] == 0.0 and not backend.activation.symmetric:
+    if point.bounds[0] == 0.0 and backend.activation.has_zero_point:
         # The range must end at the bound, or the clamp that it stands for (a ReLU) would be lost.
         spec = replace(spec, symmetric=False)
     return spec.along(_reduced_axis(point.readers))
@@ -252,7 +252,7 @@ def _link_weights(graph_module: fx.GraphModule) -> None:
 def _past_activation(node: fx.Node) -> fx.Node:
     """The activation that alone reads `node` and is computed with it, or `node`.
 
-    A ReLU is one (of a symmetric target it stays a node).
+    A ReLU is one (of a target without zero points it stays a node).
     """
     reader = next(iter(node.users)) if len(node.users) == 1 else None
     if reader is not None and facts(reader).activation:

@@ -28,6 +28,7 @@ from qatkit.data import DataModule
 from qatkit.export.converted_reference import ConvertedReference
 from qatkit.records.analysis import Analysis, Comparison, SensitivityRow
 from qatkit.records.run_files import PICTURES, SENSITIVITY_FILE
+from qatkit.report.histograms import draw_histograms
 from qatkit.report.pictures import draw
 from qatkit.run.export import Written
 from qatkit.run.folder import Run
@@ -155,6 +156,9 @@ class _Stage:
         batches = [images for images, _ in self._data.test_subset(max(size, self._asked.tensors), size)]
         batches = [images for images in batches if fixed is None or len(images) == fixed]
         compared = compared_with_file(self._graph, runtime, batches, self._sites)
+        if self._asked.histograms:
+            with self._timed("histograms"):
+                compared = draw_histograms(self._run.folder, compared)
         return without_histograms(compared, shown_tensors(found, compared, self._asked.pictures))
 
 

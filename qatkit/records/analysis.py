@@ -113,7 +113,11 @@ class Difference:
 
 @dataclass(frozen=True)
 class Histogram:
-    """Counts of a tensor's values between two ends, bin by bin, in float and quantized, and the range of the type."""
+    """Counts of a tensor's values between two ends, bin by bin, in float and quantized, and the range of the type.
+
+    Attributes:
+        step: between two of its values; of several scales the largest.
+    """
 
     low: float
     high: float
@@ -121,6 +125,7 @@ class Histogram:
     found: Sequence[int]
     range_low: float
     range_high: float
+    step: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -136,6 +141,7 @@ class TensorRow:
         grid: share of the type's integers that occur.
         avoidable: its own error over that of the range from least to largest value, in dB: near 0 or below is fine.
         histogram: of the tensors that pictures show.
+        picture: the file with its histogram, relative to the run's folder; "" where there is none.
     """
 
     site: str
@@ -147,6 +153,7 @@ class TensorRow:
     grid: float
     avoidable: float
     histogram: Histogram | None = None
+    picture: str = ""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@
     ranges.json        every quantized tensor's range
     tensorrt.table     the same as TensorRT reads it, where asked for
     sensitivity.json   of an analysis: what it has measured so far
-    pictures/          its pictures as PNG files
+    pictures/          its pictures as PNG files; in histograms/ one for each tensor
     report.html        for people
     report.json        for programs; with it the run is done, but for
     bundle             where one is asked for, and every bound is met

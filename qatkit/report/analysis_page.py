@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from html import escape
+from urllib.parse import quote
 
 from qatkit.records.analysis import ACTIVATION, ONLY, Analysis, Comparison, SensitivityRow, TensorRow
 from qatkit.records.results import Results
@@ -84,7 +85,14 @@ def _sensitivity(found: Analysis, task: TaskNames) -> str:
 
 
 def _name(row: SensitivityRow | TensorRow) -> str:
-    return f'<td class="name">{escape(row.kind)} <code>{escape(row.site)}</code></td>'
+    return f'<td class="name">{_titled(row)}</td>'
+
+
+def _titled(row: SensitivityRow | TensorRow) -> str:
+    """The name of a site, which leads to the file with its histogram where there is one."""
+    title = f"{escape(row.kind)} <code>{escape(row.site)}</code>"
+    picture = row.picture if isinstance(row, TensorRow) else ""
+    return f'<a href="{escape(quote(picture))}">{title}</a>' if picture else title
 
 
 def _bars(rows: Sequence[SensitivityRow]) -> str:
@@ -165,7 +173,7 @@ def _histogram(row: TensorRow) -> str:
     low = min(row.histogram.low, row.histogram.range_low)
     high = max(row.histogram.high, row.histogram.range_high)
     return (
-        f"<figure><figcaption>{escape(row.kind)} <code>{escape(row.site)}</code></figcaption>"
+        f"<figure><figcaption>{_titled(row)}</figcaption>"
         f'{svg.histogram(row.histogram)}<div class="ends"><span>{low:.3g}</span>'
         f"<span>{100 * row.clipped:.2g} % clipped, {100 * row.grid:.0f} % of the grid</span><span>{high:.3g}</span>"
         "</div></figure>"

@@ -34,6 +34,9 @@ def backend_of(config: Config) -> Backend:
         _check_float_biases(config)
     if config.backend.activation_dtype is not None:
         backend = backend.with_activations(config.backend.activation_dtype)
+    if config.backend.activation_symmetric is not None:
+        activation = replace(backend.activation, symmetric=config.backend.activation_symmetric)
+        backend = replace(backend, activation=activation)
     kind = config.backend.scale_type or backend.activation.scale_type
     _check_scales(config, kind)
     activation, weight = (replace(one, scale_type=kind) for one in (backend.activation, backend.weight))
@@ -80,6 +83,12 @@ def _check_weights_alone(config: Config) -> None:
             "whose products are of floats",
         ),
         ("backend.activation_dtype", config.backend.activation_dtype, (None,), "whose activations are float"),
+        (
+            "backend.activation_symmetric",
+            config.backend.activation_symmetric,
+            (None,),
+            "whose activations are float",
+        ),
         ("backend.every_operator", config.backend.every_operator, (False,), "whose activations are float"),
         ("export.io", config.export.io, ("float32",), "whose activations are float"),
         ("export.pack_int4", config.export.pack_int4, (False,), "which packs weights anyway"),
@@ -104,8 +113,11 @@ def _check_float_biases(config: Config) -> None:
 
 
 def _check_other_runtime(config: Config) -> None:
-    """Refuses integers of 16 bits, which no other runtime of the backends takes."""
+    """Refuses integers of 16 bits and zero points, which no other runtime of the backends takes."""
     for place, one in _settings(config.backend):
+        if one.activation_symmetric is False:
+            allowed = f"null or true with {config.backend.target}, which takes no zero points"
+            raise ConfigError(f"{place}.activation_symmetric", False, allowed)
         for key in ("activation_dtype", "weight_dtype"):
             if (value := getattr(one, key)) in WIDE:
                 allowed = (
@@ -118,6 +130,7 @@ def _check_other_runtime(config: Config) -> None:
 _OF_INTEGERS: tuple[tuple[str, object], ...] = (
     ("backend.weight_granularity", None),
     ("backend.weight_symmetric", None),
+    ("backend.activation_symmetric", None),
     ("backend.weight_scale_dtype", None),
     ("backend.scale_type", None),
     ("backend.bias_dtype", None),

@@ -63,6 +63,39 @@ class OutputDistance:
         return found
 
 
+class SampleDistance:
+    """Cosines and L2 distances between one output of two files, sample by sample."""
+
+    def __init__(self) -> None:
+        self._cosines: list[float] = []
+        self._lengths: list[float] = []
+
+    def add(self, exact: NDArray[Any], found: NDArray[Any], samples: int) -> None:
+        """One batch of the output, of both files; without an axis of so many samples it is one sample."""
+        if exact.shape != found.shape or exact.dtype.kind != "f":
+            return
+        count = samples if exact.ndim and len(exact) == samples else 1
+        a, b = (values.astype(np.float64).reshape(count, -1) for values in (exact, found))
+        sizes = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
+        cosines = np.clip((a * b).sum(1) / np.where(sizes, sizes, 1.0), -1.0, 1.0)
+        self._cosines += np.where((a == b).all(axis=1), 1.0, cosines).tolist()
+        self._lengths += np.linalg.norm(a - b, axis=1).tolist()
+
+    def figures(self) -> dict[str, Any]:
+        """Returns the cosine of the angle between the outputs and their L2 distance, means and worst samples; nothing
+        of an output of integers, or whose sizes differ.
+        """
+        if not self._cosines:
+            return {}
+        return {
+            "samples": len(self._cosines),
+            "cosine": float(np.mean(self._cosines)),
+            "least_cosine": min(self._cosines),
+            "l2": float(np.mean(self._lengths)),
+            "largest_l2": max(self._lengths),
+        }
+
+
 def _decibel(signal: float, noise: float) -> float | None:
     return 10 * math.log10(max(signal / noise, np.finfo(float).tiny)) if noise else None
 

@@ -38,6 +38,7 @@ MAY_DIFFER = [
     "analysis.batch_size",
     "analysis.tensors",
     "analysis.pictures",
+    "analysis.histograms",
     "export.bundle",
     "export.bundle_as",
     "export.bundle_float",

@@ -222,6 +222,11 @@ class VerifyConfig:
     saturation_images: int = setting(256, "that are emulated, of all classes alike", COUNT)
     max_size_ratio: float | None = setting(None, "INT8 bytes / float bytes", POSITIVE)
     min_speedup: float | None = setting(None, "float latency / INT8 latency", POSITIVE)
+    outputs: bool = setting(
+        False,
+        "how near each output is to the float file's over parity_images test samples: SQNR, cosine and L2 distance; "
+        "with task=outputs and no labels in any case",
+    )
     dynamic: bool = setting(
         False,
         "measure ONNX Runtime's dynamic int8 of the same float file beside it: whether quantization without any "
@@ -249,6 +254,7 @@ class VerifyConfig:
             "qatkit.verify.checks.runtimes.RuntimesCheck",
             "qatkit.verify.checks.accuracy.AccuracyCheck",
             "qatkit.verify.checks.fidelity.FidelityCheck",
+            "qatkit.verify.checks.outputs.OutputsCheck",
             "qatkit.verify.checks.bias.BiasCheck",
             "qatkit.verify.checks.examples.ExamplesCheck",
             "qatkit.verify.checks.drift.DriftCheck",
@@ -291,4 +297,9 @@ class AnalysisConfig:
         0,
         "tensors whose histograms are drawn; with the extra pictures as PNG files too; 0: no pictures",
         Range(0),
+    )
+    histograms: bool = setting(
+        False,
+        "a PNG file for each weight and activation that tensors compares: its values, the ends of its range and its "
+        "steps",
     )

@@ -317,6 +317,11 @@ class BackendConfig:
         "null: the backend's choice",
         Choices((*ACTIVATIONS, *FORMAT_NAMES)),
     )
+    activation_symmetric: bool | None = setting(
+        None,
+        "activations with zero in the middle of their range: signed ones have the zero point 0, unsigned ones 128 (or "
+        "32768), and 0 where a ReLU ends the range at zero; null: the backend's choice",
+    )
     # Any: a text or a mapping.
     weight_granularity: Any = setting(
         None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from qatkit.quant.spec import RECURRENT_WEIGHTS
 from qatkit.records.results import FREE, Fidelity, Results
@@ -14,12 +14,9 @@ from qatkit.verify.checks.requested import RequestedSettings
 from qatkit_verify.records import TaskNames
 
 if TYPE_CHECKING:
-    import onnxruntime as ort
-
     from qatkit.config.schema import VerifyConfig
 
 
-OUTPUTS = "outputs"  # of the figures that are measured
 _DRIFTS = 3.0  # dB by which errors of states make more than half of the error
 
 
@@ -50,10 +47,7 @@ class FidelityCheck(Check):
             return _kept(results, fidelity(exact, runs, batches, task=subject.task))
         runs |= {name: in_parts(predict) for name, predict in subject.predictors.items()}
         found = fidelity(exact, runs, subject.batches(), subject.progress, task=subject.task)
-        results = _kept(results, found)
-        if not subject.task.every_output:
-            return results
-        return results.with_measured(OUTPUTS, _each_output(sessions, subject))
+        return _kept(results, found)
 
     def shortfalls(self, bounds: VerifyConfig, results: Results) -> list[Shortfall]:
         if results.labelled:
@@ -78,9 +72,7 @@ class FidelityCheck(Check):
             return []
         where = f"{found.images:,} {results.task.samples}"
         line = f"against the float file on {where}: {fidelity_text(found, results.task)}"
-        each = results.measured.get(OUTPUTS)
-        told = [f"SQNR of each output: {', '.join(map(_output_text, each['outputs']))}"] if each else []
-        return [line if results.labelled else f"no labels, so no accuracy; {line}", *told]
+        return [line if results.labelled else f"no labels, so no accuracy; {line}"]
 
 
 def _kept(results: Results, found: Mapping[str, Fidelity]) -> Results:
@@ -90,28 +82,6 @@ def _kept(results: Results, found: Mapping[str, Fidelity]) -> Results:
         return replace(results, fidelity=found)
     note = f"same {results.task.decision}: the figure says nothing of these {near.images:,} images, since {near.doubt}"
     return replace(results, fidelity=found, notes=(*results.notes, note))
-
-
-def _each_output(sessions: Mapping[str, ort.InferenceSession], subject: Subject) -> dict[str, Any]:
-    """Returns how far each output is from float's, on the images of parity."""
-    from qatkit.verify.fidelity import OutputDistance
-    from qatkit_verify.session import run_outputs
-
-    names = [one.name for one in sessions["float"].get_outputs()]
-    distances = [OutputDistance() for _ in names]
-    for batch in subject.first_images(subject.settings.parity_images):
-        exact, found = (run_outputs(sessions[name], batch) for name in ("float", "int8"))
-        for distance, a, b in zip(distances, exact, found, strict=True):
-            distance.add(a, b)
-    return {"outputs": [one.figures(name) for one, name in zip(distances, names, strict=True)]}
-
-
-def _output_text(output: Mapping[str, Any]) -> str:
-    decibel = output["sqnr_db"]
-    text = f"{output['name']} {'equal' if decibel is None else f'{decibel:.1f} dB'}"
-    if output.get("worst_channel_db") is None:
-        return text
-    return f"{text} (channel {output['worst_channel']} of {output['channels']}: {output['worst_channel_db']:.1f} dB)"
 
 
 def _broken(bounds: dict[str, float], found: Fidelity, results: Results) -> dict[str, str]:

@@ -1,0 +1,64 @@
+"""How near each output is to the float file's, output by output: SQNR, cosine and L2 distance."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from qatkit.records.results import Results
+from qatkit.verify.checks.base import Check, Subject
+
+
+class OutputsCheck(Check):
+    """Figures of all outputs, by name, over `verify.parity_images` test samples. They have no bounds.
+
+    With `verify.outputs`; without labels also of a task for which every output counts.
+    """
+
+    name = "outputs"
+
+    def measure(self, subject: Subject, results: Results) -> Results:
+        if not (subject.settings.outputs or (subject.task.every_output and not subject.labelled)):
+            return results
+        from qatkit.verify.accuracy import all_cores
+        from qatkit.verify.fidelity import OutputDistance, SampleDistance
+        from qatkit_verify.feeds import rows
+        from qatkit_verify.session import open_session, run_outputs
+
+        exact, judged = (
+            open_session(subject.files[name], threads=all_cores(), options=subject.options)
+            for name in ("float", "int8")
+        )
+        names = [one.name for one in exact.get_outputs()]
+        wholes, samples = [OutputDistance() for _ in names], [SampleDistance() for _ in names]
+        for batch in subject.first_images(subject.settings.parity_images):
+            pairs = zip(run_outputs(exact, batch), run_outputs(judged, batch), strict=True)
+            for (a, b), whole, each in zip(pairs, wholes, samples, strict=True):
+                whole.add(a, b)
+                each.add(a, b, rows(batch))
+        told = [
+            whole.figures(name) | each.figures()
+            for name, whole, each in zip(names, wholes, samples, strict=True)
+        ]
+        return results.with_measured(self.name, {"outputs": told})
+
+    def lines(self, results: Results) -> list[str]:
+        found = results.measured.get(self.name)
+        if not found:
+            return []
+        told = [f"SQNR of each output: {', '.join(map(_text, found['outputs']))}"]
+        return [*told, *(_near(one) for one in found["outputs"] if "cosine" in one)]
+
+
+def _text(output: Mapping[str, Any]) -> str:
+    decibel = output["sqnr_db"]
+    text = f"{output['name']} {'equal' if decibel is None else f'{decibel:.1f} dB'}"
+    if output.get("worst_channel_db") is None:
+        return text
+    return f"{text} (channel {output['worst_channel']} of {output['channels']}: {output['worst_channel_db']:.1f} dB)"
+
+
+def _near(output: Mapping[str, Any]) -> str:
+    cosine = f"cosine {output['cosine']:.5f} (least {output['least_cosine']:.5f})"
+    length = f"L2 distance {output['l2']:.3g} (largest {output['largest_l2']:.3g})"
+    return f"  {output['name']}, of {output['samples']:,} samples: {cosine}, {length}"
