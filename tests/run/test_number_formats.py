@@ -59,9 +59,11 @@ def test_formats_and_integers_are_kept_apart(asked: BackendConfig, message: str)
 
 def test_what_counts_integers_is_refused() -> None:
     asked = config()
-    asked.algorithm = {"gptq": {"target": "qatkit.algorithms.gptq.GPTQ"}}
-    with pytest.raises(ConfigError, match="algorithm=gptq: expected none with backend=simulated"):
+    asked.algorithm = {"adaround": {"target": "qatkit.algorithms.AdaRound"}}
+    with pytest.raises(ConfigError, match="algorithm=adaround: expected equalize, smooth_quant, bias_corr"):
         backend_of(asked)
+    asked.algorithm = {"gptq": {"target": "qatkit.algorithms.GPTQ"}}
+    assert backend_of(asked).simulated
     asked = config()
     asked.calibration.observer = "qatkit.quant.observers.MSEObserver"
     with pytest.raises(ConfigError, match="others count integers"):
