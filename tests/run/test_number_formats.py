@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from qatkit.config.schema import BackendConfig, Config, OverrideConfig
+from qatkit.config.schema import BackendConfig, Config, ExportConfig, OverrideConfig
+from qatkit.jobs.packed_weights import check_form
 from qatkit.quant.formats.table import FORMATS
 from qatkit.run.backend import backend_of
 from qatkit_verify.errors import ConfigError
@@ -54,6 +55,27 @@ def test_a_format_is_named_for_weights_and_activations(name: str) -> None:
 def test_formats_and_integers_are_kept_apart(asked: BackendConfig, message: str) -> None:
     with pytest.raises(ConfigError) as refused:
         backend_of(Config(backend=asked))
+    assert str(refused.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "opset", "message"),
+    [
+        ("mxint8", 20, "export.opset=20: expected 21 or higher with export.packed_weights=dequantize_linear"),
+        ("float8_e5m2", 18, "export.opset=18: expected 19 or higher with export.packed_weights=dequantize"),
+        ("mxfp4", 23, "export.packed_weights=dequantize_linear: expected matmul_nbits with weights of mxfp4"),
+        ("mxfp8_e4m3", 21, ""),
+        ("bfloat16", 13, ""),
+    ],
+)
+def test_tensors_of_a_format_need_its_opset(dtype: str, opset: int, message: str) -> None:
+    asked = config(weight_dtype=dtype)
+    asked.export = ExportConfig(opset=opset, packed_weights="dequantize_linear")
+    if not message:
+        check_form(asked)
+        return
+    with pytest.raises(ConfigError) as refused:
+        check_form(asked)
     assert str(refused.value).startswith(message)
 
 
