@@ -46,6 +46,7 @@ class Algorithm(ABC):
             Of a model with several inputs each batch is a tuple of tensors in the graph's order.
         images: how many calibration images it wants (observed, calibrated).
         weights_alone: whether it needs a backend that quantizes weights alone (`backend=weight_only`).
+        formats: whether it takes weights and activations in number formats (`backend=simulated`), too.
         expensive: whether it trains weights, so that it takes more than a few passes over the images; where
             algorithms compete, such a one is tried only while the target is missed.
         changes_weights: whether it writes into weights; False of one that changes biases and quantizers alone, beside
@@ -55,6 +56,7 @@ class Algorithm(ABC):
     stage: ClassVar[str]
     expensive: ClassVar[bool] = False
     weights_alone: ClassVar[bool] = False
+    formats: ClassVar[bool] = False
     changes_weights: ClassVar[bool] = True
     images: int = 0
 

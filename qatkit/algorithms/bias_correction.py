@@ -36,6 +36,7 @@ class BiasCorrection(Algorithm):
     """Takes the mean error of every operator out of its bias, after calibration."""
 
     stage: ClassVar[str] = CALIBRATED
+    formats: ClassVar[bool] = True
     changes_weights: ClassVar[bool] = False
     method: str = setting("empirical", "how the error is found", Choices(("analytic", "empirical")))
     images: int = setting(

@@ -37,6 +37,7 @@ class Equalize(Algorithm):
     """Gives the channels of neighbouring operators equal ranges, before any quantization; the function stays."""
 
     stage: ClassVar[str] = FUSED
+    formats: ClassVar[bool] = True
     relu6: str = setting(
         "keep",
         "a ReLU6, whose bound would differ by channel, ends a pair; relu: one inside a pair becomes a ReLU, which "

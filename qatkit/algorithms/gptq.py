@@ -44,6 +44,7 @@ class GPTQ(BlockAlgorithm):
     """Rounds weights column by column, each making up for the errors of those before."""
 
     stays: ClassVar[str] = "rounded to the nearest"
+    formats: ClassVar[bool] = True
     tables: ClassVar[bool] = True
     order: bool = setting(True, "columns in the order of falling second moments; false: as they stand")
     damping: float = setting(

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from qatkit.quant.formats import elements
+from qatkit.quant.formats.table import Element
 from qatkit.quant.numerics import Ends, clamped
 
 # Columns that are rounded before what they leave is worked into the others, and how often the damping grows tenfold.
@@ -79,21 +83,34 @@ class Columns:
             scale: of each weight.
             ends: the least and the largest integer, such that they broadcast against the weight.
         """
-        low, high = (torch.as_tensor(end, device=weight.device).expand_as(weight) for end in ends)
-        columns = self._places[:, None].expand_as(weight)
-        # Columns become rows, which lie together in memory: the loop below reads and writes one at a time.
-        part, own, least, most = (
-            one.gather(2, columns).mT.contiguous() for one in (weight, scale, low, high)
+        least, most = (
+            self._in_order(torch.as_tensor(end, device=weight.device).expand_as(weight)) for end in ends
         )
-        steps = _rounded(part, own, least, most, self._factor).mT
-        return torch.empty_like(weight).scatter_(2, columns, steps)
+        return self._by_steps(
+            weight, scale, lambda steps, at: clamped(torch.round(steps), (least[:, at], most[:, at]))
+        )
+
+    def rounded_to(self, weight: Tensor, scale: Tensor, element: Element) -> Tensor:
+        """Returns `rounded` where each weight over its scale is a number of an element in the place of an integer."""
+        return self._by_steps(weight, scale, lambda steps, _: elements.rounded(steps, element))
+
+    def _in_order(self, of_weight: Tensor) -> Tensor:
+        """Columns become rows, which lie together in memory: the loop below reads and writes one at a time."""
+        return of_weight.gather(2, self._places[:, None].expand_as(of_weight)).mT.contiguous()
+
+    def _by_steps(self, weight: Tensor, scale: Tensor, nearest: Callable[[Tensor, int], Tensor]) -> Tensor:
+        steps = _rounded(self._in_order(weight), self._in_order(scale), nearest, self._factor).mT
+        return torch.empty_like(weight).scatter_(2, self._places[:, None].expand_as(weight), steps)
 
 
-def _rounded(weight: Tensor, scale: Tensor, low: Tensor, high: Tensor, factor: Tensor) -> Tensor:
-    """Integers [groups, inputs, rows] of a weight that is changed on the way, columns in their order.
+def _rounded(
+    weight: Tensor, scale: Tensor, nearest: Callable[[Tensor, int], Tensor], factor: Tensor
+) -> Tensor:
+    """Numbers of steps [groups, inputs, rows] of a weight that is changed on the way, columns in their order.
 
     Args:
-        weight, scale, low, high: [groups, inputs, rows].
+        weight, scale: [groups, inputs, rows].
+        nearest: rounds steps [groups, rows] of one column.
         factor: the upper Cholesky factor of the inverse of the form, [groups, inputs, inputs].
     """
     found = torch.empty_like(weight)
@@ -103,7 +120,7 @@ def _rounded(weight: Tensor, scale: Tensor, low: Tensor, high: Tensor, factor: T
         errors = torch.empty_like(part)
         for i in range(part.shape[1]):
             at = start + i
-            whole = clamped(torch.round(part[:, i] / scale[:, at]), (low[:, at], high[:, at]))
+            whole = nearest(part[:, i] / scale[:, at], at)
             found[:, at] = whole
             errors[:, i] = (part[:, i] - whole * scale[:, at]) / own[:, i, i, None]
             part[:, i + 1 :] -= own[:, i, i + 1 :, None] * errors[:, i, None]

@@ -27,6 +27,7 @@ from qatkit.graph.quantizers import quantizer_of
 from qatkit.graph.signature import Example
 from qatkit.quant import numerics
 from qatkit.quant.fake_quantize import FakeQuantize
+from qatkit.quant.formats.quantizers import FormatFakeQuantize, FormatWeightFakeQuantize, round_to_format
 from qatkit.quant.granularity import along
 from qatkit.quant.observers import MSE, HistogramObserver
 from qatkit.quant.observers.histogram import Histogram
@@ -192,12 +193,22 @@ def output_error(reader: Reader, fake: FakeQuantize, x: Tensor, s: Tensor) -> fl
     wanted = module.run(x, weight, None)
     own = by_channel(s, reader.channels).to(x)
     scaled = x / along(own, _axis(reader), x.ndim)
-    scaled = numerics.fake_quantize(scaled, *_qparams(fake, scaled), fake.spec)
+    scaled = _quantized_input(fake, scaled)
     weight = weight * input_factors(module, own)
-    scale = numerics.weight_scale(weight, quantizer.spec)
-    weight = numerics.fake_quantize_weight(weight, scale, quantizer.spec)
+    if isinstance(quantizer, FormatWeightFakeQuantize):
+        weight = quantizer.rounded(weight, quantizer.scale(weight))
+    else:
+        scale = numerics.weight_scale(weight, quantizer.spec)
+        weight = numerics.fake_quantize_weight(weight, scale, quantizer.spec)
     error = module.run(scaled, weight, None) - wanted
     return float(error.square().sum() / wanted.square().sum().clamp(min=1e-30))
+
+
+def _quantized_input(fake: FakeQuantize, x: Tensor) -> Tensor:
+    """`x` as it is quantized by the range that calibration will find."""
+    if isinstance(fake, FormatFakeQuantize):
+        return round_to_format(x, fake.qparams(*torch.aminmax(x))[0], fake.spec)
+    return numerics.fake_quantize(x, *_qparams(fake, x), fake.spec)
 
 
 def _qparams(fake: FakeQuantize, x: Tensor) -> tuple[Tensor, Tensor]:

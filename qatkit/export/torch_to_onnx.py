@@ -28,6 +28,7 @@ from qatkit.export.lower_opset import lower
 from qatkit.export.node_names import name_functions, name_nodes
 from qatkit.export.ort_fusions import for_onnxruntime
 from qatkit.export.pack_int4 import pack
+from qatkit.export.packed_formats import pack_formats
 from qatkit.export.promotions import promoted_where_needed
 from qatkit.export.quiet import quiet
 from qatkit.export.refusals import refusal, refuse_inputs, refuse_modules, refuse_program
@@ -61,7 +62,7 @@ _NARROW = (
 )
 
 
-def export_onnx(
+def export_onnx(  # noqa: PLR0913  independent settings of a file, by name
     module: nn.Module,
     example: Example,
     path: Path,
@@ -71,6 +72,7 @@ def export_onnx(
     template: bool = False,
     pack_int4: bool = False,
     weights_for_amx: bool = False,
+    dequantize: bool = False,
 ) -> str:
     """Writes `module` (in inference mode) to `path`; whole, or not at all.
 
@@ -90,6 +92,7 @@ def export_onnx(
         template: keep every constant under the name of its buffer, equal ones too, for `refill`.
         pack_int4: as `export.pack_int4`.
         weights_for_amx: as `export.weights_for_amx`.
+        dequantize: weights in number formats are stored as `export.packed_weights=dequantize_linear` says.
 
     Returns:
         Why axes that are free in the graph have the example's size in the file; "" where there are none. Axes that were
@@ -109,7 +112,7 @@ def export_onnx(
     free: Sequence[FreeAxis] = getattr(module, "meta", {}).get("free_axes", ())
     ends = _ends(module, len(tensors))
     refuse_inputs(ends.inputs, tensors)
-    wanted = _Wanted(opset, axes, template, pack_int4, weights_for_amx)
+    wanted = _Wanted(opset, axes, template, pack_int4, weights_for_amx, dequantize)
     fixed = ""
     try:
         model = _model(named, tensors, ends, wanted, free)
@@ -133,6 +136,7 @@ class _Wanted(NamedTuple):
     template: bool
     pack_int4: bool
     weights_for_amx: bool
+    dequantize: bool
 
 
 class _Ends(NamedTuple):
@@ -214,6 +218,8 @@ def _model(
         for_onnxruntime(model, wanted.opset, bytes_too=backend is None or backend.for_onnxruntime)
         lower(model, wanted.opset)
         add_format_functions(model, wanted.opset)
+        if not wanted.template:
+            pack_formats(model, module, dequantize=wanted.dequantize)
         if wanted.pack_int4:
             pack(model, module)
         if wanted.weights_for_amx:

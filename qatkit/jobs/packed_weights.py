@@ -7,6 +7,7 @@ from typing import Any
 from qatkit.config.schema import Config
 from qatkit.graph.quantizers import quantized_weights
 from qatkit.models.onnx_files import PREFIX
+from qatkit.quant.formats.table import DEQUANTIZED, UNSCALED
 from qatkit.quant.granularity import BLOCK_SIZES, PerBlock
 from qatkit.quant.recurrent_layers import QATRecurrent
 from qatkit.run.backend import backend_of
@@ -63,13 +64,34 @@ def check_form(config: Config) -> None:
             raise ConfigError(
                 key, value, f"{default} with export.mode={asked.mode}, whose weights are not packed"
             )
-        if not backend_of(config).weights_alone:
-            name = backend_of(config).name
+        backend = backend_of(config)
+        if backend.simulated and key == "export.packed_weights":
+            _check_dequantized(config, backend.weight.dtype)
+        elif not backend.weights_alone:
+            name = backend.name
             allowed = f"{default} with backend={name}, whose weights are not packed (backend=weight_only)"
             raise ConfigError(key, value, allowed)
     if asked.packed_weights == DEQUANTIZE and asked.accuracy_level != "0":
         allowed = f"0 with export.packed_weights={DEQUANTIZE}: there a session sets the level"
         raise ConfigError("export.accuracy_level", asked.accuracy_level, f"{allowed} ({ACCURACY_LEVEL})")
+
+
+def _check_dequantized(config: Config, dtype: str) -> None:
+    """Refuses number formats of weights that ONNX Runtime's DequantizeLinear does not take, or not in this opset."""
+    asked = config.export
+    overrides = config.backend.overrides.values()
+    for name in (dtype, *(one.weight_dtype for one in overrides if one.weight_dtype is not None)):
+        if name in UNSCALED:  # a Cast, in any opset
+            continue
+        if name not in DEQUANTIZED:
+            known = ", ".join((*UNSCALED, *DEQUANTIZED))
+            allowed = f"matmul_nbits with weights of {name}: ONNX Runtime's DequantizeLinear knows {known}"
+            raise ConfigError("export.packed_weights", asked.packed_weights, allowed)
+        if asked.opset < DEQUANTIZED[name]:
+            allowed = (
+                f"{DEQUANTIZED[name]} or higher with export.packed_weights={DEQUANTIZE} and weights of {name}"
+            )
+            raise ConfigError("export.opset", asked.opset, allowed)
 
 
 def _width(operator: Any) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from qatkit.algorithms.base import algorithms_of
 from qatkit.config.schema import BackendConfig, Config, OverrideConfig
 from qatkit.quant.backends import Backend
 from qatkit.quant.granularity import granularity_of
@@ -135,7 +136,6 @@ _OF_INTEGERS: tuple[tuple[str, object], ...] = (
     ("backend.scale_type", None),
     ("backend.bias_dtype", None),
     ("backend.every_operator", False),
-    ("algorithm", {}),
     ("algorithm_choice", "all"),
     ("calibration.search", "none"),
     ("precision.search", "none"),
@@ -178,9 +178,12 @@ def _check_formats(config: Config, backend: Backend) -> None:
         group, _, name = key.partition(".")
         value = getattr(getattr(config, group), name) if name else getattr(config, group)
         if value != needed:
-            shown = ", ".join(value) if isinstance(value, dict) else value
-            allowed = "none" if needed == {} else "null" if needed is None else str(needed).lower()
-            raise ConfigError(key, shown, f"{allowed} with backend=simulated, whose numbers are no integers")
+            allowed = "null" if needed is None else str(needed).lower()
+            raise ConfigError(key, value, f"{allowed} with backend=simulated, whose numbers are no integers")
+    for name, algorithm in algorithms_of(config.algorithm).items():
+        if not algorithm.formats:
+            known = "equalize, smooth_quant, bias_correction, gptq or none"
+            raise ConfigError("algorithm", name, f"{known} with backend=simulated: others count integers")
     if config.calibration.observer not in _OBSERVERS:
         allowed = f"one of {', '.join(_OBSERVERS)} with backend=simulated: others count integers"
         raise ConfigError("calibration.observer", config.calibration.observer, allowed)

@@ -119,6 +119,7 @@ def _written(graph: nn.Module, config: Config, inputs: Inputs, path: Path) -> li
         dynamic_batch=wanted.dynamic_batch,
         pack_int4=wanted.pack_int4,
         weights_for_amx=wanted.weights_for_amx,
+        dequantize=wanted.packed_weights == DEQUANTIZE,
     )
     return [*notes, f"{path.name}: {not_free}"] if not_free else notes
 
@@ -255,7 +256,7 @@ def _low_bits(module: QATModule, config: Config) -> list[str]:
     if module.backend.simulated:
         return [
             f"{len(quantizers)} activations and their weights are numbers of formats, simulated: the file computes in "
-            "float what they hold; its accuracy is theirs, its size and latency are not"
+            "float what they hold; its accuracy and the size of its weights are theirs, its latency is not"
         ]
     narrow = [q for q in quantizers if q.spec.dtype not in (*WHOLE, *WIDE)]
     biases = [fake for _, _, fake in quantized_operators(module.graph) if fake.spec.narrow_bias]

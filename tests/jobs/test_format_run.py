@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import onnx
 import pytest
 from tiny_run import BUNDLE, digits_test, logits, report_of, tiny, top
@@ -48,6 +49,13 @@ def test_the_file_has_the_accuracy_of_the_simulation(run: Path) -> None:
     assert found == pytest.approx(accuracy["int8"]["top1"])
     assert found == pytest.approx(accuracy["simulated"]["top1"], abs=0.6)  # two of 360 images
     assert accuracy["float"]["top1"] - found < 5
+
+
+def test_the_weights_have_the_size_of_their_format(run: Path) -> None:
+    int8, exact = (onnx.load(run / f"model.{kind}.onnx").graph.initializer for kind in ("int8", "float"))
+    weights = sum(np.prod(one.dims) for one in exact if len(one.dims) > 1)
+    codes = sum(np.prod(one.dims) for one in int8 if one.name.endswith("codes"))
+    assert codes == weights / 2  # of 4 bits each
 
 
 def test_the_file_computes_by_its_own_function(run: Path) -> None:

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from qatkit.config.schema import BackendConfig, Config, OverrideConfig
+from qatkit.config.schema import BackendConfig, Config, ExportConfig, OverrideConfig
+from qatkit.jobs.packed_weights import check_form
 from qatkit.quant.formats.table import FORMATS
 from qatkit.run.backend import backend_of
 from qatkit_verify.errors import ConfigError
@@ -57,11 +58,34 @@ def test_formats_and_integers_are_kept_apart(asked: BackendConfig, message: str)
     assert str(refused.value).startswith(message)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "opset", "message"),
+    [
+        ("mxint8", 20, "export.opset=20: expected 21 or higher with export.packed_weights=dequantize_linear"),
+        ("float8_e5m2", 18, "export.opset=18: expected 19 or higher with export.packed_weights=dequantize"),
+        ("mxfp4", 23, "export.packed_weights=dequantize_linear: expected matmul_nbits with weights of mxfp4"),
+        ("mxfp8_e4m3", 21, ""),
+        ("bfloat16", 13, ""),
+    ],
+)
+def test_tensors_of_a_format_need_its_opset(dtype: str, opset: int, message: str) -> None:
+    asked = config(weight_dtype=dtype)
+    asked.export = ExportConfig(opset=opset, packed_weights="dequantize_linear")
+    if not message:
+        check_form(asked)
+        return
+    with pytest.raises(ConfigError) as refused:
+        check_form(asked)
+    assert str(refused.value).startswith(message)
+
+
 def test_what_counts_integers_is_refused() -> None:
     asked = config()
-    asked.algorithm = {"gptq": {"target": "qatkit.algorithms.gptq.GPTQ"}}
-    with pytest.raises(ConfigError, match="algorithm=gptq: expected none with backend=simulated"):
+    asked.algorithm = {"adaround": {"target": "qatkit.algorithms.AdaRound"}}
+    with pytest.raises(ConfigError, match="algorithm=adaround: expected equalize, smooth_quant, bias_corr"):
         backend_of(asked)
+    asked.algorithm = {"gptq": {"target": "qatkit.algorithms.GPTQ"}}
+    assert backend_of(asked).simulated
     asked = config()
     asked.calibration.observer = "qatkit.quant.observers.MSEObserver"
     with pytest.raises(ConfigError, match="others count integers"):

@@ -121,7 +121,7 @@ def _read(packed: Any) -> Any:
 def _small(value: Tensor, quantizer: FakeQuantize | None) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
     if value.dtype != torch.float32:
         return value, None
-    if quantizer is not None and quantizer.enabled:
+    if quantizer is not None and quantizer.enabled and quantizer.spec.form is None:
         scale, zero = quantizer.scale.cpu().clone(), quantizer.zero_point.cpu().clone()
         steps = value.div(scale).round_().add_(zero)
         return steps.to(quantizer.spec.torch_dtype), (scale, zero)

@@ -17,6 +17,7 @@ from qatkit.algorithms.blocks.range_search import weight_quantizer
 from qatkit.algorithms.gptq_columns import Columns, damped, damped_factor
 from qatkit.algorithms.input_moments import patches
 from qatkit.quant import numerics
+from qatkit.quant.formats.quantizers import FormatWeightFakeQuantize
 from qatkit.quant.qat_layers import QATEmbedding, QATOperator
 from qatkit.quant.spec import FEW_BITS
 
@@ -110,6 +111,8 @@ class ColumnRounding:
         weight, bias = (None if t is None else t.detach() for t in operator.effective())
         assert weight is not None
         moments = seen.centred() if takes else seen
+        if isinstance(fake, FormatWeightFakeQuantize):
+            return self._in_format(operator, fake, moments, takes=takes)
         rounded = self._rounded(operator, weight, moments, takes=takes)
         found = {"integers": rounded.integers, "scale": rounded.scale}
         if fake.spec.has_zero_point:
@@ -160,6 +163,26 @@ class ColumnRounding:
             found.append((scale, zero, means))
         return _Rounded(integers, *map(torch.cat, zip(*found, strict=True)) if len(found) > 1 else found[0])
 
+    def _in_format(
+        self, operator: QATOperator, fake: FormatWeightFakeQuantize, moments: _Moments, *, takes: bool
+    ) -> Found:
+        """Values and scales of a weight in a number format, whose scales are those of its definition, and the bias."""
+        weight, bias = (None if t is None else t.detach() for t in operator.effective())
+        assert weight is not None and fake.spec.form is not None
+        damping, groups = self._damping(operator), len(moments.second)
+        past = _made_up(moments, self.settings.past, damping)
+        columns = Columns(moments.second, order=self.settings.order, damping=damping)
+        original = weight.reshape(groups, len(weight) // groups, -1).float()
+        wanted = original if past is None else original + original @ past
+        scale = fake.scale(wanted.reshape(weight.shape))
+        spread = fake.spec.granularity.spread(scale, weight.shape).expand_as(weight).reshape_as(wanted)
+        values = columns.rounded_to(wanted, spread, fake.spec.form.element) * spread
+        found = {"values": values.reshape(weight.shape), "scale": scale}
+        if bias is not None and takes:
+            lost = original @ moments.original[:, :, None] - values @ moments.quantized[:, :, None]
+            found["bias"] = bias + lost.flatten().to(bias.dtype)
+        return found
+
     def _damping(self, operator: QATOperator) -> float:
         tied = id(operator.weight) in self.tables
         return max(self.settings.damping, _TIED) if tied else self.settings.damping
@@ -167,14 +190,19 @@ class ColumnRounding:
     def apply(self, lesson: Lesson, found: Found) -> None:
         for name, operator in lesson.operators.items():
             weight = operator.effective()[0].detach()
-            values = {part: found[key].to(weight.device) for part in ("integers", "scale", "zero_point", "bias")
-                      if (key := f"{name}.{part}") in found}  # fmt: skip
+            parts = ("integers", "values", "scale", "zero_point", "bias")
+            values = {
+                part: found[key].to(weight.device) for part in parts if (key := f"{name}.{part}") in found
+            }
             fake = weight_quantizer(operator)
+            if "bias" in values:
+                biases.change(operator, values["bias"])
+            if isinstance(fake, FormatWeightFakeQuantize):
+                fake.fix_values(weight, values["values"], values["scale"])
+                continue
             tied = (table.weight_fake_quant for table in self.tables.get(id(operator.weight), ()))
             for one in (fake, *(table for table in tied if table.spec == fake.spec)):
                 one.fix(values["scale"], weight, values["integers"], values.get("zero_point"))
-            if "bias" in values:
-                biases.change(operator, values["bias"])
 
 
 def _moments(lesson: Lesson, operator: QATOperator) -> _Moments:

@@ -81,7 +81,9 @@ class ExportConfig:
     packed_weights: str = setting(
         "matmul_nbits",
         "how packed weights (backend=weight_only) are stored: matmul_nbits for ONNX Runtime's own operator, "
-        "dequantize_linear for the standard one with blocks, which other runtimes read, too (opset 21; 25 for 2 bits)",
+        "dequantize_linear for the standard one with blocks, which other runtimes read, too (opset 21; 25 for 2 bits). "
+        "Of number formats (backend=simulated) the former are bytes that standard operators unpack, the latter tensors "
+        "of float8 (export.opset 19, 21 for mxfp8) or int8 (21 for mxint8 and bfp16)",
         Choices(("matmul_nbits", "dequantize_linear")),
     )
     bundle: bool = setting(

@@ -7,11 +7,14 @@ rounded by one function of the file, in the domain `qatkit` and named after the 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
 from qatkit.quant.formats.blocks import quantized
 from qatkit.quant.formats.quantizers import FormatFakeQuantize, FormatWeightFakeQuantize
+from qatkit.quant.formats.table import FORMATS, Format
 from qatkit.quant.qat_layers import QATOperator, plain_operator
 
 DOMAIN = "qatkit"  # of the functions
@@ -43,10 +46,39 @@ class RoundToFormat(nn.Module):
         return torch.onnx.ops.symbolic(name, given, settings, dtype=x.dtype, shape=x.shape, version=1)
 
 
+@dataclass(frozen=True)
+class HeldWeight:
+    """What a rounded weight is made of, for a file that packs it.
+
+    Attributes:
+        dtype: of `FORMATS`.
+        axis: along which its blocks lie; 0 without blocks.
+        values: float32, the weight.
+        scale: what its elements are multiplied by, of its granularity's shape.
+        of_tensor: [], the part of `scale` that the whole tensor has; 1 where there is none.
+    """
+
+    dtype: str
+    axis: int
+    values: Tensor
+    scale: Tensor
+    of_tensor: Tensor
+
+    @property
+    def form(self) -> Format:
+        """The format."""
+        return FORMATS[self.dtype]
+
+
 def with_rounded_weight(operator: QATOperator, fake: FormatWeightFakeQuantize) -> nn.Module:
-    """Returns the float operator that inference runs, its weight rounded to its format."""
+    """Returns the float operator that inference runs, its weight rounded; its `held` is a `HeldWeight`."""
     plain = plain_operator(operator)
     with torch.no_grad():
         weight = plain.get_parameter("weight")
-        plain.register_parameter("weight", nn.Parameter(fake.rounded(weight, fake.scale(weight))))
+        scale = fake.scale(weight)
+        values = fake.rounded(weight, scale).detach()
+        axis = getattr(fake.spec.granularity, "axis", 0)
+        held = HeldWeight(fake.spec.dtype, axis, values, scale.clone(), fake.tensor_scale(weight))
+        plain.register_parameter("weight", nn.Parameter(values))
+    plain.held = held  # type: ignore[assignment]  # no tensor of the module
     return plain

@@ -71,7 +71,7 @@ def _power_of_two(exponent: Tensor) -> Tensor:
 
 
 def scales(x: Tensor, form: Format, granularity: Granularity, of_tensor: Tensor) -> Tensor | None:
-    """Returns what each value of `x` is divided by before it is rounded; it broadcasts against `x`. None: nothing.
+    """Returns what the values of `x` are divided by before they are rounded, of the granularity's shape. None: nothing.
 
     Args:
         granularity: that of `form` (`Format.granularity`).
@@ -80,7 +80,7 @@ def scales(x: Tensor, form: Format, granularity: Granularity, of_tensor: Tensor)
     if form.block is None:
         return of_tensor if form.scale is Scale.FLOAT32 else None
     values, dims = granularity.grouped(x.detach().abs())
-    return granularity.spread(block_scales(values.amax(dims), form, of_tensor), x.shape)
+    return block_scales(values.amax(dims), form, of_tensor)
 
 
 def quantized(x: Tensor, form: Format, granularity: Granularity, of_tensor: Tensor) -> tuple[Tensor, Tensor]:
@@ -90,7 +90,15 @@ def quantized(x: Tensor, form: Format, granularity: Granularity, of_tensor: Tens
         granularity: that of `form` (`Format.granularity`).
         of_tensor: the tensor's scale, []; read by formats that have one.
     """
-    scale = scales(x, form, granularity, of_tensor)
-    steps = x.detach() if scale is None else x.detach() / scale
-    found = rounded(steps, form.element)
-    return found if scale is None else found * scale, steps.abs() < form.element.limit
+    return rounded_by(x, form, granularity, scales(x, form, granularity, of_tensor))
+
+
+def rounded_by(
+    x: Tensor, form: Format, granularity: Granularity, scale: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Returns what `quantized` does, by scales that are given, of the granularity's shape."""
+    if scale is None:
+        return rounded(x, form.element), x.detach().abs() < form.element.limit
+    spread = granularity.spread(scale, x.shape)
+    steps = x.detach() / spread
+    return rounded(steps, form.element) * spread, steps.abs() < form.element.limit

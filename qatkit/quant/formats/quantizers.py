@@ -14,18 +14,18 @@ import torch
 from torch import Tensor
 
 from qatkit.quant.fake_quantize import FakeQuantize
-from qatkit.quant.formats.blocks import largest_finite, quantized, tensor_scale
+from qatkit.quant.formats.blocks import largest_finite, rounded_by, scales, tensor_scale
 from qatkit.quant.formats.table import Format
 from qatkit.quant.spec import QuantSpec
 from qatkit.quant.weight_fake_quantize import Integers, WeightFakeQuantize
 
 
 class _Round(torch.autograd.Function):
-    """`quantized` with a straight-through gradient; a byte a value is kept for the backward pass."""
+    """`rounded_by` with a straight-through gradient; a byte a value is kept for the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: Tensor, spec: QuantSpec) -> Tensor:
-        found, inside = quantized(x, _form(spec), spec.granularity, scale)
+    def forward(ctx: Any, x: Tensor, scale: Tensor | None, spec: QuantSpec) -> Tensor:
+        found, inside = rounded_by(x, _form(spec), spec.granularity, scale)
         ctx.save_for_backward(inside)
         return found
 
@@ -37,6 +37,10 @@ class _Round(torch.autograd.Function):
 
 def round_to_format(x: Tensor, scale: Tensor, spec: QuantSpec) -> Tensor:
     """Returns `x` as the format of `spec` holds it, with a gradient; `scale` [] is the tensor's."""
+    return _by(x, scales(x.float(), _form(spec), spec.granularity, scale), spec)
+
+
+def _by(x: Tensor, scale: Tensor | None, spec: QuantSpec) -> Tensor:
     found: Tensor = _Round.apply(x.float(), scale, spec)  # type: ignore[no-untyped-call]
     return found.to(x.dtype)
 
@@ -77,7 +81,12 @@ class FormatFakeQuantize(FakeQuantize):
 
 
 class FormatWeightFakeQuantize(WeightFakeQuantize):
-    """A weight in a number format; it has no integers, and nothing that counts them."""
+    """A weight in a number format; it has no integers, and nothing that counts them.
+
+    Attributes:
+        rounding: of the weight's shape, what an algorithm adds to the weight before it is rounded to the nearest; it
+            stays while the weight is trained. None: nothing.
+    """
 
     def __init__(self, spec: QuantSpec, shape: Sequence[int]) -> None:
         super().__init__(spec, shape)
@@ -91,16 +100,39 @@ class FormatWeightFakeQuantize(WeightFakeQuantize):
         """Nothing: a format's scales are given by its definition."""
 
     @torch.no_grad()
-    def scale(self, weight: Tensor) -> Tensor:
-        """The scale of the tensor, [], 1 where its format has none."""
+    def tensor_scale(self, weight: Tensor) -> Tensor:
+        """Returns the scale of the tensor, [], 1 where its format has none."""
         form = _form(self.spec)
         return tensor_scale(largest_finite(weight), form) if form.has_tensor_scale else weight.new_ones(())
 
+    @torch.no_grad()
+    def scale(self, weight: Tensor) -> Tensor:
+        """Returns what elements are multiplied by, of the granularity's shape; 1 where the format has no scale."""
+        if self.fixed_scale is not None:
+            return self.fixed_scale
+        given = weight.float(), _form(self.spec), self.spec.granularity, self.tensor_scale(weight)
+        found = scales(*given)
+        return weight.new_ones(()) if found is None else found
+
+    @torch.no_grad()
+    def fix_values(self, weight: Tensor, values: Tensor, scale: Tensor) -> None:
+        """Sets what a weight is rounded to, and the scales, from now on.
+
+        Args:
+            weight: as inference uses it.
+            values: of its shape, numbers that the format holds with these scales.
+            scale: as `scale` returns it.
+        """
+        self.fixed_scale = scale.detach().clone()
+        self.rounding = (values - weight).detach().clone()
+
     def rounded(self, weight: Tensor, scale: Tensor) -> Tensor:
-        return round_to_format(weight, scale, self.spec)
+        return _by(weight if self.rounding is None else weight + self.rounding, scale, self.spec)
 
     def forward(self, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        return (self.rounded(weight, self.scale(weight)) if self.enabled else weight), bias
+        if self.enabled:
+            return self.rounded(weight, self.scale(weight)), bias
+        return weight, bias if bias is None or self.bias_shift is None else bias - self.bias_shift
 
     def integers(self, weight: Tensor, bias: Tensor | None, input_scale: Tensor) -> Integers:
         raise TypeError(f"dtype={self.spec.dtype}: a number format has no integers")

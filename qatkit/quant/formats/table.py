@@ -150,3 +150,10 @@ FORMATS = {
     "mxfp4": Format(E2M1, Scale.E8M0, 32),
     "nvfp4": Format(E2M1, Scale.E4M3, 16),
 }
+
+# Formats without a scale, and those that a DequantizeLinear of ONNX Runtime takes, with the first opset that has it.
+UNSCALED = tuple(name for name, form in FORMATS.items() if form.scale is Scale.NONE)
+DEQUANTIZED = {
+    **dict.fromkeys(("float8_e4m3fn", "float8_e5m2"), 19),
+    **dict.fromkeys(("mxfp8_e4m3", "mxfp8_e5m2", "mxint8", "bfp16"), 21),
+}

@@ -110,14 +110,14 @@ def test_a_block_that_is_not_finite_is_nan_alone(name: str, value: float) -> Non
 @pytest.mark.parametrize("name", BLOCKS)
 def test_the_smallest_scale_is_that_of_e8m0(name: str) -> None:
     found = scales(torch.full((1, 4), 1e-45), FORMATS[name])
-    assert found.tolist() == [[2.0**-127] * 4]
+    assert found.tolist() == [[2.0**-127]]
 
 
 def test_a_scale_of_nvfp4_that_rounds_to_zero_is_raised() -> None:
     x = torch.zeros(1, 32)
     x[0, 0], x[0, 16] = 6 * 448.0, 1e-3
     found = scales(x, FORMATS["nvfp4"])
-    assert (found[0, 0].item(), found[0, 16].item()) == (448.0, 2.0**-9)
+    assert found.tolist() == [[448.0, 2.0**-9]]
 
 
 def test_nvfp4_saturates_beyond_the_range_it_was_given() -> None:
