@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 from clean_nets import Arrays, cleaned, drawn, kinds, reference, run, save
 
@@ -119,6 +120,45 @@ def test_what_is_another_function_stays(case: str, tmp_path: Path) -> None:
     weights = (COLUMN if name == "instance_norm" else {}) | {"ones": np.ones((), np.float32)}
     found, _ = cleaned(save(tmp_path / "net.onnx", net(body), weights), rewrite=[name])
     assert found.rows[0] == ("rewrite", f"{name}: 0 replaced")
+
+
+PAIRS = """q = QuantizeLinear (x, s, z) d = DequantizeLinear (q, s, z)
+  u = DequantizeLinear <axis: int = 0> (k, c) w = DequantizeLinear (v, s, z)
+  e = Conv <kernel_shape: ints = [1, 1]> (d, u) f = Conv <kernel_shape: ints = [1, 1]> (d, w) y = Sub (e, f)"""
+INTEGERS: Arrays = {
+    "s": np.float32(0.031),
+    "z": np.uint8(121),
+    "c": np.abs(drawn(5, seed=1)) + np.float32(1e-3),
+    "k": np.arange(-15, 15).astype(np.int8).reshape(5, 6, 1, 1) * np.int8(4),
+    "v": np.arange(0, 240, 8).astype(np.uint8).reshape(5, 6, 1, 1),
+}  # fmt: skip
+
+
+def test_each_reader_gets_a_pair_of_its_own(tmp_path: Path) -> None:
+    source = save(tmp_path / "net.onnx", net(PAIRS), INTEGERS)
+    found, model = cleaned(source, rewrite=["dedicated_pairs"])
+    assert kinds(model).count("QuantizeLinear") == 2 and kinds(model).count("DequantizeLinear") == 4
+    read = [name for node in model.graph.node for name in node.input]
+    made = [
+        node.output[0] for node in model.graph.node if node.op_type in ("QuantizeLinear", "DequantizeLinear")
+    ]
+    assert all(read.count(name) == 1 for name in made)
+    assert found.proof.outputs == {"y": float("inf")}
+
+
+def test_weights_get_whole_pairs(tmp_path: Path) -> None:
+    source = save(tmp_path / "net.onnx", net(PAIRS), INTEGERS)
+    found, model = cleaned(source, rewrite=["weight_pairs"])
+    assert kinds(model).count("QuantizeLinear") == 3
+    stored = {one.name: one.data_type for one in model.graph.initializer}
+    made = {node.output[0] for node in model.graph.node if node.op_type == "QuantizeLinear"}
+    pairs = [node for node in model.graph.node if node.op_type == "DequantizeLinear"]
+    assert all(pair.input[0] in made for pair in pairs)  # no integer weight is stored
+    assert onnx.TensorProto.FLOAT in stored.values()
+    feeds = {"x": drawn(2, 6, 10, 8)}
+    (ours,) = run(tmp_path / "cleaned" / "model.clean.onnx", feeds)
+    np.testing.assert_allclose(ours, reference(source, feeds)[0], rtol=1e-5, atol=1e-4)
+    assert found.proof.outputs == {"y": float("inf")}
 
 
 def test_a_tensor_that_others_read_stays(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import onnx_ir as ir
 from onnx_ir.passes import common
 
 from qatkit.export.clean.graphs import graphs
-from qatkit.export.clean.rewrite import dpu, layers, norms, pools
+from qatkit.export.clean.rewrite import dpu, layers, norms, pairs, pools
 from qatkit.export.clean.shapes import infer
 from qatkit_verify.errors import ConfigError
 
@@ -25,6 +25,8 @@ SAME: Mapping[str, Rewrite] = {
     "mean_to_pool": pools.mean_to_pool,
     "split_pool": pools.split_pool,
     "split_to_slice": pools.split_to_slice,
+    "dedicated_pairs": pairs.dedicated_pairs,
+    "weight_pairs": pairs.weight_pairs,
 }
 APPROXIMATE: Mapping[str, Rewrite] = {
     "relu6": dpu.relu6,
@@ -36,7 +38,7 @@ APPROXIMATE: Mapping[str, Rewrite] = {
     "clip": dpu.clip,
     "softmax": dpu.softmax,
 }
-EXACT = frozenset(("relu", "split_to_slice"))  # every value stays
+EXACT = frozenset(("relu", "split_to_slice", "dedicated_pairs", "weight_pairs"))  # every value stays
 _OPSETS = {"layer_norm": 17, "gelu": 20}
 
 

@@ -1,0 +1,68 @@
+"""Pairs of QuantizeLinear and DequantizeLinear of a quantized file in the form that some compilers ask for."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from qatkit.export.clean.rewrite.place import before, held
+from qatkit.export.matching import made
+from qatkit.verify.graph_view import constant, operand
+
+
+def dedicated_pairs(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
+    """Gives each reader of a DequantizeLinear one of its own, with the QuantizeLinear before it."""
+    if node.op_type != "DequantizeLinear":
+        return False
+    result = node.outputs[0]
+    readers = [(reader, index) for reader, index in result.uses() if reader.graph is graph]
+    others = len(result.uses()) > len(readers) or result.is_graph_output()
+    copied = readers if others else readers[1:]
+    for reader, index in copied:
+        source = operand(node, 0)
+        quantize = made(source, "QuantizeLinear")
+        if quantize is not None:
+            source = _copy(model, reader, quantize, [*quantize.inputs])
+        reader.replace_input_with(index, _copy(model, reader, node, [source, *node.inputs[1:]]))
+    return bool(copied)
+
+
+def weight_pairs(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
+    """Stores a weight of 8 bits or fewer in float, with a QuantizeLinear before its DequantizeLinear."""
+    source = operand(node, 0)
+    integers, scale = constant(source), constant(operand(node, 1))
+    if node.op_type != "DequantizeLinear" or source is None or integers is None or scale is None:
+        return False
+    if integers.dtype not in (np.int8, np.uint8) or scale.dtype != np.float32:
+        return False
+    if "block_size" in node.attributes and node.attributes.get_int("block_size", 0):
+        return False
+    zero = constant(operand(node, 2))
+    axis = node.attributes.get_int("axis", 1)
+    numbers = _along(scale, integers.ndim, axis)
+    zeros = np.float32(0) if zero is None else _along(zero.astype(np.float32), integers.ndim, axis)
+    weight = held(model, node, "float", (integers.astype(np.float32) - zeros) * numbers)
+    scales = [one for one in node.inputs[1:] if one is not None]
+    if zero is None and integers.dtype == np.int8:  # without one QuantizeLinear makes uint8
+        scales.append(held(model, node, "zero", np.zeros(scale.shape, np.int8)))
+    rounded = before(model, node, "QuantizeLinear", [weight, *scales], {"axis": axis} if scale.ndim else {})
+    rounded.type, rounded.shape = ir.TensorType(ir.DataType(source.dtype or 0)), source.shape
+    node.replace_input_with(0, rounded)
+    return True
+
+
+def _copy(model: ir.Model, reader: ir.Node, node: ir.Node, inputs: list[ir.Value | None]) -> ir.Value:
+    new = before(model, reader, node.op_type, inputs)
+    producer = new.producer()
+    assert producer is not None
+    for attribute in node.attributes.values():
+        producer.attributes.add(attribute)
+    new.type, new.shape = node.outputs[0].type, node.outputs[0].shape
+    return new
+
+
+def _along(values: np.ndarray, rank: int, axis: int) -> np.ndarray:
+    """Returns scales in the shape that multiplies a tensor along an axis."""
+    if values.ndim == 0 or values.size == 1:
+        return values.reshape(())
+    return values.reshape([-1 if one == axis % rank else 1 for one in range(rank)])
