@@ -113,7 +113,8 @@ def _written(config: Config, folder: Path, folded: str) -> list[str]:
         from qatkit.export.clean.run import Asked, clean
 
         services = Asked(asked.fix_shapes or {}, asked.fold or folded, asked.float32, asked.layout or {}, asked.opset,
-                         asked.unshare, asked.names, asked.inputs, asked.rewrite, asked.approximate)  # fmt: skip
+                         asked.unshare, asked.names, asked.inputs, asked.rewrite, asked.approximate,
+                         asked.drop_pairs)  # fmt: skip
         try:
             found = clean(plain, model, services, target, config.verify.threads)
         except ConfigError as error:

@@ -14,7 +14,7 @@ from qatkit.config.schema import CleanConfig, Config
 from qatkit.jobs.quantize_file import quantize
 
 # Of the library: NegPos gives what is negative and what is positive of a tensor.
-NET = """<ir_version: 8, opset_import: ["" : 17, "ai.onnx.contrib" : 1]> net (float[batch, 8] x) => (float[batch, 8] y) {
+NET = """<ir_version: 8, opset_import: ["" : 17, "ai.onnx.contrib" : 1]> net (float[b, 8] x) => (float[b, 8] y) {
   a = MatMul (x, w)  below, above = ai.onnx.contrib.NegPos (a)
   same = Identity (below)  d = Sub (above, same)  y = MatMul (d, w)
 }"""

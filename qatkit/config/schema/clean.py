@@ -12,7 +12,7 @@ from qatkit.config.fields import PLACE, Choices, Range, Words, setting
 class CleanConfig:
     """Changes of an ONNX file that keep its function, which ONNX Runtime proves; before another mode, only if set.
 
-    One setting changes the function, `approximate`, and says by how much.
+    Two settings change the function, `approximate` and `drop_pairs`; by how much is printed.
     """
 
     fix_shapes: Any = setting(
@@ -53,6 +53,11 @@ class CleanConfig:
                 "softmax",
             )
         ),
+    )
+    drop_pairs: list[str] = setting(
+        list,
+        "of a quantized file, which changes the function: pairs of QuantizeLinear and DequantizeLinear that are "
+        "removed, [MAKER:READER], each the type of an operator, the name of a node, or * for any",
     )
     float32: bool = setting(False, "float16 tensors, inputs and outputs become float32")
     layout: Any = setting(

@@ -18,6 +18,7 @@ from qatkit.export.clean.layout import change_layout
 from qatkit.export.clean.names import safe_names
 from qatkit.export.clean.opset import to_opset
 from qatkit.export.clean.proof import EQUAL, OF_HALVES, ROUNDED, Proof, prove
+from qatkit.export.clean.rewrite.pairs import drop_pairs
 from qatkit.export.clean.rewrite.run import APPROXIMATE, EXACT, SAME, rewrite
 from qatkit.export.clean.shapes import fill_shapes
 from qatkit.export.clean.store import check, store
@@ -39,6 +40,7 @@ class Asked(NamedTuple):
     inputs: str | None
     rewrite: Sequence[str] = ()
     approximate: Sequence[str] = ()
+    drop_pairs: Sequence[str] = ()
 
     @property
     def bound(self) -> float:
@@ -105,14 +107,14 @@ def clean(source: Path, model: ir.Model, asked: Asked, target: Path, threads: in
                             inputs=asked.inputs, threads=threads)  # fmt: skip
 
     (files, found), error = stored(asked.bound), None
-    if asked.approximate:
+    if asked.approximate or asked.drop_pairs:
         lines = rewrite(model, asked.approximate, APPROXIMATE, "clean.approximate")
+        changed = [("approximate", line) for line in lines]
+        changed += [("drop_pairs", line) for line in drop_pairs(model, asked.drop_pairs)]
         fill_shapes(model)
         files, error = stored(-EQUAL)
         worst = min(error.outputs.values(), default=EQUAL)
-        rows += [
-            ("approximate", line) for line in (*lines, f"the worst output is {worst:.1f} dB from the file's")
-        ]
+        rows += [*changed, (changed[-1][0], f"the worst output is {worst:.1f} dB from the file's")]
     sizes = (source.stat().st_size, sum(path.stat().st_size for path in files))
     return Cleaned(files, rows, found, error, (count, sum(1 for _ in nodes(model))), sizes)
 

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from clean_nets import cleaned, drawn, kinds, reference, run, save
+from clean_nets import Arrays, cleaned, drawn, kinds, reference, run, save
 from ml_dtypes import bfloat16
 from numpy.typing import NDArray
 
 from qatkit.export.clean.rewrite.dpu import best_fraction
 from qatkit.verify.sqnr import sqnr
+from qatkit_verify.errors import ConfigError
 
 Values = NDArray[np.float64]
 
@@ -112,3 +113,51 @@ def test_other_operators_stay(tmp_path: Path) -> None:
     found, model = cleaned(source, approximate=["hard_sigmoid", "leaky_relu", "average_pool"])
     assert kinds(model) == ["LeakyRelu", "HardSigmoid"]
     assert found.error is not None and found.error.outputs == {"y": float("inf")}
+
+
+_QUANTIZED = """q = QuantizeLinear (x, s, z) d = DequantizeLinear (q, s, z) r = Relu (d)
+  t = QuantizeLinear (r, s, z) u = DequantizeLinear (t, s, z) a = Neg (u) b = Abs (u) c = Add (a, b)
+  v = QuantizeLinear (c, s, z) y = DequantizeLinear (v, s, z)"""
+_SCALE: Arrays = {"s": np.asarray(0.25, np.float32), "z": np.asarray(128, np.uint8)}
+
+
+@pytest.mark.parametrize(
+    ("asked", "left", "readers"),
+    [
+        (["Relu:Neg"], 3, {"Neg": "Relu", "Abs": "DequantizeLinear"}),
+        (["Relu:*"], 2, {"Neg": "Relu", "Abs": "Relu"}),
+        (["Relu:Abs", "Add:*"], 2, {"Neg": "DequantizeLinear", "Abs": "Relu"}),
+    ],
+)
+def test_pairs_are_dropped_between_operators(
+    asked: list[str], left: int, readers: dict[str, str], tmp_path: Path
+) -> None:
+    source = save(tmp_path / "net.onnx", net(_QUANTIZED), _SCALE)
+    found, model = cleaned(source, drop_pairs=asked)
+    assert kinds(model).count("QuantizeLinear") == left
+    made = {name: node.op_type for node in model.graph.node for name in node.output}
+    assert {
+        node.op_type: made[node.input[0]] for node in model.graph.node if node.op_type in readers
+    } == readers
+    x = drawn(2, 3, 6, 6)
+    first = np.maximum(np.round(x / 0.25) * 0.25, 0)
+    (ours,) = run(tmp_path / "cleaned" / "model.clean.onnx", {"x": x})
+    np.testing.assert_array_equal(ours, 0 * first)  # every value lies on a step, so that nothing is lost here
+    assert found.rows[-1][0] == "drop_pairs" and found.error is not None
+
+
+def test_a_pair_that_rounds_is_missed(tmp_path: Path) -> None:
+    source = save(tmp_path / "net.onnx", net(_QUANTIZED.replace("Abs", "Sigmoid")), _SCALE)
+    cleaned(source, drop_pairs=["Add:*"])
+    x = drawn(2, 3, 6, 6)
+    first = np.maximum(np.round(x.astype(np.float64) / 0.25) * 0.25, 0)
+    (ours,) = run(tmp_path / "cleaned" / "model.clean.onnx", {"x": x})
+    np.testing.assert_allclose(ours, 1 / (1 + np.exp(-first)) - first, atol=1e-6)
+
+
+def test_a_pair_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    source = save(tmp_path / "net.onnx", net(_QUANTIZED), _SCALE)
+    with pytest.raises(
+        ConfigError, match=r"clean.drop_pairs=Conv:Relu: the file has no pair between such operators"
+    ):
+        cleaned(source, drop_pairs=["Conv:Relu"])

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import onnx_ir as ir
+from numpy.typing import NDArray
+from onnx_ir.passes import common
 
+from qatkit.export.clean.graphs import graphs
 from qatkit.export.clean.rewrite.place import before, held
 from qatkit.export.matching import made
 from qatkit.verify.graph_view import constant, operand
+from qatkit_verify.errors import ConfigError
 
 
 def dedicated_pairs(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
@@ -51,6 +58,63 @@ def weight_pairs(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
     return True
 
 
+def drop_pairs(model: ir.Model, asked: Sequence[str]) -> list[str]:
+    """Removes the pairs between operators, so that what stood between them is no longer rounded.
+
+    Args:
+        model: which is changed.
+        asked: MAKER:READER, each the type of an operator, the name of a node, or * for any.
+
+    Returns:
+        A line for each, with the number of pairs.
+
+    Raises:
+        ConfigError: one matches no pair.
+    """
+    lines = []
+    for text in asked:
+        pairs = [
+            node for graph in graphs(model.graph) for node in graph if node.op_type == "DequantizeLinear"
+        ]
+        count = sum(_dropped(pair, text) for pair in pairs)
+        if not count:
+            reason = (
+                "the file has no pair between such operators (MAKER:READER, types or names of nodes, or *)"
+            )
+            raise ConfigError("clean.drop_pairs", text, reason=reason)
+        lines.append(f"{text}: {count} dropped")
+    common.RemoveUnusedNodesPass()(model)
+    return lines
+
+
+def _dropped(pair: ir.Node, text: str) -> bool:
+    """Lets the readers of a pair that match read what was quantized."""
+    quantize, result = made(operand(pair, 0), "QuantizeLinear"), pair.outputs[0]
+    source = None if quantize is None else operand(quantize, 0)
+    maker = None if source is None else source.producer()
+    if source is None or maker is None:
+        return False
+    found = [use for use in result.uses() if _matches(text, maker, use[0])]
+    for reader, index in found:
+        reader.replace_input_with(index, source)
+    if not (result.is_graph_output() and _matches(text, maker, None)):
+        return bool(found)
+    name = result.name
+    ir.convenience.replace_all_uses_with(result, source, replace_graph_outputs=True)
+    result.name, source.name = f"{name}_dropped", name
+    return True
+
+
+def _matches(text: str, maker: ir.Node, reader: ir.Node | None) -> bool:
+    """Returns whether MAKER:READER names both; None is an output of the file, which * alone names."""
+    second = ("*",) if reader is None else ("*", reader.op_type, reader.name)
+    return any(
+        text[:place] in ("*", maker.op_type, maker.name) and text[place + 1 :] in second
+        for place, letter in enumerate(text)
+        if letter == ":"
+    )
+
+
 def _copy(model: ir.Model, reader: ir.Node, node: ir.Node, inputs: list[ir.Value | None]) -> ir.Value:
     new = before(model, reader, node.op_type, inputs)
     producer = new.producer()
@@ -61,7 +125,7 @@ def _copy(model: ir.Model, reader: ir.Node, node: ir.Node, inputs: list[ir.Value
     return new
 
 
-def _along(values: np.ndarray, rank: int, axis: int) -> np.ndarray:
+def _along(values: NDArray[Any], rank: int, axis: int) -> NDArray[Any]:
     """Returns scales in the shape that multiplies a tensor along an axis."""
     if values.ndim == 0 or values.size == 1:
         return values.reshape(())
