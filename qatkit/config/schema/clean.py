@@ -31,10 +31,11 @@ class CleanConfig:
         list,
         "operators written otherwise: layer_norm, instance_norm, l2_norm and gelu join their parts; relu: of Clip and "
         "Max from 0 on; batch_norm_of_concat, into the convolutions before; batch_norm_to_conv; mean_to_pool; "
-        "split_pool: a global pool of more than 512 values as two; split_to_slice; of quantized files dedicated_pairs: "
-        "a QuantizeLinear and DequantizeLinear for each reader, and weight_pairs: float weights behind both",
+        "split_pool: a global pool of more than 512 values as two; split_to_slice; of quantized files fold_relu "
+        "(QuantizeLinear clips as the Relu before it), dedicated_pairs (a QuantizeLinear and DequantizeLinear for each "
+        "reader), weight_pairs (float weights behind both) and bfloat16_clip (before each cast to bfloat16)",
         Words(("layer_norm", "instance_norm", "l2_norm", "gelu", "relu", "batch_norm_of_concat", "batch_norm_to_conv",
-               "mean_to_pool", "split_pool", "split_to_slice", "dedicated_pairs", "weight_pairs")),
+               "mean_to_pool", "split_pool", "split_to_slice", "fold_relu", "bfloat16_clip", "dedicated_pairs", "weight_pairs")),
     )  # fmt: skip
     approximate: list[str] = setting(
         list,

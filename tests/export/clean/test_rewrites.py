@@ -146,6 +146,26 @@ def test_each_reader_gets_a_pair_of_its_own(tmp_path: Path) -> None:
     assert found.proof.outputs == {"y": float("inf")}
 
 
+@pytest.mark.parametrize(("zero", "folded"), [(0, True), (3, False)])
+def test_a_relu_goes_where_its_quantizer_clips(zero: int, folded: bool, tmp_path: Path) -> None:
+    text = net("r = Relu (x) q = QuantizeLinear (r, s, z) y = DequantizeLinear (q, s, z)")
+    weights = {"s": np.asarray(0.1, np.float32), "z": np.asarray(zero, np.uint8)}
+    source = save(tmp_path / "net.onnx", text, weights)
+    found, model = cleaned(source, rewrite=["fold_relu"])
+    assert kinds(model) == ([] if folded else ["Relu"]) + ["QuantizeLinear", "DequantizeLinear"]
+    assert found.proof.outputs == {"y": float("inf")}
+
+
+def test_bfloat16_does_not_become_infinite(tmp_path: Path) -> None:
+    source = save(tmp_path / "net.onnx", net("c = Cast <to: int = 16> (x) y = Cast <to: int = 1> (c)"))
+    found, model = cleaned(source, rewrite=["bfloat16_clip"])
+    assert kinds(model) == ["Clip", "Cast", "Cast"] and found.proof.outputs == {"y": float("inf")}
+    x = np.full((1, 6, 10, 8), np.finfo(np.float32).max, np.float32)
+    assert np.isinf(run(source, {"x": x})[0]).all()
+    largest = np.float32(2.0**128 - 2.0**120)
+    np.testing.assert_array_equal(run(tmp_path / "cleaned" / "model.clean.onnx", {"x": -x})[0], -largest)
+
+
 def test_weights_get_whole_pairs(tmp_path: Path) -> None:
     source = save(tmp_path / "net.onnx", net(PAIRS), INTEGERS)
     found, model = cleaned(source, rewrite=["weight_pairs"])

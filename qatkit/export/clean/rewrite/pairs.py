@@ -13,8 +13,11 @@ from onnx_ir.passes import common
 from qatkit.export.clean.graphs import graphs
 from qatkit.export.clean.rewrite.place import before, held
 from qatkit.export.matching import made
+from qatkit.export.quiet import quiet
 from qatkit.verify.graph_view import constant, operand
 from qatkit_verify.errors import ConfigError
+
+_BFLOAT16 = (("min", -(2.0**128 - 2.0**120)), ("max", 2.0**128 - 2.0**120))
 
 
 def dedicated_pairs(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
@@ -58,6 +61,34 @@ def weight_pairs(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
     return True
 
 
+def fold_relu(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
+    """Removes a Relu whose readers are QuantizeLinears with the lowest integer as zero point: these clip as it does."""
+    result, source = node.outputs[0], operand(node, 0)
+    if node.op_type != "Relu" or source is None or not result.uses() or result.is_graph_output():
+        return False
+    for reader, index in result.uses():
+        zero = constant(operand(reader, 2))
+        if reader.op_type != "QuantizeLinear" or index != 0 or len(reader.inputs) < 3 or zero is None:
+            return False
+        if zero.dtype.kind not in "iu" or np.any(zero != np.iinfo(zero.dtype).min):
+            return False
+    result.replace_all_uses_with(source)
+    graph.remove(node, safe=True)
+    return True
+
+
+def bfloat16_clip(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
+    """Clips what is cast to bfloat16 to its largest number, since what lies above would become infinite."""
+    x = operand(node, 0)
+    if node.op_type != "Cast" or node.attributes["to"].as_int() != ir.DataType.BFLOAT16.value:
+        return False
+    if x is None or x.dtype != ir.DataType.FLOAT or constant(x) is not None:
+        return False
+    bounds = [held(model, node, what, np.asarray(one, np.float32)) for what, one in _BFLOAT16]
+    node.replace_input_with(0, before(model, node, "Clip", [x, *bounds]))
+    return True
+
+
 def drop_pairs(model: ir.Model, asked: Sequence[str]) -> list[str]:
     """Removes the pairs between operators, so that what stood between them is no longer rounded.
 
@@ -83,7 +114,8 @@ def drop_pairs(model: ir.Model, asked: Sequence[str]) -> list[str]:
             )
             raise ConfigError("clean.drop_pairs", text, reason=reason)
         lines.append(f"{text}: {count} dropped")
-    common.RemoveUnusedNodesPass()(model)
+    with quiet():
+        common.RemoveUnusedNodesPass()(model)
     return lines
 
 

@@ -10,6 +10,7 @@ from onnx_ir.passes import common
 from qatkit.export.clean.graphs import graphs
 from qatkit.export.clean.rewrite import dpu, layers, norms, pairs, pools
 from qatkit.export.clean.shapes import infer
+from qatkit.export.quiet import quiet
 from qatkit_verify.errors import ConfigError
 
 Rewrite = Callable[[ir.Model, ir.Graph, ir.Node], bool]
@@ -25,6 +26,8 @@ SAME: Mapping[str, Rewrite] = {
     "mean_to_pool": pools.mean_to_pool,
     "split_pool": pools.split_pool,
     "split_to_slice": pools.split_to_slice,
+    "fold_relu": pairs.fold_relu,
+    "bfloat16_clip": pairs.bfloat16_clip,
     "dedicated_pairs": pairs.dedicated_pairs,
     "weight_pairs": pairs.weight_pairs,
 }
@@ -38,7 +41,9 @@ APPROXIMATE: Mapping[str, Rewrite] = {
     "clip": dpu.clip,
     "softmax": dpu.softmax,
 }
-EXACT = frozenset(("relu", "split_to_slice", "dedicated_pairs", "weight_pairs"))  # every value stays
+EXACT = frozenset(
+    ("relu", "split_to_slice", "fold_relu", "bfloat16_clip", "dedicated_pairs", "weight_pairs")
+)  # every value stays
 _OPSETS = {"layer_norm": 17, "gelu": 20}
 
 
@@ -64,10 +69,11 @@ def rewrite(model: ir.Model, asked: Collection[str], rules: Mapping[str, Rewrite
             raise ConfigError(key, name, reason=reason)
     if not asked:
         return []
-    common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
-    infer(model)
-    counts = {name: _replaced(model, rule) for name, rule in rules.items() if name in asked}
-    common.RemoveUnusedNodesPass()(model)
+    with quiet():
+        common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+        infer(model)
+        counts = {name: _replaced(model, rule) for name, rule in rules.items() if name in asked}
+        common.RemoveUnusedNodesPass()(model)
     return [f"{name}: {count} replaced" for name, count in counts.items()]
 
 
