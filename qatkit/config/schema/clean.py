@@ -35,26 +35,16 @@ class CleanConfig:
         "(QuantizeLinear clips as the Relu before it), dedicated_pairs (a QuantizeLinear and DequantizeLinear for each "
         "reader), weight_pairs (float weights behind both) and bfloat16_clip (before each cast to bfloat16)",
         Words(("layer_norm", "instance_norm", "l2_norm", "gelu", "relu", "batch_norm_of_concat", "batch_norm_to_conv",
-               "mean_to_pool", "split_pool", "split_to_slice", "fold_relu", "bfloat16_clip", "dedicated_pairs", "weight_pairs")),
+               "mean_to_pool", "split_pool", "split_to_slice", "fold_relu", "bfloat16_clip",
+               "dedicated_pairs", "weight_pairs")),
     )  # fmt: skip
     approximate: list[str] = setting(
         list,
         "operators replaced by what hardware computes, which changes the function; the error is printed: relu6 (Clip "
         "from 0 becomes Relu), sigmoid (HardSigmoid), and AMD's DPU versions leaky_relu, hard_sigmoid, average_pool, "
         "reduce_mean, clip, softmax",
-        Words(
-            (
-                "relu6",
-                "leaky_relu",
-                "sigmoid",
-                "hard_sigmoid",
-                "average_pool",
-                "reduce_mean",
-                "clip",
-                "softmax",
-            )
-        ),
-    )
+        Words(("relu6", "leaky_relu", "sigmoid", "hard_sigmoid", "average_pool", "reduce_mean", "clip", "softmax")),
+    )  # fmt: skip
     drop_pairs: list[str] = setting(
         list,
         "of a quantized file, which changes the function: pairs of QuantizeLinear and DequantizeLinear that are "
