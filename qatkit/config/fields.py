@@ -129,6 +129,31 @@ class Choices(Limit):
 
 
 @dataclass(frozen=True)
+class Words(Limit):
+    """A list of words, each one of a few."""
+
+    values: tuple[str, ...]
+
+    def holds(self, value: Any) -> bool:
+        """Whether all words are among them."""
+        return isinstance(value, list) and all(one in self.values for one in value)
+
+    def hint(self, value: Any) -> str:
+        """The word that is nearest to the first wrong one."""
+        wrong = (
+            next((one for one in value if one not in self.values), "") if isinstance(value, list) else value
+        )
+        return Choices(self.values).hint(str(wrong))
+
+    def expected(self) -> str:
+        """Returns the words as a list."""
+        return f"a list of {', '.join(self.values)}"
+
+    def __str__(self) -> str:
+        return f"[{', '.join(self.values)}]"
+
+
+@dataclass(frozen=True)
 class Listed(Limit):
     """One of a few numbers, or a word beside them; `because` says why there are no others."""
 

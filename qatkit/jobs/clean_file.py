@@ -21,6 +21,7 @@ from qatkit_verify.files import whole, write_text
 from qatkit_verify.table import drawn
 
 if TYPE_CHECKING:
+    from qatkit.export.clean.proof import Proof
     from qatkit.export.clean.run import Cleaned
 
 RECORD = "clean.json"
@@ -112,7 +113,8 @@ def _written(config: Config, folder: Path, folded: str) -> list[str]:
         from qatkit.export.clean.run import Asked, clean
 
         services = Asked(asked.fix_shapes or {}, asked.fold or folded, asked.float32, asked.layout or {}, asked.opset,
-                         asked.unshare, asked.names, asked.inputs)  # fmt: skip
+                         asked.unshare, asked.names, asked.inputs, asked.rewrite, asked.approximate,
+                         asked.drop_pairs)  # fmt: skip
         try:
             found = clean(plain, model, services, target, config.verify.threads)
         except ConfigError as error:
@@ -140,19 +142,24 @@ def _hand_over(found: Cleaned, folder: Path, key: str | None) -> None:
 
 def _record(config: Config, found: Cleaned) -> dict[str, Any]:
     proof = found.proof
-    outputs = {name: None if ratio == float("inf") else ratio for name, ratio in proof.outputs.items()}
     return {
         "settings": _settings(config),
         "changed": [{"service": service, "what": what} for service, what in found.rows],
         "nodes": dict(zip(("before", "after"), found.nodes, strict=True)),
         "bytes": dict(zip(("before", "after"), found.bytes, strict=True)),
         "proof": {
-            "outputs_db": outputs,
+            "outputs_db": _decibels(proof),
             "bound_db": None if proof.bound == float("inf") else proof.bound,
             "inputs": proof.inputs,
             "drawn": proof.drawn,
         },
+        "approximation_db": None if found.error is None else _decibels(found.error),
     }
+
+
+def _decibels(proof: Proof) -> dict[str, float | None]:
+    """Returns the dB of each output; None of one that is equal in every value."""
+    return {name: None if ratio == float("inf") else ratio for name, ratio in proof.outputs.items()}
 
 
 def _table(source: Path, path: Path, found: Cleaned) -> list[str]:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from qatkit.config.fields import PLACE, Choices, Range, setting
+from qatkit.config.fields import PLACE, Choices, Range, Words, setting
 
 
 @dataclass
 class CleanConfig:
-    """Changes of an ONNX file that keep its function, which ONNX Runtime proves; before another mode, only if set."""
+    """Changes of an ONNX file that keep its function, which ONNX Runtime proves; before another mode, only if set.
+
+    Two settings change the function, `approximate` and `drop_pairs`; by how much is printed.
+    """
 
     fix_shapes: Any = setting(
         None,
@@ -23,6 +26,29 @@ class CleanConfig:
         "joined that round otherwise, such as a BatchNormalization with its Conv (all); null: all with mode=clean, "
         "before another mode exact with fix_shapes, else none",
         Choices(("none", "exact", "all")),
+    )
+    rewrite: list[str] = setting(
+        list,
+        "operators written otherwise: layer_norm, instance_norm, l2_norm and gelu join their parts; relu: of Clip and "
+        "Max from 0 on; batch_norm_of_concat, into the convolutions before; batch_norm_to_conv; mean_to_pool; "
+        "split_pool: a global pool of more than 512 values as two; split_to_slice; of quantized files fold_relu "
+        "(QuantizeLinear clips as the Relu before it), dedicated_pairs (a QuantizeLinear and DequantizeLinear for each "
+        "reader), weight_pairs (float weights behind both) and bfloat16_clip (before each cast to bfloat16)",
+        Words(("layer_norm", "instance_norm", "l2_norm", "gelu", "relu", "batch_norm_of_concat", "batch_norm_to_conv",
+               "mean_to_pool", "split_pool", "split_to_slice", "fold_relu", "bfloat16_clip",
+               "dedicated_pairs", "weight_pairs")),
+    )  # fmt: skip
+    approximate: list[str] = setting(
+        list,
+        "operators replaced by what hardware computes, which changes the function; the error is printed: relu6 (Clip "
+        "from 0 becomes Relu), sigmoid (HardSigmoid), and AMD's DPU versions leaky_relu, hard_sigmoid, average_pool, "
+        "reduce_mean, clip, softmax",
+        Words(("relu6", "leaky_relu", "sigmoid", "hard_sigmoid", "average_pool", "reduce_mean", "clip", "softmax")),
+    )  # fmt: skip
+    drop_pairs: list[str] = setting(
+        list,
+        "of a quantized file, which changes the function: pairs of QuantizeLinear and DequantizeLinear that are "
+        "removed, [MAKER:READER], each the type of an operator, the name of a node, or * for any",
     )
     float32: bool = setting(False, "float16 tensors, inputs and outputs become float32")
     layout: Any = setting(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +18,8 @@ from qatkit.export.clean.layout import change_layout
 from qatkit.export.clean.names import safe_names
 from qatkit.export.clean.opset import to_opset
 from qatkit.export.clean.proof import EQUAL, OF_HALVES, ROUNDED, Proof, prove
+from qatkit.export.clean.rewrite.pairs import drop_pairs
+from qatkit.export.clean.rewrite.run import APPROXIMATE, EXACT, SAME, rewrite
 from qatkit.export.clean.shapes import fill_shapes
 from qatkit.export.clean.store import check, store
 from qatkit.export.clean.unshare import unshare
@@ -36,13 +38,17 @@ class Asked(NamedTuple):
     unshare: bool
     names: str
     inputs: str | None
+    rewrite: Sequence[str] = ()
+    approximate: Sequence[str] = ()
+    drop_pairs: Sequence[str] = ()
 
     @property
     def bound(self) -> float:
         """The dB that outputs have to meet."""
         if self.float32:
             return OF_HALVES
-        return ROUNDED if self.fold == "all" or self.opset is not None else EQUAL
+        rounds = self.fold == "all" or self.opset is not None or not EXACT.issuperset(self.rewrite)
+        return ROUNDED if rounds else EQUAL
 
 
 @dataclass(frozen=True)
@@ -52,11 +58,14 @@ class Cleaned:
     Attributes:
         files: in a temporary folder; the model first.
         rows: services with what they changed.
+        proof: that the function is the same, before operators were replaced by approximations.
+        error: the comparison with these; None where none were asked for.
     """
 
     files: list[Path]
     rows: list[Row]
     proof: Proof
+    error: Proof | None
     nodes: tuple[int, int]
     bytes: tuple[int, int]
 
@@ -82,19 +91,32 @@ def clean(source: Path, model: ir.Model, asked: Asked, target: Path, threads: in
     if asked.fold != "none":
         model, lines = fold(model, target.parent, exact=asked.fold == "exact", threads=threads)
         rows += [("fold", line) for line in lines]
+    rows += [("rewrite", line) for line in rewrite(model, asked.rewrite, SAME, "clean.rewrite")]
     rows += [("layout", line) for line in change_layout(model, asked.layout)]
     rows += [("unshare", line) for line in (unshare(model) if asked.unshare else ())]
     rows += [("shapes", line) for line in fill_shapes(model)]
     if asked.names != "keep":
         rows += [("names", line) for line in safe_names(model, ends=asked.names == "all")]
     present = [str(value.name) for value in (*model.graph.inputs, *model.graph.outputs)]
-    files = store(model, target, beside=beside)
-    check(target, source)
     names = dict(zip(former, present, strict=True))
-    found = prove(source, target, wanted, layout=asked.layout, names=names, bound=asked.bound,
-                  inputs=asked.inputs, threads=threads)  # fmt: skip
+
+    def stored(bound: float) -> tuple[list[Path], Proof]:
+        files = store(model, target, beside=beside)
+        check(target, source)
+        return files, prove(source, target, wanted, layout=asked.layout, names=names, bound=bound,
+                            inputs=asked.inputs, threads=threads)  # fmt: skip
+
+    (files, found), error = stored(asked.bound), None
+    if asked.approximate or asked.drop_pairs:
+        lines = rewrite(model, asked.approximate, APPROXIMATE, "clean.approximate")
+        changed = [("approximate", line) for line in lines]
+        changed += [("drop_pairs", line) for line in drop_pairs(model, asked.drop_pairs)]
+        fill_shapes(model)
+        files, error = stored(-EQUAL)
+        worst = min(error.outputs.values(), default=EQUAL)
+        rows += [*changed, (changed[-1][0], f"the worst output is {worst:.1f} dB from the file's")]
     sizes = (source.stat().st_size, sum(path.stat().st_size for path in files))
-    return Cleaned(files, rows, found, (count, sum(1 for _ in nodes(model))), sizes)
+    return Cleaned(files, rows, found, error, (count, sum(1 for _ in nodes(model))), sizes)
 
 
 def _prepared(

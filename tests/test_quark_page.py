@@ -1,0 +1,103 @@
+"""docs/quark.md: each key of its second column is one of the configuration, with a value that it takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import yaml
+from command_line import CONF, ROOT
+
+from qatkit.config.fields import Setting, limit_of, settings_of
+from qatkit.config.schema import Config
+from qatkit.config.schema.model import OverrideConfig
+
+_PAGE = (ROOT / "docs" / "quark.md").read_text(encoding="utf-8")
+_CODE = re.compile(r"`([^`]+)`")
+_OF_THE_SYSTEM = ("TMPDIR",)
+_MOST_MISSING = 6
+
+
+def _rows() -> Iterator[list[str]]:
+    for line in _PAGE.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if line.startswith("| `"):
+            yield cells
+
+
+ROWS = list(_rows())
+KEYS = sorted({code for row in ROWS for code in _CODE.findall(row[1])})
+# Of the last column those that look like keys of ours.
+MENTIONED = sorted(
+    {
+        code
+        for code in _CODE.findall("\n".join(row[3] for row in ROWS))
+        if re.match(r"[a-z_]+\.[a-z_.]+(=|$)|[a-z]+=", code)
+    }
+)
+
+
+def _group(name: str) -> type | None:
+    """The dataclass of a group of settings."""
+    made = getattr(Config(), name, None)
+    return type(made) if dataclasses.is_dataclass(made) else None
+
+
+def _owner(key: str) -> tuple[type, str]:
+    """The dataclass that has a key, and its name there."""
+    first, *rest = key.split(".")
+    if not rest:
+        return Config, first
+    if first == "algorithm":
+        name, field = rest
+        text = yaml.safe_load((CONF / "algorithm" / f"{name}.yaml").read_text(encoding="utf-8"))
+        module, _, target = text[name]["target"].rpartition(".")
+        return getattr(importlib.import_module(module), target), field
+    if key.startswith("backend.overrides.PATTERN."):
+        return OverrideConfig, rest[-1]
+    owner = _group(first)
+    assert owner is not None and len(rest) == 1, f"{key} is no key"
+    return owner, rest[0]
+
+
+def _check(code: str) -> None:
+    key, _, value = code.partition("=")
+    if key in _OF_THE_SYSTEM:
+        return
+    if value and (CONF / key).is_dir():
+        assert (CONF / key / f"{value}.yaml").is_file(), f"conf/{key} has no {value}.yaml"
+        return
+    owner, name = _owner(key)
+    known: dict[str, Setting] = {setting.name: setting for setting in settings_of(owner)}
+    fields = {one.name for one in dataclasses.fields(owner)}
+    assert name in fields, f"{key}: {owner.__name__} has no {name}"
+    if not value or name not in known:
+        return
+    given: Any = yaml.safe_load(re.sub(r":(?=[^ ])", ": ", value) if value.startswith("{") else value)
+    if known[name].allowed:
+        limit = limit_of(owner, name)
+        assert limit.holds(given), f"{code}: expected {limit.expected()}"
+
+
+@pytest.mark.parametrize("code", KEYS)
+def test_a_key_beside_an_option_exists(code: str) -> None:
+    _check(code)
+
+
+@pytest.mark.parametrize("code", MENTIONED)
+def test_a_key_that_is_mentioned_exists(code: str) -> None:
+    _check(code)
+
+
+def test_each_option_has_a_row_and_few_have_no_key() -> None:
+    options = [option for row in ROWS for option in _CODE.findall(row[0])]
+    assert len(options) == len(set(options))
+    verdicts = [row[2] for row in ROWS]
+    assert set(verdicts) == {"same", "better", "not"}
+    assert verdicts.count("not") <= _MOST_MISSING
+    assert all((row[1] == "-") == (row[2] == "not") for row in ROWS)
+    assert all(row[3] for row in ROWS if row[2] in ("not", "better"))
