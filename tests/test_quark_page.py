@@ -14,7 +14,7 @@ from command_line import CONF, ROOT
 
 from qatkit.config.fields import Setting, limit_of, settings_of
 from qatkit.config.schema import Config
-from qatkit.config.schema.model import OverrideConfig
+from qatkit.config.schema.quantization import OverrideConfig
 
 _PAGE = (ROOT / "docs" / "quark.md").read_text(encoding="utf-8")
 _CODE = re.compile(r"`([^`]+)`")

@@ -10,8 +10,8 @@ Three facts per node, found in one walk from the inputs to the outputs:
                  and the residual stream beside stays float); it goes up through reshapes and the like
 
 A ReLU is absorbed by the point after it when nobody else reads what comes before it, and the range can start
-at zero: one without a zero point can't. A backend may compute activations together with the operator before (`Backend.fuses`):
-the point then stands behind the activation, which stays.
+at zero: one without a zero point can't. A backend may compute activations together with the operator
+before (`Backend.fuses`): the point is then after the activation, which stays.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class OpRule:
 
 @dataclass(frozen=True)
 class Shifts:
-    """Bounds of the shifts by which hardware with scales 2^-pos requantizes, ends included (D77).
+    """Bounds of the shifts by which hardware with scales 2^-pos requantizes, ends included (decision 77).
 
     Attributes:
         cut: of a convolution or Linear: pos(weight) + pos(input) - pos(output). The weight's scale is moved.

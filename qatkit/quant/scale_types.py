@@ -11,7 +11,7 @@
 
 A sum of integers times a power of two is exact in float32 below 2²⁴, ties included, which all runtimes round to even.
 Kernels of sums and products add the zero point before they round, and QuantizeLinear adds it afterwards. Both round
-ties alike if the zero point is even, so all zero points beside powers of two are even (docs/design.md, D75). No scale
+ties alike if the zero point is even, so all zero points beside powers of two are even (decision 75). No scale
 of a type is aligned (`qatkit.graph.scales.align`): what alignment asks for are other numbers.
 """
 

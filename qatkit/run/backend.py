@@ -168,11 +168,6 @@ def _check_formats(config: Config, backend: Backend) -> None:
             )
     if not backend.simulated:
         return
-    for place, one in list(_settings(config.backend))[1:]:
-        for name in ("scale_type", "bias_dtype"):
-            if (value := getattr(one, name)) is not None:
-                allowed = "null with backend=simulated, whose numbers are no integers"
-                raise ConfigError(f"{place}.{name}", value, allowed)
     _check_no_scales(config.backend)
     for key, needed in _OF_INTEGERS:
         group, _, name = key.partition(".")
@@ -180,6 +175,11 @@ def _check_formats(config: Config, backend: Backend) -> None:
         if value != needed:
             allowed = "null" if needed is None else str(needed).lower()
             raise ConfigError(key, value, f"{allowed} with backend=simulated, whose numbers are no integers")
+    _check_takes_formats(config)
+
+
+def _check_takes_formats(config: Config) -> None:
+    """Refuses algorithms and observers that count integers."""
     for name, algorithm in algorithms_of(config.algorithm).items():
         if not algorithm.formats:
             known = "equalize, smooth_quant, bias_correction, gptq or none"
@@ -193,7 +193,7 @@ def _check_no_scales(asked: BackendConfig) -> None:
     """Refuses scales and ranges of single tensors where numbers are no integers."""
     names = [f"{of}_{what}" for of in ("weight", "activation") for what in ("scale", "zero_point", "range")]
     for pattern, override in asked.overrides.items():
-        for name in (*names, "weight_axis", "activation_reduce_range"):
+        for name in (*names, "weight_axis", "activation_reduce_range", "scale_type", "bias_dtype"):
             if (value := getattr(override, name)) is not None:
                 key = f"backend.overrides.{pattern}.{name}"
                 raise ConfigError(key, value, "null with backend=simulated, whose numbers are no integers")

@@ -22,11 +22,10 @@ from qatkit.config.schema.files import (
     VerifyConfig,
 )
 from qatkit.config.schema.goals import PrecisionConfig, RescueConfig, SearchConfig, TargetConfig
-from qatkit.config.schema.model import (
+from qatkit.config.schema.model import DataConfig, ModelConfig
+from qatkit.config.schema.quantization import (
     BackendConfig,
     CalibrationConfig,
-    DataConfig,
-    ModelConfig,
     OverrideConfig,
     QuantizerConfig,
     WeightsConfig,
