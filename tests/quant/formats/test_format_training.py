@@ -1,4 +1,4 @@
-"""Training through number formats: a step on each, with the gradients of the rounded network where nothing saturates."""
+"""Training through number formats: a step on each, and the gradients of the rounded network where nothing saturates."""
 
 from __future__ import annotations
 
