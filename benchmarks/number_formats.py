@@ -28,6 +28,7 @@ from pathlib import Path
 import numpy as np
 import onnxruntime as ort
 import torch
+from number_formats_quark import PRESETS
 from torch import Tensor, fx, nn
 
 from qatkit import models
@@ -101,8 +102,10 @@ def by_quark(
         export_onnx(float_baseline(model.eval(), images[:2]), images[:2], file, opset=17)
         calibration = torch.cat([x for x, _ in data.calibration_batches(10, 10)])
         np.savez(given, calibration=calibration.numpy(), test=images.numpy())
-        script = Path(__file__).with_name("number_formats_quark.py")
-        command = [interpreter, script, file, given, made, "--formats", *formats]
+        script = Path(__file__).resolve().with_name("number_formats_quark.py")
+        known = [name for name in formats if name in PRESETS]
+        paths = (interpreter.absolute(), script, file, given, made)
+        command = [*map(str, paths), "--formats", *known]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=folder)
         return {name: torch.from_numpy(one) for name, one in np.load(made).items()}
 

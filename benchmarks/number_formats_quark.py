@@ -8,6 +8,8 @@ the outputs for `test` of each format, computed by ONNX Runtime with Quark's ope
     FORMAT         the preset as it comes
     FORMAT.same    on the inputs and weights of Conv, Gemm and MatMul with a weight alone, as backend=simulated has it
     FORMAT.last    the same with blocks along the last axis, which is right for inputs of MatMul and wrong for weights
+    FORMAT.sums    the same with blocks along the axis over which each product adds up, which no preset offers: the
+                   axes of Quark's operators are set in the file that it wrote
 
 Needs amd-quark, onnx, onnxruntime, and a C++ compiler for Quark's operators.
 """
@@ -35,6 +37,7 @@ PRESETS = {
     "mxfp4": "MXFP4E2M1",
 }
 _PRODUCTS = ["Conv", "Gemm", "MatMul"]
+_PLACEMENTS = ("", "same", "last", "sums")
 _BATCH = 50
 
 
@@ -75,6 +78,20 @@ def configured(preset: str, model: onnx.ModelProto, kind: str) -> Any:
     return Config(global_quant_config=made)
 
 
+def along_sums(path: Path) -> None:
+    """Sets the axes of Quark's operators in a file to those over which products add up."""
+    model = onnx.load(str(path))
+    readers = {name: (node.op_type, i) for node in model.graph.node for i, name in enumerate(node.input)}
+    for node in model.graph.node:
+        kind, place = readers.get(node.output[0], ("", 0))
+        if node.domain == "com.amd.quark" and kind in _PRODUCTS:
+            axis = 1 if kind == "Conv" else -2 if (kind, place) == ("MatMul", 1) else -1
+            kept = [one for one in node.attribute if one.name != "axis"]
+            del node.attribute[:]
+            node.attribute.extend([*kept, onnx.helper.make_attribute("axis", axis)])
+    onnx.save(model, str(path))
+
+
 def outputs(path: Path, images: Any) -> Any:
     """Returns the outputs of ONNX Runtime with Quark's operators."""
     from quark.onnx.operators.custom_ops import get_library_path
@@ -99,7 +116,7 @@ def main() -> None:
     parser.add_argument("images", type=Path)
     parser.add_argument("made", type=Path)
     parser.add_argument("--formats", nargs="+", choices=PRESETS, default=list(PRESETS))
-    parser.add_argument("--placements", nargs="+", choices=("", "same", "last"), default=("", "same", "last"))
+    parser.add_argument("--placements", nargs="+", choices=_PLACEMENTS, default=_PLACEMENTS)
     asked = parser.parse_args()
     images, model, found = np.load(asked.images), onnx.load(str(asked.file)), {}
     for name in asked.formats:
@@ -110,6 +127,8 @@ def main() -> None:
                 reader = Reader(model.graph.input[0].name, images["calibration"])
                 config = configured(PRESETS[name], model, kind)
                 ModelQuantizer(config).quantize_model(str(asked.file), str(path), reader)
+                if kind == "sums":
+                    along_sums(path)
                 found[label] = outputs(path, images["test"])
                 np.savez(asked.made, **found)
             except Exception as error:  # whatever the tool raises is its row

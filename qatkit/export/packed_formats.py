@@ -47,7 +47,7 @@ def pack_formats(model: ir.Model, module: nn.Module, *, dequantize: bool) -> Non
     Args:
         dequantize: by DequantizeLinear where ONNX Runtime has it for the format.
     """
-    held = [one.held for one in module.modules() if isinstance(getattr(one, "held", None), HeldWeight)]
+    held = [one for part in module.modules() if isinstance(one := getattr(part, "held", None), HeldWeight)]
     known: dict[tuple[tuple[int, ...], bytes], tuple[HeldWeight, bool]] = {}
     for one in held:
         array = one.values.numpy()

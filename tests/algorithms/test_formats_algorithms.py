@@ -119,10 +119,11 @@ def test_what_gptq_found_is_in_a_checkpoint_and_can_be_trained() -> None:
 
 def test_smooth_quant_spreads_an_outlier_of_a_block() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 16)).eval()
+    norm, linear = nn.LayerNorm(32), nn.Linear(32, 16)
+    model = nn.Sequential(norm, linear).eval()
     with torch.no_grad():
-        model[0].weight[3] = 300.0
-        model[1].weight[:, 3] /= 300.0
+        norm.weight[3] = 300.0
+        linear.weight[:, 3] /= 300.0
     x = noise(256, 32)
     backend = of("mxint8", "mxfp4")
     plain = ready(model, x, backend)

@@ -83,9 +83,8 @@ def _constant(node: onnx.NodeProto, known: set[str]) -> bool:
 
 
 def expected(shipped: Shipped) -> list[NDArray[np.float32]]:
-    held = [
-        one.held for one in shipped.converted.modules() if isinstance(getattr(one, "held", None), HeldWeight)
-    ]
+    parts = shipped.converted.modules()
+    held = [one for part in parts if isinstance(one := getattr(part, "held", None), HeldWeight)]
     return [one.values.numpy() for one in held]
 
 

@@ -1,4 +1,4 @@
-"""A training step through each number format, with the gradients of the rounded network where nothing saturates."""
+"""Training through number formats: a step on each, and the gradients of the rounded network where nothing saturates."""
 
 from __future__ import annotations
 
