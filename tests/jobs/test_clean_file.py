@@ -219,3 +219,20 @@ def test_real_files_are_cleaned(name: str, tmp_path: Path) -> None:
     assert len(onnx.load(out / "model.clean.onnx").graph.node) <= _LEFT[name]
     proof = json.loads((out / "clean.json").read_text())["proof"]
     assert all(ratio is None or ratio > 100 for ratio in proof["outputs_db"].values())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not _ZIP.is_file(), reason="no shared/data/onnx_models.zip beside the checkout")
+@pytest.mark.parametrize(
+    ("name", "replaced"),
+    [("dtln_2", {"mean_to_pool": 1, "split_to_slice": 2}), ("magika", {"relu": 2})],
+)
+def test_real_files_are_rewritten(name: str, replaced: dict[str, int], tmp_path: Path) -> None:
+    with zipfile.ZipFile(_ZIP) as held:
+        held.extract(f"onnx_models/{name}.onnx", tmp_path)
+    source = tmp_path / "onnx_models" / f"{name}.onnx"
+    quantize(run_of(source, rewrite=[*replaced]))
+    told = json.loads((source.parent / "out" / "clean.json").read_text())
+    lines = [row["what"] for row in told["changed"] if row["service"] == "rewrite"]
+    assert lines == [f"{what}: {count} replaced" for what, count in sorted(replaced.items())]
+    assert all(ratio is None or ratio > 100 for ratio in told["proof"]["outputs_db"].values())

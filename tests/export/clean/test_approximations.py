@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,7 @@ def net(body: str, x: str = "2, 3, 6, 6") -> str:
 
 def _pooled(x: Values, side: int) -> Values:
     n, c, h, w = x.shape
-    return x.reshape(n, c, h // side, side, w // side, side).mean((3, 5))
+    return np.asarray(x.reshape(n, c, h // side, side, w // side, side).mean((3, 5)))
 
 
 _CLIP = """low = Constant <value_float: float = {}> () high = Constant <value_float: float = {}> ()
@@ -34,7 +35,7 @@ _CLIP = """low = Constant <value_float: float = {}> () high = Constant <value_fl
 _POOL = "y = AveragePool <kernel_shape: ints = [{0}, {0}], strides: ints = [{0}, {0}]> (x)"
 _MEAN = "axes = Constant <value_ints: ints = [1, 2]> () y = ReduceMean (x, axes)"
 # Body, and the values by the factors that the hardware has.
-CASES = {
+CASES: dict[str, tuple[str, Callable[[Values], Values]]] = {
     "relu6": (_CLIP.format(0.0, 6.0), lambda x: np.maximum(x, 0)),
     "leaky_relu": ("y = LeakyRelu <alpha: float = 0.1> (x)", lambda x: np.where(x < 0, x * 26 / 256, x)),
     "sigmoid": ("y = Sigmoid (x)", lambda x: np.clip(x / 6 + 0.5, 0, 1)),
@@ -93,7 +94,7 @@ def _softmax(x: NDArray[np.float32]) -> NDArray[np.float32]:
     x = rounded(x)
     whole = np.floor(rounded(x * np.float32(1.4453125)))
     rest = rounded(x - rounded(whole * np.float32(0.69140625)))
-    cubic = np.float32(0.21875)
+    cubic = np.full_like(rest, 0.21875)
     for coefficient in (0.486328125, 1.0, 1.0):
         cubic = rounded(cubic * rest + np.float32(coefficient))
     power = rounded(rounded(np.float32(2) ** whole) * cubic)

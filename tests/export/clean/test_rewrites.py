@@ -126,8 +126,8 @@ PAIRS = """q = QuantizeLinear (x, s, z) d = DequantizeLinear (q, s, z)
   u = DequantizeLinear <axis: int = 0> (k, c) w = DequantizeLinear (v, s, z)
   e = Conv <kernel_shape: ints = [1, 1]> (d, u) f = Conv <kernel_shape: ints = [1, 1]> (d, w) y = Sub (e, f)"""
 INTEGERS: Arrays = {
-    "s": np.float32(0.031),
-    "z": np.uint8(121),
+    "s": np.asarray(0.031, np.float32),
+    "z": np.asarray(121, np.uint8),
     "c": np.abs(drawn(5, seed=1)) + np.float32(1e-3),
     "k": np.arange(-15, 15).astype(np.int8).reshape(5, 6, 1, 1) * np.int8(4),
     "v": np.arange(0, 240, 8).astype(np.uint8).reshape(5, 6, 1, 1),
@@ -149,7 +149,7 @@ def test_each_reader_gets_a_pair_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("zero", "folded"), [(0, True), (3, False)])
 def test_a_relu_goes_where_its_quantizer_clips(zero: int, folded: bool, tmp_path: Path) -> None:
     text = net("r = Relu (x) q = QuantizeLinear (r, s, z) y = DequantizeLinear (q, s, z)")
-    weights = {"s": np.asarray(0.1, np.float32), "z": np.asarray(zero, np.uint8)}
+    weights: Arrays = {"s": np.asarray(0.1, np.float32), "z": np.asarray(zero, np.uint8)}
     source = save(tmp_path / "net.onnx", text, weights)
     found, model = cleaned(source, rewrite=["fold_relu"])
     assert kinds(model) == ([] if folded else ["Relu"]) + ["QuantizeLinear", "DequantizeLinear"]

@@ -90,7 +90,7 @@ def _zero(value: ir.Value | None) -> bool:
 
 def _affine(node: ir.Node) -> tuple[NDArray[np.float32], NDArray[np.float32]] | None:
     """Returns factor and shift of each channel of a BatchNormalization that does not train."""
-    if node.op_type != "BatchNormalization" or node.attributes.get_int("training_mode", 0):
+    if node.op_type != "BatchNormalization" or node.attributes.get_int("training_mode", 0) > 0:
         return None
     held_values = [constant(operand(node, index)) for index in range(1, 5)]
     if len(node.outputs) > 1 or any(one is None or one.dtype != np.float32 for one in held_values):
@@ -115,7 +115,7 @@ def _multiply(model: ir.Model, conv: ir.Node, factor: NDArray[np.float32], shift
     assert weight is not None
     groups = conv.attributes.get_int("group", 1)
     transposed = conv.op_type == "ConvTranspose"
-    count = weight.shape[1] * groups if transposed else weight.shape[0]
+    count = int(weight.shape[1] * groups if transposed else weight.shape[0])
     factor, shift = factor[:count], shift[:count]
     if transposed:  # [inputs, outputs of a group, ...], where the inputs of a group follow each other
         parts = weight.reshape(groups, weight.shape[0] // groups, *weight.shape[1:])

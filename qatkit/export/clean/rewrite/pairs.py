@@ -45,7 +45,7 @@ def weight_pairs(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
         return False
     if integers.dtype not in (np.int8, np.uint8) or scale.dtype != np.float32:
         return False
-    if "block_size" in node.attributes and node.attributes.get_int("block_size", 0):
+    if node.attributes.get_int("block_size", 0) > 0:
         return False
     zero = constant(operand(node, 2))
     axis = node.attributes.get_int("axis", 1)
