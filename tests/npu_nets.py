@@ -48,10 +48,10 @@ class OutOfBounds(nn.Module):
         self.fine, self.coarse, self.small = (nn.Conv2d(3, 3, 1) for _ in range(3))
         with torch.no_grad():
             for conv in (self.fine, self.coarse, self.small):
-                conv.bias.zero_()
+                conv.bias = nn.Parameter(torch.zeros(3))
                 conv.weight.zero_()
             self.fine.weight[:, 0] = 1e-4
-            self.fine.bias.copy_(torch.tensor([3.0, -2.0, 1.0]))  # the output's range is the bias's
+            self.fine.bias = nn.Parameter(torch.tensor([3.0, -2.0, 1.0]))  # the output's range is the bias's
             # The difference of two channels that are nearly equal.
             self.coarse.weight[:, 0], self.coarse.weight[:, 1] = 64.0, -64.0
             self.small.weight[:, 2] = 2.0**-9

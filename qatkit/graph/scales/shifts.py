@@ -17,8 +17,8 @@ from typing import cast
 import torch
 from torch import Tensor, fx
 
-from qatkit.graph.nodes import op_class, site
-from qatkit.graph.quantizers import QUANTIZES, is_quantizer, module_of, quantized_operators
+from qatkit.graph.nodes import module_of, op_class, site
+from qatkit.graph.quantizers import QUANTIZES, is_quantizer, quantized_operators
 from qatkit.graph.scales.moves import Scales
 from qatkit.graph.scales.shared import quantizers_around, shared_groups
 from qatkit.quant.backends import Backend
