@@ -67,12 +67,12 @@ def fix_weight(quantizer: WeightFakeQuantize, weight: Tensor, pattern: str, over
         listed = list(zero) if _several(zero) else [zero]
         points = [_zero_point(key, one, spec) for one in listed]
         zeros = _spread(f"{key}zero_point", points if _several(zero) else points[0], shape)
-    zeros = zeros.to(weight.device, torch.int32) if spec.has_zero_point else None
-    quantizer.fix(value.to(weight.device), zero_point=zeros)
+    counted = zeros.to(weight.device, torch.int32) if spec.has_zero_point else None
+    quantizer.fix(value.to(weight.device), zero_point=counted)
 
 
-def fix_table(module: nn.Module, pattern: str, override: OverrideConfig) -> None:
-    """As `fix_weight`, of an embedding; the weights of a recurrent layer are several, and take none.
+def fix_weights(module: nn.Module, pattern: str, override: OverrideConfig) -> None:
+    """As `fix_weight`, of a Conv, Linear or Embedding; the weights of a recurrent layer are several, and take none.
 
     Raises:
         ConfigError: as `fix_weight`.

@@ -11,7 +11,7 @@ from torch import fx
 
 from qatkit.config.schema import OverrideConfig
 from qatkit.graph.capture.free_axes import with_sizes
-from qatkit.graph.fixed_scales import fix_activation, fix_weight
+from qatkit.graph.fixed_scales import fix_activation, fix_weights
 from qatkit.graph.guarded import adds_in_16_bits
 from qatkit.graph.node_arguments import BATCH_AXIS, VARYING_AXES, shape_of
 from qatkit.graph.nodes import called, facts, fused_activation, module_of, op_class, qat_type, site
@@ -87,7 +87,7 @@ def prepare_qat(
         _insert(graph_module, point, quantizer)
     for node, spec in _weight_specs(placement, chosen, backend).items():
         _quantize_weight(node, spec, quantizers)
-        fix_weight(module_of(node).weight_fake_quant, module_of(node).weight, *chosen.of_weight(node))
+        fix_weights(module_of(node), *chosen.of_weight(node))
     weight_only = quantize_weights_alone(graph_module, chosen, backend, quantizers)
     tidy(graph_module)
     _link_weights(graph_module)

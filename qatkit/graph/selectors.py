@@ -252,7 +252,7 @@ def _input_of(graph: fx.Graph, node: fx.Node, number: int, key: str, selector: s
     """The node that makes an input of an operator; the operator itself where that input is its weight."""
     of_file, weighted = file_node(node), facts(node).weighted
     if of_file is None:
-        given = list[fx.Node]()
+        given: list[fx.Node] = []
         fx.node.map_arg((node.args, node.kwargs), given.append)
         if number < len(given):
             return given[number]
@@ -268,7 +268,8 @@ def _input_of(graph: fx.Graph, node: fx.Node, number: int, key: str, selector: s
     if number == of_file.weight and weighted:
         return node
     name = of_file.inputs[number]
-    found = [n for n in graph.nodes if n.op in (*_OPERATORS, "placeholder") and _made_by(n) == name]
+    nodes: Iterable[fx.Node] = graph.nodes
+    found = [n for n in nodes if n.op in (*_OPERATORS, "placeholder") and _made_by(n) == name]
     if not found:
         reason = f"input {number} of {of_file.name}, '{name}', is a constant or left out: it has no range"
         raise ConfigError(key, selector, reason=reason)

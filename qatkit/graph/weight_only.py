@@ -14,7 +14,7 @@ from typing import cast
 
 from torch import fx, nn
 
-from qatkit.graph.fixed_scales import fix_table
+from qatkit.graph.fixed_scales import fix_weights
 from qatkit.graph.nodes import module_of, op_class, site
 from qatkit.graph.overrides import Overrides
 from qatkit.graph.placement import constants
@@ -60,7 +60,7 @@ def quantize_weights_alone(
         if not isinstance(module, _TYPES[kind]):
             spec = _spec(module, chosen.weight(node, backend), backend, guarded)
             new = _quantized(module, _TYPES[kind], spec, quantizers)
-            fix_table(new, *chosen.of_weight(node))
+            fix_weights(new, *chosen.of_weight(node))
             graph_module.set_submodule(str(node.target), new)
         if not backend.weights_alone or kind != "embedding":  # there every table is packed
             notes.append((site(node), _SAID[kind]))

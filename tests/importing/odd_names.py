@@ -63,7 +63,7 @@ def build(folder: Path, name: str) -> Path:
     draw = np.random.default_rng(0)
     nodes, constants = [], {}
     for kind, label, inputs, output in FILES[name]:
-        given, more = list(inputs), {}
+        given, more = list(inputs), dict[str, Any]()
         if kind in ("Conv", "ConvTranspose", "Gemm"):
             channels = 3 if inputs == ["x:0"] else _CHANNELS
             shape = (_CHANNELS, 5) if kind == "Gemm" else (_CHANNELS, channels, 3, 3)

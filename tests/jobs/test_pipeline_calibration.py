@@ -173,10 +173,14 @@ class OneFarOut(Net):
 
 
 def test_clipped_weights_are_trained_shipped_and_exported_again(tmp_path: Path) -> None:
-    """calibration.weights=mse, where it pays: one scale for the whole of a 7-bit weight, one value far out."""
+    """calibration.weights=mse, where it pays: one scale for the whole of a 7-bit weight, one value far out. A scale
+    that an override gives stands in all of it, and the report has what selectors chose.
+    """
     chosen = CalibrationConfig(images=64, weights="mse")
+    given = OverrideConfig(activation_scale=0.01, activation_zero_point=100)
     backend = BackendConfig(
-        reduce_range=True, overrides={"*": OverrideConfig(weight_granularity="per_tensor")}
+        reduce_range=True,
+        overrides={"*": OverrideConfig(weight_granularity="per_tensor"), "tensor/input": given},
     )
     run = tiny(
         tmp_path / "run",
@@ -190,6 +194,10 @@ def test_clipped_weights_are_trained_shipped_and_exported_again(tmp_path: Path) 
     assert stored["graph.conv2.weight_fake_quant.clip"] == pytest.approx(0.96)
     parity = report_of(tmp_path / "run")["parity"]
     assert parity["unoptimized"]["agreement"] == parity["optimized"]["agreement"] == 1.0
+    matched = report_of(tmp_path / "run")["measured"]["overrides"]["matched"]
+    assert [one["selector"] for one in matched] == ["*", "tensor/input"]
+    assert matched[0]["count"] == len(matched[0]["names"]) > 1 and matched[1]["names"] == ["input"]
+    assert float(stored["graph.input_quant.scale"]) == pytest.approx(0.01)
     again = replace(run, output_dir=str(tmp_path / "again"), checkpoint=str(tmp_path / "run" / "last.ckpt"))
     assert export_checkpoint.export(again) == 0
     first, second = (sha256(tmp_path / folder / "model.int8.onnx") for folder in ("run", "again"))
