@@ -97,7 +97,7 @@ class _Found:
         if _constant(value) is not None:  # a float weight before a pair
             self.parameters.setdefault(str(value.name), encoding)
             return
-        names = list(self._activation_names(node))
+        names = list(self._activation_names(node, str(value.name)))
         known = next((name for name in names if name not in self.activations), None)
         if any(name in self.activations and self.activations[name].equals(encoding) for name in names):
             return
@@ -106,15 +106,15 @@ class _Found:
             return
         self.activations[known] = encoding
 
-    def _activation_names(self, node: ir.Node) -> Iterator[str]:
-        """Names of the tensor that a node quantizes, the best first."""
+    def _activation_names(self, node: ir.Node, given: str) -> Iterator[str]:
+        """Names of the tensor that a node quantizes, the best first; `given` is what it reads."""
         for reader in node.outputs[0].consumers():
             yield from (str(one.name) for one in reader.outputs if one.is_graph_output())
         told = _TENSOR.fullmatch(node.name or "")
         if told is not None and told[1] in self.names:
             yield told[1]
         else:
-            yield str(node.inputs[0].name)  # type: ignore[union-attr]  checked before
+            yield given
 
     def _parameter(self, node: ir.Node) -> None:
         encoding, constant = _encoding(node), node.inputs[0]

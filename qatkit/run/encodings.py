@@ -60,9 +60,8 @@ def digest_of_encodings(config: Config) -> dict[str, str]:
 
 
 def _matched(module: QATModule, path: str) -> Matched:
-    model = module.original
-    of_file = isinstance(model, ImportedModel)
-    names = names_of_file(model, module.graph) if of_file else names_of_graph(module.graph)
+    model, graph = module.original, module.graph
+    names = names_of_file(model, graph) if isinstance(model, ImportedModel) else names_of_graph(graph)
     return matched(module.graph, names, _read(Path(path)).all, path)
 
 

@@ -147,7 +147,7 @@ def test_half_of_the_encodings_leave_the_rest_to_calibration(tmp_path: Path) -> 
 def quantized_by_ort(source: Path) -> Path:
     """By onnxruntime.quantization.quantize_static, per channel."""
 
-    class Reader(CalibrationDataReader):  # type: ignore[misc]  without types
+    class Reader(CalibrationDataReader):  # type: ignore[misc]
         def __init__(self) -> None:
             self.rows = iter({"input": row[None].numpy()} for row in FEEDS["input"])
 

@@ -6,6 +6,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -90,7 +91,7 @@ def test_a_float_file_has_no_encodings(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def given(folder: Path, source: Path, **changes: object) -> Config:
+def given(folder: Path, source: Path, **changes: Any) -> Config:
     """Quantizes `source` with AIMET's encodings."""
     calibration = CalibrationConfig(images=32, batch_size=16, encodings=f"{SAMPLES}/per_channel.1.0.0.json")
     config = settings(source, "static", folder, calibration=calibration)
