@@ -59,7 +59,7 @@ class FormatFakeQuantize(FakeQuantize):
         scale = tensor_scale(largest, form) if form.has_tensor_scale else torch.ones_like(largest)
         return scale, torch.zeros_like(scale, dtype=torch.int32)
 
-    def _follow(self, low: Tensor, high: Tensor) -> None:
+    def follow_range(self, low: Tensor, high: Tensor) -> None:
         self.scale.copy_(torch.where(low <= high, self.qparams(low, high)[0], self.scale))
 
     def shipped(self) -> tuple[Tensor, Tensor]:
