@@ -25,7 +25,8 @@ class Two(nn.Module):
         self.conv, self.head = nn.Conv2d(3, 8, 3, padding=1), nn.Linear(12, 5)
 
     def forward(self, image: Tensor, vector: Tensor) -> Tensor:
-        return self.head(torch.cat([torch.relu(self.conv(image)).mean((2, 3)), vector], 1))
+        logits: Tensor = self.head(torch.cat([torch.relu(self.conv(image)).mean((2, 3)), vector], 1))
+        return logits
 
 
 def _pairs(count: int) -> list[tuple[Tensor, Tensor]]:

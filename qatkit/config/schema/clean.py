@@ -47,8 +47,8 @@ class CleanConfig:
     )  # fmt: skip
     drop_pairs: list[str] = setting(
         list,
-        "of a quantized file, which changes the function: pairs of QuantizeLinear and DequantizeLinear that are "
-        "removed, [MAKER:READER], each the type of an operator, the name of a node, or * for any",
+        "of a quantized file, which changes the function: pairs of QuantizeLinear and DequantizeLinear or of Casts to "
+        "16 bits and back that are removed, [MAKER:READER], each an operator type, the name of a node, or * for any",
     )
     float32: bool = setting(False, "float16 tensors, inputs and outputs become float32")
     layout: Any = setting(

@@ -162,3 +162,15 @@ def test_a_pair_that_is_not_there_is_one_line(tmp_path: Path) -> None:
         ConfigError, match=r"clean.drop_pairs=Conv:Relu: the file has no pair between such operators"
     ):
         cleaned(source, drop_pairs=["Conv:Relu"])
+
+
+def test_casts_to_bfloat16_and_back_are_pairs(tmp_path: Path) -> None:
+    body = """a = Cast <to: int = 16> (x) b = Cast <to: int = 1> (a) c = Cast <to: int = 1> (w)
+      d = Mul (b, c) e = Cast <to: int = 16> (d) y = Cast <to: int = 1> (e)"""
+    weight = np.asarray(1 / 3, bfloat16)
+    source = save(tmp_path / "net.onnx", net(body), {"w": weight})
+    found, model = cleaned(source, drop_pairs=["*:*"], fold="exact")
+    assert kinds(model) == ["Mul"] and found.error is not None
+    x = drawn(2, 3, 6, 6)
+    (ours,) = run(tmp_path / "cleaned" / "model.clean.onnx", {"x": x})
+    np.testing.assert_array_equal(ours, x * weight.astype(np.float32))

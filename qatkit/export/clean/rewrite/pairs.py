@@ -17,6 +17,7 @@ from qatkit.export.quiet import quiet
 from qatkit.verify.graph_view import constant, operand
 from qatkit_verify.errors import ConfigError
 
+_HALVES = (ir.DataType.BFLOAT16.value, ir.DataType.FLOAT16.value)
 _BFLOAT16 = (("min", -(2.0**128 - 2.0**120)), ("max", 2.0**128 - 2.0**120))
 
 
@@ -92,6 +93,8 @@ def bfloat16_clip(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
 def drop_pairs(model: ir.Model, asked: Sequence[str]) -> list[str]:
     """Removes the pairs between operators, so that what stood between them is no longer rounded.
 
+    A pair is a QuantizeLinear and a DequantizeLinear, or a Cast to bfloat16 or float16 and one back to float32.
+
     Args:
         model: which is changed.
         asked: MAKER:READER, each the type of an operator, the name of a node, or * for any.
@@ -105,7 +108,10 @@ def drop_pairs(model: ir.Model, asked: Sequence[str]) -> list[str]:
     lines = []
     for text in asked:
         pairs = [
-            node for graph in graphs(model.graph) for node in graph if node.op_type == "DequantizeLinear"
+            node
+            for graph in graphs(model.graph)
+            for node in graph
+            if node.op_type in ("DequantizeLinear", "Cast")
         ]
         count = sum(_dropped(pair, text) for pair in pairs)
         if not count:
@@ -121,10 +127,10 @@ def drop_pairs(model: ir.Model, asked: Sequence[str]) -> list[str]:
 
 def _dropped(pair: ir.Node, text: str) -> bool:
     """Lets the readers of a pair that match read what was quantized."""
-    quantize, result = made(operand(pair, 0), "QuantizeLinear"), pair.outputs[0]
-    source = None if quantize is None else operand(quantize, 0)
+    first, result = _first_of(pair), pair.outputs[0]
+    source = None if first is None else operand(first, 0)
     maker = None if source is None else source.producer()
-    if source is None or maker is None:
+    if source is None or (maker is None and not source.is_graph_input()):
         return False
     found = [use for use in result.uses() if _matches(text, maker, use[0])]
     for reader, index in found:
@@ -137,11 +143,20 @@ def _dropped(pair: ir.Node, text: str) -> bool:
     return True
 
 
-def _matches(text: str, maker: ir.Node, reader: ir.Node | None) -> bool:
-    """Returns whether MAKER:READER names both; None is an output of the file, which * alone names."""
-    second = ("*",) if reader is None else ("*", reader.op_type, reader.name)
+def _first_of(pair: ir.Node) -> ir.Node | None:
+    """Returns what rounds for a node that reads it back, where the two are a pair."""
+    if pair.op_type == "DequantizeLinear":
+        return made(operand(pair, 0), "QuantizeLinear")
+    first = made(operand(pair, 0), "Cast")
+    back = pair.attributes["to"].as_int() == ir.DataType.FLOAT.value
+    return first if back and first is not None and first.attributes["to"].as_int() in _HALVES else None
+
+
+def _matches(text: str, maker: ir.Node | None, reader: ir.Node | None) -> bool:
+    """Returns whether MAKER:READER names both; None is an input or output of the file, which * alone names."""
+    first, second = (("*",) if one is None else ("*", one.op_type, one.name) for one in (maker, reader))
     return any(
-        text[:place] in ("*", maker.op_type, maker.name) and text[place + 1 :] in second
+        text[:place] in first and text[place + 1 :] in second
         for place, letter in enumerate(text)
         if letter == ":"
     )
