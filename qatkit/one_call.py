@@ -149,9 +149,7 @@ def quantize(
         test,
         _classes(composed, train, test),
     )
-    if not any(one.startswith("calibration.images=") for one in config):
-        images = min(composed.calibration.images, len(train))
-        composed = replace(composed, calibration=replace(composed.calibration, images=images))
+    composed = _fitted(composed, config, len(train))
     with _given(given):
         check_job(composed, from_checkpoint=False)
         check_machine(composed)
@@ -202,6 +200,16 @@ def _composed(typed: Sequence[str]) -> Config:
     """Returns the configuration, also within a program that Hydra itself has started."""
     with without_hydra_around():
         return compose_config(conf(), typed, train_run)
+
+
+def _fitted(config: Config, typed: Sequence[str], samples: int) -> Config:
+    """Returns the configuration with no more calibration images than there are, unless their number was typed."""
+    calibration = config.calibration
+    if not any(one.startswith("calibration.images=") for one in typed):
+        calibration = replace(calibration, images=min(calibration.images, samples))
+    if not any(one.startswith("calibration.batch_size=") for one in typed):
+        calibration = replace(calibration, batch_size=min(calibration.batch_size, calibration.images))
+    return replace(config, calibration=calibration)
 
 
 def _names(model: nn.Module, example: Inputs | None) -> tuple[str, ...]:

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from qatkit.config.schema import BackendConfig, OverrideConfig
@@ -41,6 +42,18 @@ def every_override(backend: BackendConfig) -> dict[str, OverrideConfig]:
     return {name: one for name, one in found.items() if name not in excluded} | {
         name: OverrideConfig(float=True) for name in excluded
     }
+
+
+@contextmanager
+def naming_the_list(backend: BackendConfig) -> Iterator[None]:
+    """Makes the error of a selector of `exclude` name that list, where it was typed."""
+    try:
+        yield
+    except ConfigError as error:
+        excluded = [_written_out("backend.exclude", one, backend) for one in backend.exclude]
+        if error.key != "backend.overrides" or error.value not in excluded:
+            raise
+        raise ConfigError("backend.exclude", shown(str(error.value)), reason=error.problem) from error
 
 
 def shown(selector: str) -> str:

@@ -17,6 +17,7 @@ from qatkit.algorithms.base import algorithms_of
 from qatkit.config.float_overrides import float_overrides
 from qatkit.config.schema import CalibrationConfig, Config, ModelConfig
 from qatkit.config.schema.model import TEXT
+from qatkit.config.selectors import naming_the_list
 from qatkit.data import DataModule
 from qatkit.data.inputs import ArrayInputs, Batch, Inputs
 from qatkit.graph.captured import Captured
@@ -312,17 +313,18 @@ def qat_module(
         floats: sites of operators that are float beside what the overrides say.
     """
     known = algorithms_of(config.algorithm)
-    module = module_type(
-        model,
-        inputs.example(2),
-        config.schedule,
-        backend_of(config),
-        {**overrides_of(config), **float_overrides(floats)},
-        quantizers_of(config),
-        algorithms=[one for name, one in known.items() if algorithms is None or name in algorithms],
-        quantize=quantize,
-        task=task_of(config.task, config.verify.decision),
-    )
+    with naming_the_list(config.backend):
+        module = module_type(
+            model,
+            inputs.example(2),
+            config.schedule,
+            backend_of(config),
+            {**overrides_of(config), **float_overrides(floats)},
+            quantizers_of(config),
+            algorithms=[one for name, one in known.items() if algorithms is None or name in algorithms],
+            quantize=quantize,
+            task=task_of(config.task, config.verify.decision),
+        )
     module.mixed_scales = config.calibration.mixed_scales
     module.mean_shifts = config.calibration.mean_shifts
     module.progress = config.trainer.progress and main_process()
