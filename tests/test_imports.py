@@ -17,6 +17,19 @@ HEAVY = {"torch", "lightning", "onnx", "onnx_ir", "onnxscript", "onnxruntime"}
 COMPOSERS = {"hydra", "omegaconf"}
 
 # Rooms, and outer libraries that importing them must not load, however far down.
+# Packages of extras, and the modules of ours that need one as they are imported.
+EXTRAS = {
+    "tokenizers",
+    "transformers",
+    "optuna",
+    "timm",
+    "soundfile",
+    "mlflow",
+    "s3fs",
+    "cryptography",
+    "openvino",
+}
+NEED_EXTRAS = ("qatkit.handover.generate", "qatkit.search.")
 LOADED = [
     ("qatkit", HEAVY | COMPOSERS | {"numpy", "rich", "yaml"}),
     ("qatkit.config.fields qatkit.config.schema qatkit.config.rules", HEAVY | COMPOSERS | {"numpy", "yaml"}),
@@ -167,6 +180,24 @@ def test_imports_run_one_way() -> None:
     }
     assert upwards.keys() == UPWARDS.keys(), upwards
     assert len(UPWARDS) <= 5
+
+
+def test_what_every_run_imports_needs_no_extra() -> None:
+    modules = _modules()
+    needing = []
+    for module, path in modules.items():
+        level = list(_module_level(ast.parse(path.read_text()).body))
+        outer = {name.split(".")[0] for one in level for name in _names_in(one)}
+        ours = {name for name in _imported(level, modules) if name.startswith(NEED_EXTRAS)}
+        if not module.startswith(NEED_EXTRAS) and (outer & EXTRAS or ours):
+            needing.append((module, outer & EXTRAS, ours))
+    assert not needing
+
+
+def _names_in(statement: ast.stmt) -> list[str]:
+    if isinstance(statement, ast.Import):
+        return [alias.name for alias in statement.names]
+    return [statement.module or ""] if isinstance(statement, ast.ImportFrom) else []
 
 
 def test_no_imports_go_round() -> None:

@@ -29,7 +29,7 @@ _EXTRAS = {
     "search": "optuna",
     "slurm": "hydra_plugins.hydra_submitit_launcher",
     "mlflow": "mlflow",
-    "publish": "fsspec",
+    "publish": "s3fs",
     "sign": "cryptography",
 }
 _VNNI = ("avx512_vnni", "avx_vnni", "asimddp")

@@ -18,14 +18,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from qatkit import models
+from qatkit import handover, models
 from qatkit.config.schema import Config
 from qatkit.data.tokenizer import save_tokenizer
 from qatkit.export.accuracy_level import FLOAT, INT8, at_level
 from qatkit.export.decoder_inputs import for_runtimes
 from qatkit.export.torch_to_onnx import export_onnx
 from qatkit.graph.captured import Captured
-from qatkit.handover import generate
 from qatkit.jobs.stages import Conditional, State
 from qatkit.models.hf_decoder import KEY, MASK, PAST_MASK, Decoder, past_names
 from qatkit.records.decoder_files import (
@@ -122,7 +121,8 @@ def _write(state: State, folder: Path) -> list[str]:
     settings: dict[str, Any] = cast(Any, state.model).config.to_dict()
     told = genai_config(settings, _ends(state.model), sizes)
     write_text(folder / GENAI_FILE, json.dumps(told, indent=1) + "\n")
-    shutil.copyfile(str(generate.__file__), folder / GENERATE_FILE)
+    # Not imported: it needs tokenizers, which only language models bring.
+    shutil.copyfile(Path(str(handover.__file__)).with_name(GENERATE_FILE), folder / GENERATE_FILE)
     return notes
 
 
