@@ -136,11 +136,7 @@ class Origin:
                 self._by_weight.setdefault(weight.name, []).append(node)
 
     def find(self, node: ir.Node, weight: Weight | None) -> ir.Node | None:
-        """Returns the source node, or None for a new node.
-
-        Tries the name, the name without the suffixes of fusions, the output tensors and the weight, in this
-        order.
-        """
+        """Returns the origin by name, name without fusion suffixes, output tensor or weight; None if new."""
         names = [str(node.name).removeprefix("fused ")]
         while (shorter := _FUSED_SUFFIX.sub("", names[-1])) != names[-1]:
             names.append(shorter)
