@@ -2,10 +2,8 @@
 
 Against the converted module: ONNX Runtime runs the file as written, with the output of every QuantizeLinear
 exposed, and these are compared with the module's own integers. Any difference comes from the exporter.
-
 Against the optimizer: the graph that ONNX Runtime makes of the file is saved. It runs with those tensors
 exposed that the file also has by name, and so does the file without optimizations.
-
 Integers are compared in their own steps; in a file without integers, floats in steps of their range / 255.
 """
 
