@@ -21,7 +21,7 @@ class Window:
         kernel, strides, dilations: one number per axis.
         pads: before all axes, then after all; None: as many as make the output size the input size over the
             stride, rounded up.
-        lower: whether an odd pad is added before the axis.
+        lower: whether the extra pad of an odd total is added before the axis.
     """
 
     kernel: tuple[int, ...]

@@ -27,7 +27,7 @@ class StepSequence:
     """The inputs of a file from the first step to the last.
 
     Attributes:
-        start: the states of the first step, by the names of the inputs that take them.
+        start: the states of the first step, by input name.
         steps: the other inputs of each step, by name, in order.
     """
 

@@ -158,7 +158,7 @@ class Session:
 
     Attributes:
         ms: by file, milliseconds of its fastest run.
-        waited: of the time that the threads ran, what they waited for a core beside it.
+        waited: the time that the threads waited for a core, relative to the time that they ran.
     """
 
     ms: Mapping[str, float]

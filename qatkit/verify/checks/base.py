@@ -1,7 +1,7 @@
 """Defines a check: something measured on the exported file, the bounds on it, and the lines that report it.
 
     subject ── measure ──> Results ── shortfalls ──> lines for the exit status, each with its proposed fix
-                               └─ lines ───────> lines for the terminal and the page
+                                   └─ lines ───────> lines for the terminal and the page
 
 To add a check, write a class in one file and add a line to `verify.checks`. Figures for which `Results` has
 no field are kept under the check's name: `results.with_measured(self.name, {...})`, which report.json holds.

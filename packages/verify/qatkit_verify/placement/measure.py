@@ -2,7 +2,7 @@
 
     FOLDER/variants.json and FOLDER/*.onnx ── in turns ──> one table, and placement.json, which training takes
 
-Only numpy and onnxruntime are needed. Exit status 0, or 2 for a folder that can't be used.
+Only numpy and onnxruntime are needed. The exit status is 0, or 2 for a folder that cannot be used.
 """
 
 from __future__ import annotations
