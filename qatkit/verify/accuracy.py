@@ -58,7 +58,7 @@ def module_accuracy(
     *,
     task: Task = CLASSIFICATION,
 ) -> Scores:
-    """Returns the scores of a PyTorch module (the simulation, the float model), in eval mode, on its own device.
+    """Returns the scores of a PyTorch module (the simulation, the float model), in eval mode on its device.
 
     Args:
         module: a module, or what `predictor` returned for one.
@@ -98,7 +98,7 @@ def file_predictor(session: ort.InferenceSession, task: Task = CLASSIFICATION) -
 
 
 def predictor(model: nn.Module | Predictor, task: Task = CLASSIFICATION) -> Predictor:
-    """Wraps a module as a function of arrays, in eval mode on its own device; returns other functions as they are."""
+    """Wraps a module as a function of arrays, in eval mode on its device; returns other functions unchanged."""
     torch = sys.modules.get("torch")  # if a module exists, torch has been imported already
     if torch is not None and isinstance(model, torch.nn.Module):
         if device_of(model).type != "cpu":

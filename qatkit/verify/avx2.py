@@ -1,4 +1,4 @@
-"""Exact emulation of uint8 x int8 products on x86 processors without VNNI, where pair sums are clipped to 16 bits.
+"""Exact emulation of uint8 x int8 products on x86 without VNNI, where sums of pairs are clipped to 16 bits.
 
     with VNNI      a0 w0 + a1 w1 + a2 w2 + a3 w3                          in 32 bits
     without (MLAS) clip(a0 w0 + a1 w1) + clip(a2 w2 + a3 w3)               vpmaddubsw, then vpmaddwd and vpaddd

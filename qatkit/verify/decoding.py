@@ -60,7 +60,7 @@ class OnnxDecoder:
         return logits, present
 
     def greedy(self, tokens: Array, count: int) -> tuple[list[int], float]:
-        """Returns the likeliest `count` tokens after [1, T], one after the other, and the seconds per token."""
+        """Returns the likeliest `count` tokens after [1, T], one after the other, and seconds per token."""
         logits, past = self.run(tokens, self.empty(1))
         made = [int(logits[0, -1].argmax())]
         start = time.perf_counter()
@@ -169,7 +169,7 @@ def decoding(
 def _by_steps(
     decoder: OnnxDecoder, whole: Callable[[Array], Array], tokens: Array, steps: int
 ) -> tuple[int, int]:
-    """Returns how many tokens at the end of a window were computed one by one, and how many agree on the next token."""
+    """Returns how many tokens at a window's end ran one by one, and how many agree on the next token."""
     split = max(1, tokens.shape[1] - steps)
     exact = whole(tokens)[0].argmax(-1)
     _, past = decoder.run(tokens[:, :split], decoder.empty(1))

@@ -175,7 +175,7 @@ def disagreeing(
     path: str | Path,
     task: Task = CLASSIFICATION,
 ) -> Any:
-    """Returns images [N, C, H, W] that `reference` and one of `others` decide differently, as input for `path`.
+    """Returns images [N, C, H, W] that `reference` and one of `others` decide differently, to feed `path`.
 
     There are `IMAGES` of them, or as many as the file takes at a time, filled up with the first others if
     fewer differ. For a file with several inputs it is the first whole batch with a difference, by name, or
@@ -250,7 +250,7 @@ def _constants(model: ir.Model) -> set[ir.Value]:
 
 
 def _comparable(names: Sequence[str], values: Tensors, source: ir.Model) -> list[str]:
-    """Returns the quantized tensors and the output; in a file without a QuantizeLinear, every float tensor."""
+    """Returns the quantized tensors and the output; without a QuantizeLinear, every float tensor."""
     quantized = {str(n.outputs[0].name) for n in source.graph if n.op_type == "QuantizeLinear"}
     output = {str(value.name) for value in source.graph.outputs}
     wanted = quantized | output if quantized else set(names)
@@ -258,14 +258,14 @@ def _comparable(names: Sequence[str], values: Tensors, source: ir.Model) -> list
 
 
 def judged(found: Divergence, model: ir.Model) -> Divergence:
-    """Returns `found` with the first tensor beyond the tolerance (or that differs at all) and its operator."""
+    """Returns `found` with its operator and the first tensor beyond the tolerance (or that differs)."""
     found = replace(found, first=next((t for t in found.tensors if t.max_steps > found.tolerance), None))
     name = closest(found).first
     return found if name is None else replace(found, operator=operator_of(model, name.name))
 
 
 def operator_of(model: ir.Model, tensor: str) -> str | None:
-    """Returns the node of the file that computes a tensor's values; for the quantized input, the node that reads it.
+    """Returns the node that computes a tensor's values; for the quantized input, the node that reads it.
 
     Among the operators between the dequantized tensors above and this one, it is the nearest that multiplies
     matrices, or else the nearest one.

@@ -1,4 +1,4 @@
-"""Emulates how a processor without VNNI runs a file: what can saturate is emulated, ONNX Runtime runs the rest.
+"""Emulates a file on a processor without VNNI; ONNX Runtime runs everything that cannot saturate.
 
     optimized graph ─ cut before and after each operator that can saturate for some input ─> stretches
     stretch of nodes ─ one ONNX Runtime session        operator ─ qatkit.verify.int8_kernels

@@ -49,7 +49,7 @@ class OutputDistance:
         self._signal, self._noise = self._signal + signal, self._noise + noise
 
     def figures(self, name: str) -> dict[str, Any]:
-        """Returns the SQNR in dB (None if both are equal), and the worst channel if channels differ in scale."""
+        """Returns the SQNR in dB (None if equal), and the worst channel if channels differ in scale."""
         found: dict[str, Any] = {"name": name, "sqnr_db": None}
         if self._signal is None or self._noise is None:
             return found
@@ -71,7 +71,7 @@ class SampleDistance:
         self._lengths: list[float] = []
 
     def add(self, exact: NDArray[Any], found: NDArray[Any], samples: int) -> None:
-        """Adds one batch of the output of both files; without a first axis of size `samples`, it is a single sample."""
+        """Adds one batch of both files; without a first axis of size `samples`, it is a single sample."""
         if exact.shape != found.shape or exact.dtype.kind != "f":
             return
         count = samples if exact.ndim and len(exact) == samples else 1

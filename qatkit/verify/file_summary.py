@@ -161,7 +161,7 @@ def _types(node: ir.Node) -> str:
 
 
 def _dequantized(value: ir.Value | None) -> str:
-    """Returns the type before a DequantizeLinear, with its granularity for a constant; "" for a float tensor."""
+    """Returns the type before a DequantizeLinear, for a constant with its granularity; "" for floats."""
     pair = made_by(value, "DequantizeLinear")
     if pair is None:
         return ""

@@ -23,7 +23,7 @@ from qatkit_verify.errors import ConfigError
 
 @lookup
 def shape_ops() -> frozenset[str]:
-    """Returns operators that move values without computing: a weight after one of them is still that weight."""
+    """Returns operators that move values without computing: a weight after one is still that weight."""
     return onnx_operators([operator("shape")]) | {"Identity", "Cast"}
 
 
@@ -53,13 +53,13 @@ def clip_ops() -> frozenset[str]:
 
 @lookup
 def same_scale_ops() -> frozenset[str]:
-    """Returns operators whose 8-bit kernel passes values through: scale and zero point are the same on both sides."""
+    """Returns operators whose 8-bit kernel passes values through, so that both sides share their scale."""
     return onnx_operators([record for record in operators() if record.keeps_range])
 
 
 @lookup
 def eight_bit_ops() -> frozenset[str]:
-    """Returns operators other than Conv, Gemm and MatMul that have an 8-bit CPU kernel when surrounded by pairs."""
+    """Returns operators besides Conv, Gemm and MatMul with an 8-bit CPU kernel when surrounded by pairs."""
     requantizing = [record for record in operators() if record.kernels and not record.weighted]
     return onnx_operators(requantizing) | same_scale_ops()
 
@@ -134,7 +134,7 @@ def element_type(value: ir.Value | None) -> ir.DataType | None:
 
 
 def quantized_type(pair: ir.Node) -> ir.DataType | None:
-    """Returns the integer type of a QuantizeLinear or DequantizeLinear by its zero point; uint8 without one."""
+    """Returns the integer type of a Q or DQ node from its zero point; uint8 without one."""
     zero_point = operand(pair, 2)
     return ir.DataType.UINT8 if zero_point is None else element_type(zero_point)
 
@@ -153,7 +153,7 @@ def back(value: ir.Value | None) -> Iterator[ir.Node]:
 
 
 def weight(value: ir.Value | None) -> Weight | None:
-    """Returns the constant from which `value` comes, through at most a DequantizeLinear and shape operators."""
+    """Returns the constant that `value` comes from, through at most a DequantizeLinear and shape ops."""
     dequantize = between = None
     for node in back(value):
         if node.op_type == "DequantizeLinear" and dequantize is None:
@@ -167,7 +167,7 @@ def weight(value: ir.Value | None) -> Weight | None:
 
 
 def weight_of(node: ir.Node) -> Weight | None:
-    """Returns the constant operand of a matrix operator (Conv, Gemm, MatMul and their fused forms), or None."""
+    """Returns the constant operand of a matrix operator (Conv, Gemm, MatMul and fused forms), or None."""
     found = (weight(operand(node, index)) for index in _operand_indices(node))
     return next((one for one in found if one is not None), None)
 

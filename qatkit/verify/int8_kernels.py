@@ -1,4 +1,4 @@
-"""NumPy versions of ONNX Runtime's uint8 x int8 operators, exact and as a processor without VNNI computes them.
+"""NumPy versions of ONNX Runtime's uint8 x int8 operators, exact and as computed without VNNI.
 
     QLinearConv, QLinearMatMul, QGemm, MatMulIntegerToFloat, MatMulInteger, DynamicQuantizeMatMul
 
@@ -136,7 +136,7 @@ class Int8Kernel(Judged):
     stack: tuple[int, ...] = ()
 
     def bound(self, read: Read) -> tuple[Int8Kernel, Array]:
-        """Returns the kernel with all its numbers, and its input in bytes; `read` returns computed tensors."""
+        """Returns the kernel with all its numbers, and its input in bytes; `read` gets computed tensors."""
         x, numbers = read(operand(self.node, 0)), self.numbers or Numbers.of(self.node, self.channels, read)
         assert x is not None and numbers is not None, "what is read has been computed"
         if self.node.op_type == "DynamicQuantizeMatMul":
@@ -158,7 +158,7 @@ class Int8Kernel(Judged):
         return self._restored([self.finish(e if c is None else e + c) for e, c in parts], x, shaped)
 
     def both(self, x: Array) -> Iterator[tuple[Integers, Array, Array]]:
-        """Yields a few images at a time what clipping adds to the sums, the exact output and the emulated one."""
+        """Yields, a few images at a time, what clipping adds to the sums, and the exact and emulated output."""
         for weights, part in self._parts(self._arranged(x)):
             exact, clipped = self._part(weights, part, clip=True)
             assert clipped is not None, "asked for"
@@ -176,7 +176,7 @@ class Int8Kernel(Judged):
         return np.broadcast_to(x, (*shape, *x.shape[-2:]))
 
     def _parts(self, x: Array) -> Iterator[tuple[tuple[PairedWeight, ...], Array]]:
-        """Yields as many images or rows as have columns that fit the caches, with the weights that multiply them."""
+        """Yields as many images or rows as have columns that fit the caches, and the weights for them."""
         if self.stack:
             order = np.broadcast_to(np.arange(len(self.weights)).reshape(self.stack), x.shape[:-2])
             for place in np.ndindex(order.shape):
@@ -262,7 +262,7 @@ def dynamically_quantized(x: Array) -> tuple[Bytes, np.float32, int]:
 
 
 def int8_kernel(node: ir.Node, name: str) -> Int8Kernel | None:
-    """Returns the uint8 x int8 kernel of a node of an optimized graph; None for others, including depthwise ones."""
+    """Returns the uint8 x int8 kernel of a node of an optimized graph; None for others and depthwise ones."""
     if node.op_type not in EMULATED or not of_bytes(node, PLACES[node.op_type].x_zero):
         return None
     (place,), (zero,) = PLACES[node.op_type].weights, PLACES[node.op_type].weight_zeros

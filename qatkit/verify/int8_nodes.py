@@ -74,7 +74,7 @@ def _computed(node: ir.Node) -> str:
 
 
 def _type(value: ir.Value | None, zero: ir.Value | None) -> ir.DataType | None:
-    """Returns the type of a computed operand, from its zero point or its producer; None if neither is known."""
+    """Returns the type of a computed operand from its zero point or producer; None if neither is known."""
     known = constant(zero)
     if known is not None:
         return ir.DataType.from_numpy(known.dtype)

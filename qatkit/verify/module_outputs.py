@@ -1,4 +1,4 @@
-"""Computes a module's outputs for a batch as a file would; torch is imported only when a module is passed in."""
+"""Computes a module's outputs for a batch as a file would; imports torch only for a given module."""
 
 from __future__ import annotations
 

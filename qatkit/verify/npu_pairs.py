@@ -22,7 +22,7 @@ _ACTIVATIONS = ("Relu", "Clip", "LeakyRelu", "PRelu", "Gelu")
 
 
 def broken_pairs(nodes: Iterable[ir.Node]) -> list[str]:
-    """Returns one line for each convolution or product with a weight whose shift the hardware does not support."""
+    """Returns one line per convolution or product with a weight whose shift the hardware does not support."""
     lines = []
     assert NPU_CNN.shifts is not None
     low, high = NPU_CNN.shifts.cut

@@ -1,4 +1,4 @@
-"""Counts the bits that a file spends on each weight of its packed products, including scales and zero points."""
+"""Counts the bits that a file spends per weight of packed products, with scales and zero points."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def parity(
     threads: int = 2,
     task: Task = CLASSIFICATION,
 ) -> Parity:
-    """Compares all outputs over `batches` (`qatkit_verify.feeds`): images [N, C, H, W], (images, labels), or by name.
+    """Compares all outputs over `batches`: images [N, C, H, W], (images, labels), or tensors by name.
 
     Of several outputs, the one that is farthest off in its own steps is reported. `qatkit_verify.compare`
     defines agreement. For a file with integer ends, the module gets the same whole pixels, and its outputs
@@ -198,7 +198,7 @@ def _some(images: int) -> None:
 def _worst(
     graph: ir.Graph, outputs: Sequence[Output], whose: str, judged: Sequence[Output] | None = None
 ) -> tuple[int, float, str]:
-    """Returns the output that is farthest off (a float one if there is any), its step, and the source of the step."""
+    """Returns the output that is farthest off (a float one if any), its step, and the step's source."""
     floats = [i for i, one in enumerate(outputs) if one.floats] or list(range(len(outputs)))
     steps = {i: _step(graph.outputs[i], outputs[i], whose) for i in floats}
 
@@ -213,7 +213,7 @@ def _worst(
 
 
 def _decided(graph: ir.Graph, outputs: Sequence[Output], other: int, far: Comparison) -> Comparison:
-    """Returns `far` with the lowest agreement, with and without ties, over the outputs that decide something."""
+    """Returns `far` with the lowest agreement, with and without ties, over the deciding outputs."""
     found = []
     for i in deciding(outputs):
         step, _ = _step(graph.outputs[i], outputs[i], "")
@@ -250,7 +250,7 @@ def _sessions(
 def between_ends(
     converted: nn.Module | Predictor, path: str | Path, threads: int, options: Mapping[str, str] | None
 ) -> AllOutputs:
-    """Wraps the converted module between the ends of the file: whole pixels in, outputs rounded to its steps."""
+    """Wraps the converted module like the file: whole pixels in, outputs rounded to the file's steps."""
     every = all_outputs(converted)
     ends = integer_io(open_session(path, threads=threads, optimize=False, options=options))
     if ends is None:
@@ -259,7 +259,7 @@ def between_ends(
 
 
 def whole_pixels(images: Any, ends: IntegerIO | None) -> Any:
-    """Returns normalised images as a file with integer ends sees them; for another file they are unchanged."""
+    """Returns normalised images as a file with integer ends sees them; unchanged for another file."""
     return images if ends is None else ends.normalised(ends.pixels(np.asarray(images, np.float32)))
 
 

@@ -1,4 +1,4 @@
-"""Cuts an optimized graph into parts that run one after the other, some of them here and the rest in ONNX Runtime.
+"""Cuts an optimized graph into parts that run one after the other, some here and the rest in ONNX Runtime.
 
     stretch   nodes that run in one ONNX Runtime session
     kernel    an operator that can saturate (`qatkit.verify.int8_kernels`)

@@ -77,7 +77,7 @@ def _name_nodes(graph: ir.Graph) -> None:
 
 
 def macs(node: ir.Node, kernel: Kernel | None) -> int:
-    """Returns the multiply-accumulates of a matrix operator for the profiled batch; 0 for every other operator."""
+    """Returns the multiply-accumulates of a matrix operator for the profiled batch; 0 for other operators."""
     if kernel is None:
         return 0
     if node.op_type in CONVS:

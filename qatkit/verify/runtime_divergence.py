@@ -1,4 +1,4 @@
-"""Finds where another runtime diverges from ONNX Runtime: first in each single operator, then in the whole file.
+"""Finds where another runtime diverges from ONNX Runtime: in single operators, then in the whole file.
 
     file           Q ─ DQ ─ Conv ─ Q ─ DQ ─ Conv ─ Q        ONNX Runtime without optimizations: every integer tensor
     alone          Q    DQ ─ Conv ─ Q    DQ ─ Conv ─ Q      the other one: each DQ reads ONNX Runtime's integers

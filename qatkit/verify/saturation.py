@@ -150,7 +150,7 @@ class _Walks:
         self._images = 0
 
     def exact(self, layers: dict[str, Layer]) -> int:
-        """Runs the exact form, to which all others are compared; fills in `layers` and returns the number of images."""
+        """Runs the exact form, the reference of all others; fills in `layers` and returns the image count."""
         for batch, labels in shown(self._batches, "saturation: exact", self._progress):
             self._exact.append(self._emulation.outputs(batch, observe=lambda k, x: layers[k.name].add(k, x)))
             self._images += len(labels)

@@ -52,7 +52,7 @@ def site_kernels(
     threads: int,
     input_shape: Sequence[int] | Mapping[str, Any],
 ) -> list[SiteKernel]:
-    """Profiles a file whose nodes are named after the sites (`qatkit.export.node_names`) or as given by `paths`.
+    """Profiles a file whose nodes are named after the sites (`qatkit.export.node_names`), or by `paths`.
 
     Args:
         sites: the sites of all nodes of the graph.

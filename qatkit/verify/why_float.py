@@ -105,7 +105,7 @@ def why_float_other(node: ir.Node, became: str) -> str:
 
 
 def surrounded(node: ir.Node) -> bool:
-    """Returns whether the file asks for an 8-bit kernel: every activation dequantized, the output quantized."""
+    """Returns whether the file asks for an 8-bit kernel: activations dequantized, output quantized."""
     inputs = activations(node)
     readers = [reader for output in node.outputs for reader in output.consumers()]
     quantized = bool(readers) and all(reader.op_type == "QuantizeLinear" for reader in readers)
@@ -170,7 +170,7 @@ def _input_reason(node: ir.Node, found: Weight) -> str:
 
 
 def _int8_reason(node: ir.Node, options: Mapping[str, str]) -> str:
-    """Checks int8 activations on x86: an int8 QuantizeLinear is only turned into uint8 if it has one reader."""
+    """Checks int8 activations on x86: an int8 QuantizeLinear becomes uint8 only if it has one reader."""
     makers = (made_by(value, "DequantizeLinear") for value in activations(node))
     kinds = [quantized_type(maker) for maker in makers if maker is not None]
     if ir.DataType.INT8 in kinds and options.get("session.qdqisint8allowed") != "1":
@@ -179,7 +179,7 @@ def _int8_reason(node: ir.Node, options: Mapping[str, str]) -> str:
 
 
 def _bias_reason(node: ir.Node, found: Weight, became: str) -> str:
-    """Checks for a float bias without an output Q, or (Conv) an int32 bias with a scale other than input x weight."""
+    """Checks for a float bias without an output Q, or (Conv) an int32 bias with a wrong scale."""
     after = node.outputs[0].consumers()
     quantized = any(reader.op_type == "QuantizeLinear" for reader in after)
     if node.op_type == "MatMul":
@@ -199,7 +199,7 @@ def _bias_reason(node: ir.Node, found: Weight, became: str) -> str:
 
 
 def _bias_scale_error(node: ir.Node, found: Weight, bias: Weight) -> float:
-    """Returns the largest relative deviation of the bias scales from s_x * s_w (0 if a scale is not constant)."""
+    """Returns the largest relative deviation of the bias scales from s_x * s_w (0 if one is not constant)."""
     source = made_by(operand(node, 0), "DequantizeLinear")
     assert source is not None and found.dequantize is not None and bias.dequantize is not None
     scales = [constant(operand(pair, 1)) for pair in (source, found.dequantize, bias.dequantize)]

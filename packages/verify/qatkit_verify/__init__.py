@@ -1,7 +1,7 @@
 """The package of a machine that runs quantized files, with onnxruntime and numpy only; qatkit builds on it.
 
-errors foreign stopping files untrusted dotted      one line for a user's mistake, other people's code, signals, files
-session feeds latency compare records hardware       a file in ONNX Runtime: what goes in, what comes out, how fast
+errors foreign stopping files untrusted dotted      errors in one line, other people's code, signals, files
+session feeds latency compare records hardware       a file in ONNX Runtime: inputs, outputs, speed
 integer_ends                                         uint8 images as inputs, quantized outputs
 runtimes/                                            other runtimes that read the same file
 placement/                                           placement.json, and qatkit-measure

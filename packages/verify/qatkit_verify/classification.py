@@ -50,7 +50,7 @@ def decision(outputs: NDArray[Any]) -> NDArray[np.int64]:
 
 
 def divergence(exact: NDArray[np.float64], found: NDArray[np.float64]) -> float:
-    """Returns the Kullback-Leibler divergence of the softmaxes of outputs [rows, classes], summed over rows, in nats.
+    """Returns the Kullback-Leibler divergence of the softmaxes of outputs [rows, classes], summed, in nats.
 
     Source: Kullback and Leibler, "On information and sufficiency", 1951.
     """

@@ -1,7 +1,7 @@
 """qatkit-verify BUNDLE, or A.onnx B.onnx: checked here, with onnxruntime and numpy alone. One table, and a verdict.
 
-Exit status: 0 if every check passed, 1 if one falls short, and 2 if the file cannot be judged (damaged, another
-format, not installed).
+Exit status: 0 if every check passed, 1 if one falls short, and 2 if the file cannot be judged (damaged,
+another format, not installed).
 """
 
 from __future__ import annotations

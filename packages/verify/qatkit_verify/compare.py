@@ -1,4 +1,4 @@
-"""Compares two ways of computing the same outputs, over all batches: their distance, and how often decisions agree.
+"""Compares two ways of computing the same outputs over all batches: their distance, and equal decisions.
 
 Every output is compared over all its values, floats in steps of their own scale; the worst output is
 reported. Agreement is that of the first float output with a class axis, and of every integer output; the
@@ -138,7 +138,7 @@ def _within(differences: Sequence[Array], step: float) -> float:
 
 
 def _lost(reference: Array, decided: Array, answers: Array | None) -> Array:
-    """Returns, where decisions differ, the reference's value of its own answer minus that of the other answer."""
+    """Returns, where decisions differ, the reference's value of its answer minus that of the other one."""
     assert answers is not None
     places = decided != answers
     if decided.dtype == bool:
@@ -149,7 +149,7 @@ def _lost(reference: Array, decided: Array, answers: Array | None) -> Array:
 
 
 def class_axis(axes: int) -> int:
-    """Returns the class axis of an output with this number of axes; it comes after the positions of a sequence."""
+    """Returns the class axis of an output with this number of axes, after a sequence's positions."""
     return 2 if axes == 3 else 1
 
 
@@ -166,7 +166,7 @@ def _decisions(values: Array) -> Array | None:
 
 
 def deciding(outputs: Sequence[Output]) -> list[int]:
-    """Returns the outputs whose agreement counts: the first float one with classes and the integers, else the first."""
+    """Returns the outputs whose agreement counts: first float one with classes and integers, else the first."""
     floats = [i for i, one in enumerate(outputs) if one.floats and one.classes]
     integers = [i for i, one in enumerate(outputs) if not one.floats]
     return sorted(floats[:1] + integers) or [0]

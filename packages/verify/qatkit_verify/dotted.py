@@ -55,7 +55,7 @@ def dotted_path(name: str, known: Mapping[str, str], key: str, kind: str) -> str
 
 
 def check_path(path: str, key: str) -> None:
-    """Checks that `resolve` would find something, without importing our own modules: many of them import torch.
+    """Checks that `resolve` would find something, without importing our own modules: many import torch.
 
     Raises:
         ConfigError: see `resolve`.

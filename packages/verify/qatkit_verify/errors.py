@@ -1,4 +1,4 @@
-"""Defines one exception for everything a user can fix, always one line, and recognises the errors of disks."""
+"""Defines one exception for everything a user can fix, always one line, and recognises disk errors."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def by_name(names: Sequence[str], batch: Any) -> dict[str, Any]:
 
 
 def _leaves(batch: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields the leaves of nested lists, tuples and mappings with the names on their paths; None is skipped."""
+    """Yields the leaves of nested lists, tuples and mappings by the names on their paths; skips None."""
     if isinstance(batch, (Mapping, tuple, list)):
         parts = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
         for name, part in parts:
@@ -76,7 +76,7 @@ def rows(batch: Any) -> int:
 
 
 def feeds(session: ort.InferenceSession, batch: Any, ends: IntegerIO | None = None) -> dict[str, Array]:
-    """Returns a batch as arrays of the types that the file takes; for integer ends, the pixels of the images."""
+    """Returns a batch as arrays of the file's types; for integer ends, the pixels of the images."""
     found = by_name(input_names(session), batch)
     if ends is not None:
         return {name: ends.pixels(np.ascontiguousarray(v, np.float32)) for name, v in found.items()}
@@ -94,7 +94,7 @@ def numpy_type(kind: str) -> Any:
 def noise_feeds(
     session: ort.InferenceSession, given: Sequence[int] | Mapping[str, Any] | None, seed: int, batch: int = 1
 ) -> dict[str, Array]:
-    """Returns inputs to run a file on: standard normal floats, random pixels, ids 0 (valid in every table), masks True.
+    """Returns inputs for a run: standard normal floats, random pixels, ids 0 (always valid), masks True.
 
     Args:
         session: a session of the file.

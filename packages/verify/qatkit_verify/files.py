@@ -77,7 +77,7 @@ def not_writable(folder: Path) -> str:
 
 
 def no_room(path: Path) -> OSError | None:
-    """Returns the disk error of a discarded file that cannot grow: not every library says why a write failed."""
+    """Returns the disk error of a discarded file that cannot grow: some libraries do not report it."""
     try:
         with path.open("ab") as stream:
             stream.write(bytes(_BLOCK))
@@ -103,7 +103,7 @@ def cache_folder() -> Path:
 
 
 def unfinished(target: Path) -> Path:
-    """Returns a hidden name in the folder of `target`, unique to this process, for the file that will replace it."""
+    """Returns a hidden name next to `target`, unique to this process, for the file that will replace it."""
     return target.with_name(f".{target.name[:_NAME]}.{os.getpid()}.{secrets.token_hex(4)}{PART}")
 
 

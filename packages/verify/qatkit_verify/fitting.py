@@ -2,10 +2,10 @@
 
     crop       scaled with fixed aspect ratio until it just covers `resize`; then the centre is cropped
     resize     scaled straight to the input's size; the aspect ratio changes
-    letterbox  scaled with fixed aspect ratio until it just fits into the input; the rest is filled with one value
+    letterbox  scaled with fixed aspect ratio until it just fits into the input; the rest has one fill value
 
-All sizes and positions are integers, so that training, `qatkit_verify.preprocess` and preprocess.mjs agree in every
-pixel. A size is written as one number for a square, or as [height, width].
+All sizes and positions are integers, so that training, `qatkit_verify.preprocess` and preprocess.mjs agree in
+every pixel. A size is written as one number for a square, or as [height, width].
 """
 
 from __future__ import annotations
@@ -121,5 +121,5 @@ def crop_start(size: int, crop: int) -> int:
 
 
 def is_whole(height: int, width: int, size: Sides) -> bool:
-    """Returns whether an image is resized in 8 bits: no side grows or becomes one pixel (ATen is wrong there)."""
+    """Returns whether an image is resized in 8 bits: no side grows or becomes one pixel (ATen errs there)."""
     return height >= size[0] and width >= size[1] and min(size) > 1

@@ -102,7 +102,7 @@ def boundary(paths: Sequence[Called]) -> Iterator[None]:
 
 
 def described(error: BaseException, packages: Sequence[str] = ()) -> str:
-    """Returns an exception's type and message, and the innermost place in code that is neither ours nor a library's.
+    """Returns an exception's type, message and innermost place in code that is neither ours nor a library's.
 
     If there is none, it is the innermost place that is not ours.
 
@@ -178,7 +178,7 @@ def _is_theirs(frame: _Frame, packages: Sequence[str]) -> bool:
 
 
 def _named(theirs: Sequence[_Frame], paths: Sequence[Called]) -> Called:
-    """Returns the setting that named the code, by the module of the outermost matching frame, else by its package."""
+    """Returns the setting that named the code, by the module of the outermost match, else by package."""
     modules = [(_module(path), key, path) for key, path in paths]
     for frame in theirs:
         for module, key, path in modules:
@@ -192,7 +192,10 @@ def _named(theirs: Sequence[_Frame], paths: Sequence[Called]) -> Called:
 
 
 def _not_callable_so(error: BaseException, paths: Sequence[Called]) -> Called | None:
-    """Returns the setting whose class has a method with other arguments than it is called with: its code never ran."""
+    """Returns the setting whose class has a method with other arguments than it is called with.
+
+    None of its code has run yet.
+    """
     told = re.match(r"([A-Za-z_]\w*)(\.\w+)*\(\) (takes|missing|got) ", str(error))
     if not isinstance(error, TypeError) or told is None:
         return None

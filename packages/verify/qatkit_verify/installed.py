@@ -32,7 +32,7 @@ def version_numbers(version: str) -> tuple[int, ...]:
 
 
 def check_onnxruntime() -> None:
-    """Checks that ONNX Runtime can be imported; call it before importing anything of this package that runs a file.
+    """Checks that ONNX Runtime can be imported; call it before importing a module that runs a file.
 
     Raises:
         ConfigError: it cannot be imported; says what to install.

@@ -26,7 +26,7 @@ PRECISE = "session.x64quantprecision"
 
 @dataclass(frozen=True)
 class Places:
-    """Input positions of an operator: its activation's zero point (None: float), its weights, their zero points."""
+    """Input positions of an operator: activation zero point (None: float), weights, weight zero points."""
 
     x_zero: int | None
     weights: tuple[int, ...]
@@ -114,7 +114,7 @@ def _operators(
 
 
 def _is_signed(node: Node, tensors: Mapping[str, Tensor]) -> bool:
-    """Returns whether a constant zero point proves that the activations are int8; otherwise they may be uint8."""
+    """Returns whether a constant zero point proves int8 activations; without one they may be uint8."""
     place = PLACES[node.op_type].x_zero
     zero = None if place is None else tensors.get(_input(node, place))
     return zero is not None and zero.type == INT8
@@ -123,7 +123,7 @@ def _is_signed(node: Node, tensors: Mapping[str, Tensor]) -> bool:
 def _rows(
     node: Node, tensors: Mapping[str, Tensor], makers: Mapping[str, Node], folder: Path
 ) -> list[NDArray[np.int8]] | None:
-    """Returns the int8 weights in the order of the kernels; empty without int8 weights, None if they are computed."""
+    """Returns the int8 weights in kernel order; empty without int8 weights, None if computed."""
     places, found = PLACES[node.op_type], []
     for place, zero in zip(places.weights, places.weight_zeros, strict=True):
         weight = tensors.get(_input(node, place))
@@ -141,7 +141,7 @@ def _rows(
 def _may_be_int8(
     node: Node, place: int, zero: int, tensors: Mapping[str, Tensor], makers: Mapping[str, Node]
 ) -> bool:
-    """Judges from its zero point, or the QuantizeLinear that made it, whether a computed operand may be int8."""
+    """Judges from its zero point, or its QuantizeLinear, whether a computed operand may be int8."""
     known = tensors.get(_input(node, zero))
     if known is not None:
         return known.type == INT8

@@ -1,4 +1,4 @@
-"""Reports what ONNX Runtime really runs: every kernel's types, shapes and time, from a profile of its optimized graph.
+"""Reports what ONNX Runtime really runs: types, shapes and time of every kernel, from a profile.
 
 ONNX Runtime saves its optimized graph without types or shapes, so the file does not distinguish an 8-bit
 MaxPool from a float one. A few profiled runs do: every kernel reports its time and the types and shapes of
@@ -110,7 +110,7 @@ def profiled(
     runs: int = RUNS,
     quantile: float = 0.5,
 ) -> dict[str, Kernel]:
-    """Profiles an optimized graph as it is; returns its kernels by node name, with that quantile of their times.
+    """Profiles an optimized graph as it is; returns kernels by node name, with that quantile of their times.
 
     The inputs are noise unless `given` is a batch.
     """
@@ -146,7 +146,10 @@ def conv_macs(op_type: str, kernel: Kernel, weight: Sequence[int] | None) -> int
 
 
 def matmul_macs(kernel: Kernel, *, transposed: bool = False) -> int:
-    """Returns the multiply-accumulates of a matrix product for the profiled batch; `transposed`: the first operand."""
+    """Returns the multiply-accumulates of a matrix product for the profiled batch.
+
+    `transposed` says that the first operand is transposed.
+    """
     if not kernel.output_shapes or not kernel.input_shapes:
         return 0
     return math.prod(kernel.output_shapes[0]) * kernel.input_shapes[0][-2 if transposed else -1]

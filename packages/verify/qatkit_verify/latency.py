@@ -192,7 +192,7 @@ def every_session(
 def rounds(
     calls: Sequence[Callable[[], object]], runs: int, untimed: int = 1, warmup: int = WARMUP
 ) -> NDArray[np.float64]:
-    """Returns milliseconds [runs, calls] of functions in turns, each timed after `untimed` calls of itself."""
+    """Returns milliseconds [runs, calls] of functions in turns, each after `untimed` calls of itself."""
     times = np.zeros((warmup + runs, len(calls)))
     collecting = gc.isenabled()
     gc.disable()

@@ -42,15 +42,15 @@ def overflowing_channels(rows: NDArray[Any]) -> NDArray[np.bool_]:
 
 
 def overflowing_on_arm(rows: NDArray[Any]) -> NDArray[np.bool_]:
-    """Returns the channels, bool [N], of int8 [N, K] with two weights of -128, in whatever order they are paired."""
+    """Returns the channels, bool [N], of int8 [N, K] with two weights of -128, however they are paired."""
     return np.asarray((rows == -128).sum(1) > 1)
 
 
 def convolution_rows(weight: NDArray[Any]) -> NDArray[Any]:
-    """Returns the weight [M, C, ...] of a convolution as rows [M, K]; K runs over kernel positions, then channels."""
+    """Returns a convolution's weight [M, C, ...] as rows [M, K]; K runs over positions, then channels."""
     return np.moveaxis(weight, 1, -1).reshape(len(weight), math.prod(weight.shape[1:]))
 
 
 def product_rows(weight: NDArray[Any]) -> NDArray[Any]:
-    """Returns the second operand [..., K, N] of a matrix product as rows [..., N, K]; a vector is one column."""
+    """Returns a matrix product's second operand [..., K, N] as rows [..., N, K]; a vector is one column."""
     return weight[None] if weight.ndim == 1 else np.swapaxes(weight, -1, -2)

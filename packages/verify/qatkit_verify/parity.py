@@ -1,4 +1,4 @@
-"""Compares two ONNX files on the same inputs: `qatkit-verify A.onnx B.onnx`, which writes parity_report.json."""
+"""Compares two ONNX files on the same inputs and writes parity_report.json: `qatkit-verify A.onnx B.onnx`."""
 
 from __future__ import annotations
 

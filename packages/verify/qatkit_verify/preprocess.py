@@ -61,7 +61,7 @@ _Axis = Callable[[NDArray[Any], "Taps", int, int], NDArray[Any]]
 
 @dataclass(frozen=True)
 class Taps:
-    """The values [out, K] that each value of a resized axis reads, and their weights, with 0 for missing ones."""
+    """The values [out, K] that each value of a resized axis reads, and their weights, 0 for missing ones."""
 
     index: NDArray[np.int64]
     weight: NDArray[np.float64]
@@ -104,7 +104,7 @@ _FILTERS: dict[str, tuple[Callable[[NDArray[np.float64]], NDArray[np.float64]], 
 
 @functools.lru_cache(64)
 def taps(size: int, wanted: int, interpolation: str) -> Taps:
-    """Returns the taps of an axis of `size` values that is resized to `wanted` values, by one of `INTERPOLATIONS`."""
+    """Returns the taps to resize an axis of `size` values to `wanted` values, by one of `INTERPOLATIONS`."""
     if interpolation == "nearest":
         source = np.floor(np.arange(wanted, dtype=np.float32) * np.float32(size / wanted))
         return Taps(np.minimum(source.astype(np.int64), size - 1)[:, None], np.ones((wanted, 1)))

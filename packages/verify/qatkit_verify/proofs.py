@@ -1,10 +1,10 @@
-"""Sentences about files whose integers prove that no sum of two products exceeds 16 bits (`qatkit_verify.pairs`)."""
+"""Sentences about files proven never to exceed 16 bits in a sum of two products (`qatkit_verify.pairs`)."""
 
 from __future__ import annotations
 
 
 def never_on_x86(operators: str) -> str:
-    """Says that uint8 x int8 products cannot saturate; `operators` is their number and kind: "20 operators"."""
+    """Says that uint8 x int8 products cannot saturate; `operators` is a number and kind: "20 operators"."""
     return f"cannot saturate on any x86: proven from the integers of {operators}"
 
 

@@ -140,7 +140,7 @@ def add_libraries(settings: ort.SessionOptions) -> None:
 
 
 def refusal(error: Exception) -> str:
-    """Returns ONNX Runtime's whole message about a file that it cannot load, on one line, without the file's path."""
+    """Returns ONNX Runtime's message about a file that it cannot load, on one line and without the path."""
     return " ".join(_LOADING.sub("", str(error), count=1).split()) or type(error).__name__
 
 
@@ -176,7 +176,7 @@ def run_images(session: ort.InferenceSession, images: Any) -> FloatArray:
 
 
 def run_outputs(session: ort.InferenceSession, batch: Any) -> tuple[Array, ...]:
-    """Returns all outputs for a batch (`qatkit_verify.feeds`), normalised images or other inputs of the file."""
+    """Returns all outputs for a batch (`qatkit_verify.feeds`) of images or the file's other inputs."""
     return outputs_by(lambda given: session.run(None, given), session, batch)
 
 
@@ -194,7 +194,7 @@ def outputs_by(execute: Execute, session: ort.InferenceSession, batch: Any) -> t
 
 
 def in_its_batches(run: Execute, given: Mapping[str, Array], size: int | None) -> tuple[Array, ...]:
-    """Returns the outputs of `run` for `given`, computed `size` rows at a time if all inputs have equally many rows.
+    """Returns the outputs of `run` for `given`, `size` rows at a time if all inputs have equally many rows.
 
     Several inputs of different lengths (a state [2, 1, 128] and a frame [1, 512]) are a single batch as they
     are.
@@ -206,7 +206,7 @@ def in_its_batches(run: Execute, given: Mapping[str, Array], size: int | None) -
 
 
 def in_full_batches(run: Execute, given: Mapping[str, Array], size: int) -> tuple[Array, ...]:
-    """Returns the outputs of `run` for `given`, computed `size` rows at a time; the last rows are padded with zeros.
+    """Returns the outputs of `run` for `given`, `size` rows at a time; the last rows are zero-padded.
 
     An output without one row per image (a list of boxes, a number) is kept whole, and those of all runs are
     concatenated.

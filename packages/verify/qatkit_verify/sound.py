@@ -173,7 +173,7 @@ def waves(window: int) -> tuple[Doubles, Doubles]:
 
 @functools.lru_cache(4)
 def triangles(rate: int, window: int, mels: int) -> tuple[NDArray[np.int64], Doubles]:
-    """Returns the bins that each band sums, [mels, K] ascending, and their weights, with 0 for missing bins."""
+    """Returns the bins of each band, [mels, K] ascending, and their weights, with 0 for missing bins."""
     bins = window // 2 + 1
     hertz: Doubles = np.arange(bins, dtype=np.float64) * (rate / window)
     place = natural_log(1.0 + hertz / 700.0) * 1127.0

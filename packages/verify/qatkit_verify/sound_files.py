@@ -129,7 +129,7 @@ def _format(raw: bytes) -> _Format:
 
 
 def _values(raw: bytes, form: _Format) -> Samples:
-    """Returns the samples [T, channels] in [-1, 1]; integers narrower than their bytes are in the upper bits."""
+    """Returns the samples [T, channels] in [-1, 1]; narrower integers are in the upper bits."""
     raw = raw[: len(raw) // (form.channels * form.width) * form.channels * form.width]
     found: NDArray[Any]
     if form.kind == _FLOAT:

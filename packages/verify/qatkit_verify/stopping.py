@@ -48,7 +48,7 @@ class _State:
 
 @contextmanager
 def served() -> Iterator[None]:
-    """Makes a signal within the block end the run at its next safe point. Signals with a handler already keep it.
+    """Makes a signal within the block end the run at its next safe point, unless it has a handler already.
 
     After a signal the handlers stay until the process ends.
     """

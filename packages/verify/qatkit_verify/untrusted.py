@@ -43,7 +43,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_yaml(path: Path) -> str:
-    """Returns the text of a YAML file that is harmless to load; the loader finds out whether it is YAML at all.
+    """Returns the text of a YAML file that is harmless to load; whether it is YAML is left to the loader.
 
     Raises:
         OSError, ValueError: see `read_text`, or the text is nested deeply, or its aliases multiply or contain

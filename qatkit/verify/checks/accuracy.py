@@ -22,7 +22,7 @@ _FEWEST = 3  # classes: with two, the worse one is no news
 
 
 class AccuracyCheck(Check):
-    """The task's metrics, and `verify.max_drop` of the first one; skipped without labels (see `FidelityCheck`)."""
+    """The task's metrics, and `verify.max_drop` of the first one; without labels see `FidelityCheck`."""
 
     name = "accuracy"
 
@@ -107,7 +107,7 @@ class FilesAccuracyCheck(AccuracyCheck):
 
 
 def class_line(results: Results, count: int = 5) -> str:
-    """Returns the classes that the file is worst at, in one line; "" without labels or with too few classes."""
+    """Returns the worst classes of the file in one line; "" without labels or with too few classes."""
     int8, reference = results.accuracy.get("int8"), results.accuracy.get("float")
     if int8 is None or len(int8.class_images) < _FEWEST:
         return ""

@@ -38,7 +38,7 @@ class Reference(Protocol):
         """Returns the first output [N, ...] of normalised images [N, C, H, W]."""
 
     def integers(self, images: Any, file: Path) -> Mapping[str, NDArray[Any]]:
-        """Returns its quantized tensors for `images`, by the names of the QuantizeLinear outputs of `file`."""
+        """Returns its quantized tensors for `images`, by the names of `file`'s QuantizeLinear outputs."""
 
 
 @dataclass(frozen=True)
@@ -97,11 +97,11 @@ class Subject:
     sound: Mapping[str, Any] | None = None
 
     def some(self, count: int) -> Batches:
-        """Returns `count` images with their labels, balanced over the classes; without `sample` the first batches."""
+        """Returns `count` labelled images, balanced over the classes; without `sample` the first batches."""
         return [*self._first(count)] if self.sample is None else self.sample(count)
 
     def first_images(self, count: int) -> Iterator[Any]:
-        """Yields whole batches of images until there are `count`, a few images at a time, as fits the caches."""
+        """Yields batches of images until there are `count`, a few images at a time, as fits the caches."""
         from qatkit.verify.accuracy import parts
 
         for images, _ in self._first(count):
@@ -147,14 +147,14 @@ class Check(ABC):
 
     @abstractmethod
     def measure(self, subject: Subject, results: Results) -> Results:
-        """Returns a copy of `results` with this check's part filled in; earlier checks' parts are already present."""
+        """Returns a copy of `results` with this check's part; the parts of earlier checks are present."""
 
     def shortfalls(self, bounds: VerifyConfig, results: Results) -> list[Shortfall]:
         """Returns the bounds that are not met; a bound whose measurement is missing counts as not met."""
         return []
 
     def explains(self, shortfall: Shortfall, results: Results) -> str | None:
-        """Returns the fix, as it is typed, if a finding of this check causes another check's shortfall; else None."""
+        """Returns the fix, as typed, if this check found the cause of another's shortfall; else None."""
         return None
 
     def lines(self, results: Results) -> list[str]:

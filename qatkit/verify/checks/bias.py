@@ -1,4 +1,4 @@
-"""Measures whether INT8 outputs of a regression lie above or below float's, overall and by range of the targets.
+"""Measures whether INT8 outputs of a regression are above or below float's, overall and by target range.
 
     shift = mean(INT8 - float); beyond noise if it is more than three of its standard errors
 
@@ -76,7 +76,7 @@ class BiasCheck(Check):
 
 
 def fix_of(results: Results) -> str:
-    """Returns the setting that removes the shifts, as it is typed; "" if no shift matters or it is set already."""
+    """Returns the setting that removes the shifts, as typed; "" if no shift matters or it is set already."""
     found, asked = results.measured.get(NAME), RequestedSettings(results)
     if found is None or not asked.has_module or asked.weights_alone:
         return ""
@@ -156,7 +156,7 @@ def _ranges(by: Array, difference: Array) -> list[dict[str, Any]]:
 
 
 def _beyond(part: Mapping[str, Any], output: Mapping[str, Any]) -> bool:
-    """Returns whether a shift is beyond noise; shifts below float32 resolution of the outputs do not count."""
+    """Returns whether a shift is beyond noise; shifts below the outputs' float32 resolution do not count."""
     least = max(_SURE * part["error"], 1e-6 * output["deviation"])
     return bool(part["samples"] >= _FEWEST and abs(part["shift"]) > least)
 

@@ -105,7 +105,7 @@ def _line(found: dict[str, Any]) -> str:
 
 
 def _level_text(found: dict[str, Any]) -> str:
-    """Returns the price of an accuracy level above 0, at which the other figures were measured; "" at level 0."""
+    """Returns the cost of the accuracy level; "" at level 0, at which the other figures were measured."""
     at = found.get("levels")
     if at is None:
         return ""

@@ -1,4 +1,4 @@
-"""Checks a detector's file with non-maximum suppression against PyTorch's for the boxes of the file without."""
+"""Checks a detector's file with non-maximum suppression against PyTorch's on the file without it."""
 
 from __future__ import annotations
 

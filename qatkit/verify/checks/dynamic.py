@@ -1,4 +1,4 @@
-"""Compares with ONNX Runtime's dynamic int8 of the same float file (`verify.dynamic`): would it have been enough?
+"""Compares with ONNX Runtime's dynamic int8 of the same float file (`verify.dynamic`): is it enough?
 
 The dynamic file is one of the measured files, so its figures are rows of the table, from the same rounds and
 the same images as the others'.

@@ -1,4 +1,4 @@
-"""Draws the test samples in which the two files differ most, for tasks that define a drawing (`Task.drawing`)."""
+"""Draws the test samples in which the two files differ most, for tasks with a drawing (`Task.drawing`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ExamplesCheck(Check):
-    """A drawing of `verify.examples` of the inspected test samples, the largest differences first; it has no bound."""
+    """A drawing of `verify.examples` inspected test samples, the largest differences first; no bound."""
 
     name = "examples"
 
@@ -74,7 +74,7 @@ def _samples(subject: Subject, drawing: Drawing, results: Results) -> Iterator[t
 
 
 def _pictures(inputs: Any, preprocessing: Mapping[str, Any] | None) -> NDArray[Any] | None:
-    """Returns the pixels of a batch, uint8 [N, H, W, 3], as model.json describes them; None for other samples."""
+    """Returns the pixels of a batch, uint8 [N, H, W, 3], as in model.json; None for other samples."""
     import numpy as np
 
     from qatkit_verify.fitting import UNIT

@@ -1,4 +1,4 @@
-"""Measures how close the file's outputs are to the float file's, which stands in for accuracy without labels."""
+"""Measures how close the file's outputs are to the float file's, in place of accuracy without labels."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _broken(bounds: dict[str, float], found: Fidelity, results: Results) -> dict
 
 
 def _without_drift(results: Results) -> str:
-    """Returns the overrides that leave recurrent weights float if most of the error is in the states; else ""."""
+    """Returns overrides that keep recurrent weights float if most of the error is in the states; else ""."""
     near, free = results.fidelity.get("int8"), results.fidelity.get(FREE)
     recurrent = [site for site, reason in results.skipped if reason == RECURRENT_WEIGHTS]
     if near is None or free is None or not recurrent or free.sqnr_db is None:

@@ -171,7 +171,7 @@ def _text(comparison: Comparison, task: TaskNames) -> str:
 
 
 def divergence_line(divergence: Divergence) -> str:
-    """Describes where the file first differs from the converted module, or from itself without optimizations."""
+    """Describes where the file first differs from the converted module, or from itself unoptimized."""
     count, tolerance = len(divergence.tensors), divergence.tolerance
     against = "" if divergence.reference == "the converted module" else f", against {divergence.reference}"
     if divergence.first is None:

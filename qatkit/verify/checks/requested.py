@@ -1,4 +1,4 @@
-"""Reads what a run requested from the configuration in its results: a fix must not propose what was done already."""
+"""Reads a run's settings from the configuration in its results: a fix must not propose what was done."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class RequestedSettings:
 
     @property
     def without_kernels(self) -> str:
-        """The setting, as it is typed, for which ONNX Runtime has no int8 kernels, so that it computes in float.
+        """The setting, as typed, for which ONNX Runtime has no int8 kernels and computes in float.
 
         It is "" if there is none, or if an override concerns only some operators.
         """
@@ -195,7 +195,7 @@ class RequestedSettings:
 
 
 def override(site: str) -> str:
-    """Returns the shell-quoted override that leaves a site in float; "" for a name that Hydra cannot parse."""
+    """Returns the shell-quoted override that keeps a site in float; "" for a name that Hydra cannot parse."""
     return f"'+backend.overrides={{{site}:{{float:true}}}}'" if _UNQUOTED.fullmatch(site) else ""
 
 

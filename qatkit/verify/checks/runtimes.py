@@ -1,4 +1,4 @@
-"""Measures the same file in runtimes other than ONNX Runtime: how fast, how accurate, and whether they agree."""
+"""Measures the same file in other runtimes than ONNX Runtime: how fast, how accurate, how much they agree."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ABSENT = "-"
 
 
 class RuntimesCheck(Check):
-    """Latency, accuracy and agreement in each further runtime of `verify.runtimes`; skipped for ONNX Runtime only.
+    """Latency, accuracy and agreement in each further runtime of `verify.runtimes`, if there is one.
 
     At the first export there are no images, and each runtime only has to run the file once.
     """
@@ -163,7 +163,7 @@ def _tried(subject: Subject, runtime: Runtime, one: InRuntime) -> InRuntime:
 
 
 def _compared(subject: Subject, runtime: Runtime, one: InRuntime) -> InRuntime:
-    """Measures accuracy and agreement; below `verify.min_agreement` also finds the first tensor that differs."""
+    """Measures accuracy and agreement; below `verify.min_agreement` also the first tensor that differs."""
     from qatkit.verify.accuracy import module_accuracy
     from qatkit.verify.parity import against, between_ends
     from qatkit_verify.session import open_session, outputs_by, run_outputs
@@ -204,7 +204,7 @@ def _compared(subject: Subject, runtime: Runtime, one: InRuntime) -> InRuntime:
 def _divergence(
     subject: Subject, runtime: Runtime, session: ort.InferenceSession, predict: Any
 ) -> Divergence:
-    """Finds the first differing tensor on images that ONNX Runtime and the other runtime classify differently."""
+    """Finds the first differing tensor on images that the two runtimes classify differently."""
     from qatkit.verify.accuracy import file_predictor
     from qatkit.verify.divergence import disagreeing
     from qatkit.verify.runtime_divergence import runtime_divergence

@@ -1,4 +1,4 @@
-"""Measures the quality of the file on held-out training images, which may choose between files; test images may not."""
+"""Measures quality on held-out training images, which may choose between files; test images may not."""
 
 from __future__ import annotations
 

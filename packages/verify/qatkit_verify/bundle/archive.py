@@ -1,4 +1,4 @@
-"""Reads and writes a bundle as a folder or a zip: the same files give the same zip, and nothing in a zip is trusted.
+"""Reads and writes a bundle as a folder or a zip: same files, same zip, and no zip is trusted.
 
 Entries of a zip are uncompressed, have a fixed date and are sorted by name. A zip from others may name files
 outside its folder, contain links, or unpack to a thousand times its size, so it is checked before a byte is

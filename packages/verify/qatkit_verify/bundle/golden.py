@@ -4,8 +4,8 @@
     samples_0 ..       float32 [T], before any preprocessing (for models of recordings)
     input:NAME         the file's inputs, [N, ...], by name
     off:NAME, on:NAME  its outputs where it was made: ONNX Runtime without optimizations, and with all of them
-    runs               integer: number of runs, for a model of arrays. The batch may then be on any axis or on none, and
-                       sizes may differ between runs. NAME is then RUN/NAME, with the arrays of a single run
+    runs               integer: number of runs, for a model of arrays. The batch may then be on any axis or on
+                       none, and sizes may differ between runs. NAME is then RUN/NAME, with arrays of one run
     step:NAME          float: the size of a quantization step of that output
     tolerance          float: steps by which ONNX Runtime may differ
     tolerance_other    float: steps by which another runtime may differ, since it rounds elsewhere
@@ -64,7 +64,7 @@ class Golden:
 
 @dataclass(frozen=True)
 class Away:
-    """The distance from the golden answers: the largest in steps of its output, and the number of equal decisions."""
+    """The distance from the golden answers: the largest in steps, and the number of equal decisions."""
 
     steps: float
     same: int
@@ -104,7 +104,7 @@ def _apart(one: Array, other: Array, step: float) -> float:
 
 
 def _alike(one: Array, other: Array) -> bool:
-    """Returns whether the largest values are at the same positions along the first axis of an image's output."""
+    """Returns whether the largest values along the first axis of an image's output are at equal positions."""
     return bool((one.argmax(0) == other.argmax(0)).all()) if one.ndim else bool(one == other)
 
 

@@ -1,4 +1,4 @@
-"""Writes and checks manifest.sig: an Ed25519 signature (RFC 8032) of manifest.json, which has all other digests.
+"""Writes and checks manifest.sig: an Ed25519 signature (RFC 8032) of manifest.json with all digests.
 
     openssl genpkey -algorithm ed25519 -out key.pem        # signs: keep it private
     openssl pkey -in key.pem -pubout -out public.pem       # checks: give it to recipients
@@ -120,7 +120,7 @@ def _public(serialization: Any, ed25519: Any, path: str | Path) -> Any:
 
 
 def _decoded(path: Path, text: str, size: int) -> bytes:
-    """Decodes base64 in its canonical form only: otherwise bytes could change without changing the meaning."""
+    """Decodes base64 in its canonical form only: other spellings would mean the same bytes."""
     try:
         found = base64.b64decode(text, validate=True)
     except ValueError:

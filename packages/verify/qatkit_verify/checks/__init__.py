@@ -1,1 +1,1 @@
-"""The questions that `qatkit-verify` asks of a bundle on this machine, one per file. Each yields `base.Found`."""
+"""The questions that `qatkit-verify` asks of a bundle here, one per file. Each yields `base.Found`."""

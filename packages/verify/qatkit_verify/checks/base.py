@@ -129,11 +129,11 @@ class CheckInputs:
 
     @cached_property
     def answers(self) -> dict[bool, list[Array]]:
-        """The outputs of ONNX Runtime here for the golden inputs, with optimizations (True) and without (False)."""
+        """ONNX Runtime's outputs here for the golden inputs, optimized (True) and as written (False)."""
         return {optimize: self.answers_with(self.options, optimize=optimize) for optimize in (False, True)}
 
     def answers_with(self, options: Mapping[str, str], *, optimize: bool = True) -> list[Array]:
-        """Returns the outputs of ONNX Runtime here for the golden inputs, with these session config entries."""
+        """Returns ONNX Runtime's outputs here for the golden inputs, with these session config entries."""
         from qatkit_verify.session import open_session
 
         session = open_session(self.int8, threads=self.threads, optimize=optimize, options=options)

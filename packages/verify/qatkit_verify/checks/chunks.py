@@ -1,4 +1,4 @@
-"""Checks whether the file that takes a recording in chunks agrees after the last chunk with the whole file."""
+"""Checks whether the file that takes chunks of a recording agrees with the whole file after the last one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAME = "answers, in chunks"
 
 
 def answers_in_chunks(asked: CheckInputs) -> list[Found]:
-    """Runs the golden inputs in chunks, with zero initial states; returns nothing if the bundle has no such file."""
+    """Runs the golden inputs in chunks, with zero initial states; returns [] if there is no such file."""
     path = stream_file(asked.int8)
     if not path.is_file():
         return []
@@ -30,7 +30,7 @@ def answers_in_chunks(asked: CheckInputs) -> list[Found]:
 
 
 def _outputs(asked: CheckInputs, path: Path) -> dict[str, list[tuple[Array, Array]]]:
-    """Returns by output name the outputs for each golden sample, from the whole file and after the last chunk."""
+    """Returns by output name the values for each golden sample: whole file, and after the last chunk."""
     whole, stream = (
         open_session(one, threads=asked.threads, options=asked.options) for one in (asked.int8, path)
     )

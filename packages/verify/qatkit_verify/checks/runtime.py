@@ -1,4 +1,4 @@
-"""Checks whether ONNX Runtime computes the same here as where the file was verified, in dB and not only decisions.
+"""Checks, in dB and not only by decisions, whether ONNX Runtime still computes what was verified.
 
 A version can silently change what a file computes. ONNX Runtime 1.32 turns products of 16-bit activations,
 exact before, into MatMulNBits, which quantizes the activations to 8 bits: 39 dB, and mostly the same
@@ -72,7 +72,7 @@ class _Noise:
 
 
 def runtime(asked: CheckInputs) -> Found:
-    """Compares the answers of this ONNX Runtime to the golden inputs with those of the one that verified the file."""
+    """Compares this ONNX Runtime's answers to the golden inputs with those of the version that verified."""
     there = (
         asked.manifest.onnxruntime or asked.manifest.made_by.get("onnxruntime") or "the one that verified it"
     )
@@ -128,7 +128,7 @@ def noise(wanted: Iterable[Array], found: Iterable[Array]) -> float:
 
 
 def rounds_to_8_bits(file: OnnxFile) -> bool:
-    """Returns whether the file rounds a value to 8 bits or fewer: versions may round it differently near a tie."""
+    """Returns whether the file rounds a value to 8 bits or fewer: near a tie, versions may differ."""
     return any(_rounds(node, file.types) for node in file.nodes)
 
 
@@ -140,7 +140,7 @@ def _rounds(node: Node, types: Mapping[str, int]) -> bool:
 
 
 def _made_here(asked: CheckInputs) -> list[Node]:
-    """Returns the MatMulNBits nodes that ONNX Runtime adds to the file here, without those of the file itself."""
+    """Returns the MatMulNBits nodes that ONNX Runtime adds to the file here, without the file's own."""
     with tempfile.TemporaryDirectory() as folder:
         saved = Path(folder) / "optimized.onnx"
         open_session(asked.int8, threads=asked.threads, options=asked.options, optimized_path=saved)

@@ -71,7 +71,7 @@ def kernels(asked: CheckInputs) -> Found:
 
 
 def saturation(asked: CheckInputs) -> Found:
-    """Judges from the file's integers whether it can saturate on x86 without VNNI, and if so, on this processor."""
+    """Judges from the file's integers whether it can saturate on x86 without VNNI, and whether here."""
     found = int8_operators(asked.int8, options=asked.options)
     open_ones = [one for one in found if one.saturating != 0]
     here = saturates_here()
@@ -94,7 +94,7 @@ def saturation(asked: CheckInputs) -> Found:
 
 
 def _signed_products(asked: CheckInputs, figures: dict[str, Any]) -> Found:
-    """Judges a file without uint8 x int8 products: on ARM, the sum of two products -128 * -128 exceeds 16 bits."""
+    """Judges a file without uint8 x int8 products: on ARM, the sum of two -128 * -128 exceeds 16 bits."""
     found = int8_operators(asked.int8, options=asked.options, signed=True)
     open_ones = [one for one in found if one.saturating != 0]
     figures |= {

@@ -1,1 +1,1 @@
-"""Measured placement as a file: its contents (`record`), the decision (`decide`), and `qatkit-measure` (`measure`)."""
+"""Measured placement as a file: contents (`record`), decision (`decide`), `qatkit-measure` (`measure`)."""

@@ -69,7 +69,7 @@ def timed_quietly(
 
 
 def until_quiet(every: Iterable[Session], sessions: int) -> Iterator[Session]:
-    """Yields the sessions of `every` as they end, until `sessions` of them were quiet; `summed_up` takes them."""
+    """Yields the sessions of `every` as they end, until `sessions` of them were quiet."""
     found: list[Session] = []
     for session in every:
         found.append(session)
@@ -84,7 +84,7 @@ def most_sessions(sessions: int) -> int:
 
 
 def quiet_ones(found: Sequence[Session]) -> list[Session]:
-    """Returns the sessions whose threads had their cores and whose files were not all slower than in the best."""
+    """Returns sessions whose threads had their cores and whose files were not all slower than in the best."""
     best = {name: min(one.ms[name] for one in found) for name in found[0].ms}
     return [
         one

@@ -1,6 +1,6 @@
 """Defines where a run placed its quantizers: operators that stay float, and what else a placement changes.
 
-FloatSites   operators that stay float in addition to overrides, chosen by precision=auto and placement=measured
+FloatSites   operators that stay float in addition to overrides, by precision=auto and placement=measured
 Sites        a placement, as its differences from the backend's table
 """
 
