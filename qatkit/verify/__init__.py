@@ -1,5 +1,5 @@
 """Everything that is measured on the exported file, in ONNX Runtime.
 
-A machine that only runs files needs neither torch nor rich for any of it: they are imported where a module is
-handed in, or a progress bar is asked for.
+A machine that only runs files needs neither torch nor rich: torch is imported only where a module is passed
+in, and rich only where a progress bar is requested.
 """

@@ -1,6 +1,6 @@
-"""The metrics of a task over labelled images, of an ONNX file in ONNX Runtime or of a module in PyTorch.
+"""The metrics of a task over labelled images, for an ONNX file in ONNX Runtime or a module in PyTorch.
 
-Both go through the same meter, so that "simulated" and "in ONNX Runtime" differ only in who computed the outputs.
+Both go through the same meter, so "simulated" and "in ONNX Runtime" differ only in who computed the outputs.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from qatkit_verify.session import FloatArray, run_outputs, session_file
 if TYPE_CHECKING:
     from torch import nn
 
-# From normalised images [N, C, H, W], or what else a model takes (`qatkit_verify.feeds`), to what its task judges of
-# all outputs, [N, ...] (`Task.joined`): what files and modules are reduced to.
+# Maps normalised images [N, C, H, W], or other model inputs (`qatkit_verify.feeds`), to the part of all
+# outputs that the task judges, [N, ...] (`Task.joined`). Files and modules are both reduced to such a
+# function.
 Predictor = Callable[[Any], FloatArray]
 
-_VALUES = 4 * 3 * 224 * 224  # of the input, of images that are run together
+_VALUES = 4 * 3 * 224 * 224  # input values of the images that run together
 
 
 class NotFiniteError(ConfigError):
@@ -57,30 +58,33 @@ def module_accuracy(
     *,
     task: Task = CLASSIFICATION,
 ) -> Scores:
-    """Returns the scores of a PyTorch module (the simulation, the float model), in eval mode, on its own device.
+    """Returns the scores of a PyTorch module (the simulation, the float model), in eval mode on its device.
 
     Args:
-        module: a module, or what `predictor` made of one.
+        module: a module, or what `predictor` returned for one.
         batches: (images, targets).
-        progress: whether a bar is shown.
-        name: of the module, for messages; by default its type.
-        task: whose metrics they are.
+        progress: whether to show a progress bar.
+        name: the module's name in messages; its type by default.
+        task: the task whose metrics are computed.
 
     Raises:
-        ConfigError: as `accuracy`.
+        ConfigError: see `accuracy`.
     """
     name = name or type(module).__name__
     return accuracies({name: predictor(module, task)}, batches, progress, task=task)[name]
 
 
 class OnAccelerator:
-    """A module as a predictor that is begun and asked later: the host has its own passes to run meanwhile."""
+    """A predictor that runs a module on an accelerator asynchronously.
+
+    The results are fetched later, so that the host can run its own passes in the meantime.
+    """
 
     def __init__(self, module: nn.Module, task: Task) -> None:
         self.module, self.task = module, task
 
     def begin(self, images: Any) -> Callable[[], FloatArray]:
-        """Hands the kernels to the device; what is returned waits for their end."""
+        """Launches the kernels on the device and returns a function that waits for the outputs."""
         outputs = device_outputs(self.module, images)
         return lambda: self.task.joined([one.cpu().numpy() for one in outputs])
 
@@ -89,13 +93,13 @@ class OnAccelerator:
 
 
 def file_predictor(session: ort.InferenceSession, task: Task = CLASSIFICATION) -> Predictor:
-    """A file as a function of arrays."""
+    """Wraps a file as a function of arrays."""
     return lambda images: task.joined(run_outputs(session, images))
 
 
 def predictor(model: nn.Module | Predictor, task: Task = CLASSIFICATION) -> Predictor:
-    """A module as a function of arrays, in eval mode, on its own device; another function stays as it is."""
-    torch = sys.modules.get("torch")  # where there is a module, torch has been imported
+    """Wraps a module as a function of arrays, in eval mode on its device; returns other functions unchanged."""
+    torch = sys.modules.get("torch")  # if a module exists, torch has been imported already
     if torch is not None and isinstance(model, torch.nn.Module):
         if device_of(model).type != "cpu":
             return OnAccelerator(model, task)
@@ -104,7 +108,11 @@ def predictor(model: nn.Module | Predictor, task: Task = CLASSIFICATION) -> Pred
 
 
 def all_outputs(model: nn.Module | Predictor) -> Callable[[Any], Sequence[Array]]:
-    """Every output of a module, or of what has a method `outputs`; of another function what it gives."""
+    """Returns a function that computes every output of `model`.
+
+    This works for a module and for an object with a method `outputs`. Any other function yields a single
+    output.
+    """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(model, torch.nn.Module):
         return lambda batch: module_outputs(model, batch)
@@ -120,17 +128,19 @@ def accuracies(
     task: Task = CLASSIFICATION,
     values: Mapping[str, list[FloatArray]] | None = None,
 ) -> dict[str, Scores]:
-    """Returns the scores of each, by one reading of the images; an accelerator computes beside the others.
+    """Returns the scores of each predictor from a single pass over the images.
+
+    An accelerator computes in parallel with the others.
 
     Args:
-        predictors: by what they are called.
+        predictors: the predictors by name.
         batches: (images, targets).
-        progress: whether a bar is shown.
-        task: whose metrics they are.
-        values: of these, takes what each image of a batch contributes to the main metric.
+        progress: whether to show a progress bar.
+        task: the task whose metrics are computed.
+        values: lists by predictor name that receive each batch's per-image contributions to the main metric.
 
     Raises:
-        ConfigError: as `accuracy`.
+        ConfigError: see `accuracy`.
     """
     counts = {name: _Count(name, task) for name in predictors}
     for pixels, targets in shown(batches, f"accuracy: {', '.join(predictors)}", progress):
@@ -146,18 +156,18 @@ def accuracies(
 
 
 def in_parts(predict: Predictor) -> Predictor:
-    """`predict`, as many images at a time as caches have room for, whatever the batches that are loaded.
+    """Returns a predictor that runs `predict` on as many images at a time as fit the caches.
 
-    A rule in place of the clock's choice, so that two runs add the same floats in the same order (figures:
-    docs/decisions/0033-several-processes.md).
+    The size of the loaded batches does not matter. A fixed rule rather than a timed choice ensures that two
+    runs add the same floats in the same order (figures: docs/decisions/0033-several-processes.md).
     """
-    if isinstance(predict, OnAccelerator):  # it has other caches, and is the faster the more it gets at once
+    if isinstance(predict, OnAccelerator):  # it has other caches, and is faster with larger batches
         return predict
     return lambda images: np.concatenate([predict(part) for part in parts(images)])
 
 
 def parts(images: Any) -> Iterator[Any]:
-    """A batch of one tensor, a few images at a time; another one as it is."""
+    """Yields a batch of one tensor a few images at a time; yields any other batch unchanged."""
     shape = getattr(images, "shape", ())
     size = max(1, _VALUES // math.prod(shape[1:])) if len(shape) > 1 else 0
     if not size or size >= len(images):
@@ -168,12 +178,12 @@ def parts(images: Any) -> Iterator[Any]:
 
 
 def all_cores() -> int:
-    """How many threads a pass over images gets, whatever the latency is measured with."""
+    """Returns the number of threads for a pass over images; latency measurements have their own setting."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class _Count:
-    """Of one predictor, batch by batch."""
+    """A running score of one predictor, updated batch by batch."""
 
     def __init__(self, name: str, task: Task) -> None:
         self.name, self.meter = name, task.meter()

@@ -1,10 +1,10 @@
-"""A file whose products have packed weights at accuracy level 4, against itself at level 0: what it gains and costs.
+"""Compares a file with packed weights at accuracy level 4 with itself at level 0: gains and costs.
 
-    speed       both in turns, round by round
-    cost        with labels the main metric, else the decisions that are others; on samples that calibrate
+    speed       both files timed alternately, round by round
+    cost        the main metric with labels, else the share of changed decisions; on calibration samples
 
-Level 4 is worth it where even the slowest tenth of the rounds is faster, and the cost is within a bound: the metric may
-be worse by `_WORSE` of itself, and where there are no labels `_CHANGED` of the decisions may be others.
+Level 4 pays off if even the slowest tenth of the rounds is faster and the cost is within a bound: the metric
+may be worse by a relative `_WORSE`. Without labels, a share `_CHANGED` of the decisions may change.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ _WORSE, _CHANGED, _FASTER = 0.005, 0.01, 1.02
 
 @dataclass(frozen=True)
 class LevelFigures:
-    """How a file at level 4 compares with itself at level 0.
+    """A comparison of a file at level 4 with itself at level 0.
 
     Attributes:
-        samples: that calibrate, on which both are compared.
-        ratio: of speeds, level 4 over level 0: the median of rounds, and `ratio_low` their 10th percentile.
-        changed: share of the decisions that are others at level 4, 0..1.
-        sqnr_db: of the outputs; None where they are equal.
-        metric: the main metric at level 0 and at level 4, and how much worse the second is; None without labels.
+        samples: number of calibration samples on which both are compared.
+        ratio: speed of level 4 over level 0, the median of the rounds; `ratio_low` is their 10th percentile.
+        changed: share of the decisions that differ at level 4, 0..1.
+        sqnr_db: SQNR of the outputs in dB; None if they are equal.
+        metric: the main metric at level 0 and at level 4, and how much worse the second is; None without
+            labels.
     """
 
     samples: int
@@ -55,11 +56,11 @@ class LevelFigures:
 
     @property
     def pays(self) -> bool:
-        """Returns whether level 4 is faster beyond the rounds' spread, at a cost within the bound."""
+        """Returns whether level 4 is faster beyond the spread of the rounds, at a cost within the bound."""
         return self.ratio_low > _FASTER and self.costs_little
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns plain figures, with the bounds that they were held to."""
+        """Returns plain figures, with the bounds that they were compared with."""
         bounds = {"max_changed": _CHANGED} if self.metric is None else {"max_worse": _WORSE}
         return {**asdict(self), **bounds, "min_ratio_low": _FASTER}
 
@@ -88,18 +89,18 @@ def compare_levels(
     threads: int,
     runs: int,
 ) -> LevelFigures:
-    """Compares a file at level 0 with the same at level 4.
+    """Compares a file at level 0 with the same file at level 4.
 
     Args:
-        files: at level 0 and at level 4.
-        batches: (samples, labels) that calibrate.
-        timed: what both are timed with: the shape of a batch of noise, or arrays by the names of the inputs.
-        task: whose decisions and metric they are.
-        labelled: whether the labels say anything.
-        batch, threads, runs: of the timing, as `qatkit_verify.latency.latency`.
+        files: the files at level 0 and at level 4.
+        batches: calibration batches, (samples, labels).
+        timed: what both are timed with: the shape of a batch of noise, or arrays by input name.
+        task: the task whose decisions and metric are compared.
+        labelled: whether the labels are meaningful.
+        batch, threads, runs: timing settings, as in `qatkit_verify.latency.latency`.
 
     Raises:
-        ConfigError: outputs that are NaN or infinite.
+        ConfigError: an output is NaN or infinite.
     """
     sessions = [open_session(path, threads=all_cores()) for path in files]
     predictors = [in_parts(file_predictor(one, task)) for one in sessions]
@@ -128,7 +129,7 @@ def _speeds(
     threads: int,
     runs: int,
 ) -> tuple[float, float]:
-    """Median and 10th percentile of the rounds' ratios, level 4 over level 0."""
+    """Returns the median and the 10th percentile of the rounds' ratios, level 4 over level 0."""
     each = timed if isinstance(timed, Mapping) else timed[1:]
     times = run_times(
         dict(zip(("exact", "rounded"), files, strict=True)), each, batch=batch, threads=threads, runs=runs

@@ -1,9 +1,10 @@
-"""Is the INT8 file really fast? An audit of the graph that ONNX Runtime runs, node by node.
+"""Audits the graph that ONNX Runtime runs, node by node: is the INT8 file really fast?
 
-A QDQ file only asks for integer kernels. Whether an operator gets one is decided when ONNX Runtime loads the
-file, silently: one wrong pair, and a convolution runs in float with its weights dequantized on every run,
-slower than the float model. The audit optimizes and profiles the file as a user's session would, names every
-node's precision, looks each float node up in the file to say why, and counts multiply-accumulates.
+A QDQ file only asks for integer kernels. ONNX Runtime silently decides whether an operator gets one when it
+loads the file. One wrong Q/DQ pair, and a convolution runs in float with its weights dequantized on every
+run, slower than in the float model. The audit optimizes and profiles the file as a user's session would,
+reports every node's precision, looks up each float node in the file to say why, and counts
+multiply-accumulates.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ from qatkit_verify.kernels import Kernel, precision
 
 _PAIRS = ("QuantizeLinear", "DequantizeLinear")
 _ON_PURPOSE = "left float on purpose"
-_LARGE_CONSTANT = 1 << 16  # elements; below, dequantizing a constant on every run costs microseconds
-_LAYOUT_OPS = ("Transpose", "Reshape", "ReorderInput", "ReorderOutput")  # what ONNX Runtime adds by itself
+_LARGE_CONSTANT = 1 << 16  # elements; dequantizing a smaller constant on every run costs microseconds
+_LAYOUT_OPS = ("Transpose", "Reshape", "ReorderInput", "ReorderOutput")  # inserted by ONNX Runtime itself
 _FUSED_SUFFIX = re.compile(r"(_token_\d+|_nchwc|/duplicated|/\w+Fusion/?|/)$")
 
 
@@ -64,21 +65,22 @@ def audit(
     input_shape: Sequence[int] | Mapping[str, Any] | None = None,
     other_runtime: str = "",
 ) -> Audit:
-    """Audits `int8_path` as ONNX Runtime runs it at level ALL on this machine.
+    """Audits `int8_path` as ONNX Runtime runs it at optimization level ALL on this machine.
 
     Args:
         int8_path: the INT8 QDQ file.
         options: session config entries of the backend.
         threads: intra-op threads.
         allow_float: names or globs of operators left float on purpose: node names of the file, or module
-            paths above them ("encoder.layers.*.mlp"). They are listed, but are no problem.
-        input_shape: [N, C, H, W], or a batch by the names of the inputs; by default the file's own shapes with a
-            dynamic batch taken as 1.
-        other_runtime: of a file that another runtime executes (`Backend.other_runtime`), the module that knows what
-            that takes: judged by what it asks for, since ONNX Runtime's kernels say nothing about it.
+            paths above them ("encoder.layers.*.mlp"). They are listed, but not as problems.
+        input_shape: [N, C, H, W], or a batch by input name; by default the file's own shapes, with 1 for a
+            dynamic batch.
+        other_runtime: for a file that another runtime executes (`Backend.other_runtime`), the module that
+            knows what that runtime accepts. The file is then judged by its Q/DQ pairs: ONNX Runtime's kernels
+            say nothing about it.
 
     Raises:
-        ConfigError: ONNX Runtime can't load the file.
+        ConfigError: ONNX Runtime cannot load the file.
     """
     source = read_model(int8_path).graph
     optimized = run_optimized(int8_path, options=options, threads=threads, input_shape=input_shape)
@@ -109,7 +111,7 @@ def audit(
 
 
 def _counts(nodes: Iterable[NodeAudit]) -> dict[str, dict[str, int]]:
-    """How many nodes of each operator compute in what."""
+    """Returns for each operator type how many nodes compute in each precision."""
     counts: dict[str, Counter[str]] = {}
     for entry in nodes:
         counts.setdefault(entry.op, Counter())[entry.precision] += 1
@@ -117,7 +119,7 @@ def _counts(nodes: Iterable[NodeAudit]) -> dict[str, dict[str, int]]:
 
 
 def allowed(name: str, patterns: Iterable[str]) -> bool:
-    """True when a pattern names the operator `name` or a module path above it."""
+    """Returns whether a pattern matches the operator `name` or a module path above it."""
     return any(fnmatch.fnmatchcase(name, pattern + tail) for pattern in patterns for tail in ("", "/*", ".*"))
 
 
@@ -134,13 +136,13 @@ class Origin:
                 self._by_weight.setdefault(weight.name, []).append(node)
 
     def find(self, node: ir.Node, weight: Weight | None) -> ir.Node | None:
-        """By name, by the name without what fusions append, by output tensor, by weight; None if new."""
+        """Returns the origin by name, name without fusion suffixes, output tensor or weight; None if new."""
         names = [str(node.name).removeprefix("fused ")]
         while (shorter := _FUSED_SUFFIX.sub("", names[-1])) != names[-1]:
             names.append(shorter)
         found = next((self._by_name[name] for name in names if name in self._by_name), None)
         if found is None:
-            # An NCHWc node is named after the tensor it makes.
+            # An NCHWc node is named after the tensor that it produces.
             tensors = [*names, *(value.name for value in node.outputs)]
             found = next((self._by_output[t] for t in tensors if t in self._by_output), None)
         if node.op_type in matrix_ops() and (found is None or found.op_type not in matrix_ops()):
@@ -148,7 +150,7 @@ class Origin:
         return found if found is None or found.op_type not in _PAIRS else None
 
     def _matrix(self, found: ir.Node | None, weight: Weight | None) -> ir.Node | None:
-        """The matrix operator that owns `weight`, or stands before `found` (its activation, its bias Add)."""
+        """Returns the matrix operator that owns `weight` or precedes `found` (its activation or bias Add)."""
         owners = self._by_weight.get(weight.name, []) if weight is not None else []
         if len(owners) == 1:
             return owners[0]
@@ -171,7 +173,7 @@ class _Judge:
         self._origin = Origin(source)
 
     def origin(self, node: ir.Node) -> ir.Node | None:
-        """The operator of the file behind `node`."""
+        """Returns the operator of the file that `node` came from."""
         return self._origin.find(node, weight_of(node) if node.op_type in matrix_ops() else None)
 
     def node(self, node: ir.Node) -> NodeAudit:
@@ -197,7 +199,7 @@ class _Judge:
         )
 
     def precision(self, node: ir.Node, kernel: Kernel | None) -> str:
-        """What `node` computes in."""
+        """Returns the precision in which `node` computes."""
         return precision(node.op_type, kernel)
 
     def _matrix(self, node: ir.Node, origin: ir.Node | None, kind: str, permitted: bool) -> tuple[str, bool]:
@@ -238,7 +240,7 @@ class _Judge:
         return why_float_other(origin, node.op_type), asked
 
     def others(self) -> list[str]:
-        """One line for every LayerNorm that was left in pieces: x - ReduceMean(x), then its variance."""
+        """Returns one line for every LayerNorm that was not fused: x - ReduceMean(x), then its variance."""
         lines = []
         for node in self._graph:
             follower = self._centred(node)
@@ -255,7 +257,7 @@ class _Judge:
         return lines
 
     def _centred(self, node: ir.Node) -> ir.Node | None:
-        """The reader of `node` that takes the variance, when `node` is x - ReduceMean(x)."""
+        """Returns the reader of `node` that computes the variance if `node` is x - ReduceMean(x)."""
         if node.op_type != "Sub":
             return None
         mean = next((above for above in back(node.inputs[1]) if above.op_type not in shape_ops()), None)
@@ -265,14 +267,14 @@ class _Judge:
         scope = _scope(node)
         ends = [r for r in readers if r.op_type == "SimplifiedLayerNormalization" or _scope(r) == scope]
         if _scope(mean) != scope or all(r.op_type in ("Pow", "Mul") for r in ends):
-            return None  # written by hand, from operators of several places: it stays as the model has it
+            return None  # hand-written from operators in several places: it stays as in the model
         if len(ends) > 1 and all(r.op_type == "SimplifiedLayerNormalization" for r in ends):
-            return None  # two norms of the same tensor, which share what is centred
+            return None  # two norms of the same tensor, which share the centred values
         return next((r for r in readers if r.op_type in ("SimplifiedLayerNormalization", "Pow", "Mul")), None)
 
 
 class _FileJudge(_Judge):
-    """Judges the file itself by what another runtime takes; of the profiled graph it takes the multiply-accumulates."""
+    """A judge of the file itself by what another runtime accepts; only MACs come from the profiled graph."""
 
     def __init__(self, runtime: ModuleType, *given: Any) -> None:
         super().__init__(*given)
@@ -301,12 +303,12 @@ class _FileJudge(_Judge):
 
 
 def _scope(node: ir.Node) -> str:
-    """The place in the model that an operator comes from."""
+    """Returns the place in the model that an operator comes from."""
     return str(node.name or "").rpartition("/")[0]
 
 
 def _root(value: ir.Value | None) -> ir.Value | None:
-    """What `value` is made of, above shape operators and DequantizeLinear."""
+    """Returns the value from which shape operators and DequantizeLinear compute `value`."""
     for node in back(value):
         if node.op_type != "DequantizeLinear" and node.op_type not in shape_ops():
             break
@@ -315,7 +317,7 @@ def _root(value: ir.Value | None) -> ir.Value | None:
 
 
 def _runtime_dequantize(graph: ir.Graph) -> Iterable[RuntimeDequantize]:
-    """Every constant that a DequantizeLinear of the optimized graph turns into float on each run."""
+    """Yields every constant that a DequantizeLinear of the optimized graph turns into float on each run."""
     for node in graph:
         source = operand(node, 0)
         tensor = stored(source) if node.op_type == "DequantizeLinear" else None
@@ -330,7 +332,7 @@ def _runtime_dequantize(graph: ir.Graph) -> Iterable[RuntimeDequantize]:
 
 
 def readers_past_shapes(value: ir.Value) -> list[tuple[ir.Node, ir.Value]]:
-    """The computing readers of `value`, past shape operators, each with what it reads."""
+    """Returns the computing readers of `value` past shape operators, each with the value that it reads."""
     found = []
     for reader in value.consumers():
         if reader.op_type in shape_ops():
@@ -351,7 +353,7 @@ def _size(count: int) -> str:
 
 
 def _dequantize_lines(dequantized: Sequence[RuntimeDequantize], explained: Collection[str]) -> list[str]:
-    """Lines for run-time dequantization that no float operator's line has reported already."""
+    """Returns lines for run-time dequantization that no float operator's line has reported already."""
     return [
         f"{item.kind} '{item.name}' ({_size(item.bytes)}) is dequantized on every run for '{item.feeds}'"
         for item in dequantized

@@ -1,14 +1,15 @@
-"""What uint8 x int8 products come to on x86 processors without VNNI: sums of pairs are clipped to 16 bits.
+"""Exact emulation of uint8 x int8 products on x86 without VNNI, where sums of pairs are clipped to 16 bits.
 
     with VNNI      a0 w0 + a1 w1 + a2 w2 + a3 w3                          in 32 bits
     without (MLAS) clip(a0 w0 + a1 w1) + clip(a2 w2 + a3 w3)               vpmaddubsw, then vpmaddwd and vpaddd
 
-A pair is two neighbours along the depth K of the matrix product, the even one first; of a convolution K runs over
-the kernel's positions and, innermost, the channels of the group. Bytes are multiplied as they are stored, zero points
-taken off afterwards in 32 bits, and padding is the input's zero point. An odd depth is filled up with a zero.
+A pair consists of two neighbours along the depth K of the matrix product, the even one first. For a
+convolution, K runs over the kernel's positions and, innermost, over the channels of the group. Bytes are
+multiplied as stored; the zero points are subtracted afterwards in 32 bits. Padding is the input's zero point.
+An odd depth is padded with a zero.
 
-Few pairs of weights can overflow (`qatkit_verify.pairs`). All others are exact whatever the activations are, and what
-the few do to a sum is found apart from it:
+Few pairs of weights can overflow (`qatkit_verify.pairs`). All others are exact for any activations. The
+effect of the few on a sum is computed separately:
 
     emulated = exact + sum over such pairs of (clip(p) - p)
 """
@@ -24,7 +25,7 @@ from numpy.typing import NDArray
 
 from qatkit_verify.pairs import BYTE, HIGH, LOW, overflowing
 
-_EXACT_FLOAT32 = 2**24  # float32 adds integers below exactly, in any order
+_EXACT_FLOAT32 = 2**24  # float32 adds smaller integers exactly, in any order
 
 Bytes = NDArray[np.uint8]
 Integers = NDArray[np.int32]
@@ -35,28 +36,29 @@ class PairedWeight:
     """The int8 weight of one matrix product.
 
     Attributes:
-        values: int8 [N, K]: a row an output channel, in the order in which the kernels multiply.
+        values: int8 [N, K], one row per output channel, in the order in which the kernels multiply.
     """
 
     values: NDArray[np.int8]
 
     @cached_property
     def overflowing(self) -> NDArray[np.bool_]:
-        """Bool [N, ceil(K / 2)]: the pairs that some activations take beyond 16 bits."""
+        """Bool [N, ceil(K / 2)]: the pairs that exceed 16 bits for some activations."""
         return overflowing(self.values)
 
     def products(self, columns: Bytes) -> Integers:
-        """The exact sums, int32 [N, P], for activations [K, P] as stored."""
+        """Returns the exact sums, int32 [N, P], for activations [K, P] as stored."""
         largest = BYTE * np.abs(self.values.astype(np.int64)).sum(1).max(initial=0)
         wide: type[Any] = np.float32 if largest < _EXACT_FLOAT32 else np.float64
         return np.asarray(self.values.astype(wide) @ columns.astype(wide), np.int32)
 
     def clipped(self, columns: Bytes) -> Integers:
-        """What clipping adds to the exact sums, int32 [N, P]; 0 where nothing saturates."""
+        """Returns what clipping adds to the exact sums, int32 [N, P]; 0 where nothing saturates."""
         found = np.zeros((len(self.values), columns.shape[1]), np.int32)
         for pair in np.flatnonzero(self.overflowing.any(0)):
             first, second = (columns[i].astype(np.int32) for i in (2 * pair, 2 * pair + 1))
-            # Weights reach -128: below a sum of 256 nothing leaves 16 bits, and most activations are small.
+            # Weights reach -128: activation sums below 256 never exceed 16 bits, and most activations are
+            # small.
             places = np.flatnonzero(first + second >= -(LOW // 128))
             if not places.size:
                 continue

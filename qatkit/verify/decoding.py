@@ -1,8 +1,8 @@
-"""A decoder's file in ONNX Runtime, token by token, against the file that takes whole windows.
+"""Compares a decoder's file in ONNX Runtime, token by token, with the file that takes whole windows.
 
 windows at once          perplexity and likeliest tokens of both files
-a window in two parts    the second part behind the keys and values of the first, token by token
-a greedy text            each token computed with keys and values, and again from the whole text
+a window in two parts    the second part token by token, after the keys and values of the first
+a greedy text            each token computed with cached keys and values, and again from the whole text
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from qatkit_verify.session import open_session
 
 Array = NDArray[Any]
 _PAST = "past_key_values."
-RISE = 0.005  # of perplexity, that accuracy level 4 may cost as a share
+RISE = 0.005  # maximum relative increase of perplexity at accuracy level 4
 _FASTER = 1.02
-_ROUNDS, _TIMED = 5, 9  # rounds, and tokens of one, the first of which belongs to the prompt
+_ROUNDS, _TIMED = 5, 9  # rounds, and tokens per round, the first of which belongs to the prompt
 
 
 class OnnxDecoder:
-    """A decoder's file.
+    """The file of a decoder.
 
     Args:
-        path: of the file.
+        path: the file.
         threads: intra-op threads.
         options: session config entries.
     """
@@ -40,16 +40,16 @@ class OnnxDecoder:
         self._past = [one for one in self._session.get_inputs() if one.name.startswith(_PAST)]
 
     def empty(self, rows: int) -> list[Array]:
-        """Returns keys and values of no token."""
+        """Returns the keys and values of zero tokens."""
         return [np.zeros((rows, one.shape[1], 0, one.shape[3]), np.float32) for one in self._past]
 
     def run(self, tokens: Array, past: list[Array], mask: Array | None = None) -> tuple[Array, list[Array]]:
-        """Returns logits [N, T, V], and keys and values of all tokens.
+        """Returns the logits [N, T, V], and the keys and values of all tokens.
 
         Args:
-            tokens: new ones, [N, T].
-            past: keys and values of the P earlier ones.
-            mask: 0 for padding, [N, P + T]; None: no token is padding.
+            tokens: the new tokens, [N, T].
+            past: keys and values of the P earlier tokens.
+            mask: 0 for padding, [N, P + T]; None means that no token is padding.
         """
         before = past[0].shape[2]
         every = np.ones((len(tokens), before + tokens.shape[1]), np.int64) if mask is None else mask
@@ -60,7 +60,7 @@ class OnnxDecoder:
         return logits, present
 
     def greedy(self, tokens: Array, count: int) -> tuple[list[int], float]:
-        """Returns the likeliest `count` tokens behind [1, T], one after the other, and seconds a token."""
+        """Returns the likeliest `count` tokens after [1, T], one after the other, and seconds per token."""
         logits, past = self.run(tokens, self.empty(1))
         made = [int(logits[0, -1].argmax())]
         start = time.perf_counter()
@@ -72,15 +72,16 @@ class OnnxDecoder:
 
 @dataclass(frozen=True)
 class Decoding:
-    """How a decoder compares with the file of whole windows.
+    """A comparison of a decoder with the file of whole windows.
 
     Attributes:
-        windows: that were compared, and `tokens` in them.
-        perplexity, whole: of the decoder and of the other file, on these windows.
-        agreement: share of the same likeliest next token, 0..1.
-        steps: tokens that were computed one by one behind others, and how many of them have the same next token.
-        greedy: tokens of a text that were generated, and how many of them are the same from its beginning.
-        tokens_per_second: of that text, one at a time.
+        windows: number of compared windows; `tokens` is the number of tokens in them.
+        perplexity, whole: perplexity of the decoder and of the other file on these windows.
+        agreement: share of identical likeliest next tokens, 0..1.
+        steps: number of tokens computed one by one after others, and how many of them have the same next
+            token.
+        greedy: number of generated tokens of a text, and how many of them are the same from its beginning.
+        tokens_per_second: speed of generating that text, one token at a time.
     """
 
     windows: int
@@ -95,12 +96,12 @@ class Decoding:
 
 @dataclass(frozen=True)
 class Levels:
-    """How a decoder at accuracy level 4 compares with itself at level 0.
+    """A comparison of a decoder at accuracy level 4 with itself at level 0.
 
     Attributes:
-        perplexity: at level 0, and at level 4.
-        agreement: share of the same likeliest next token, 0..1.
-        ratio: of tokens per second, level 4 over level 0: the median of rounds.
+        perplexity: at level 0 and at level 4.
+        agreement: share of identical likeliest next tokens, 0..1.
+        ratio: tokens per second of level 4 over level 0, the median of the rounds.
         ratio_low: the 10th percentile of the rounds.
     """
 
@@ -111,17 +112,17 @@ class Levels:
 
     @property
     def pays(self) -> bool:
-        """Returns whether level 4 is faster, beyond the rounds' spread, and about as good."""
+        """Returns whether level 4 is faster beyond the spread of the rounds, and about as good."""
         before, now = self.perplexity
         return self.ratio_low > _FASTER and now <= (1 + RISE) * before
 
 
 def levels(first: OnnxDecoder, second: OnnxDecoder, windows: Sequence[Array]) -> Levels:
-    """Compares a decoder at accuracy level 0 with the same at level 4.
+    """Compares a decoder at accuracy level 0 with the same decoder at level 4.
 
     Args:
         first, second: the decoder at level 0 and at level 4.
-        windows: of tokens [1, T].
+        windows: windows of tokens, each [1, T].
     """
     nats, same, count = [list[float](), list[float]()], 0, 0
     for tokens in windows:
@@ -146,10 +147,10 @@ def decoding(
 
     Args:
         decoder: the decoder.
-        whole: the logits [N, T, V] of tokens [N, T] by the other file.
-        windows: of tokens [1, T].
-        steps: tokens at the end of the first window that are computed one by one.
-        generated: tokens of a greedy text behind the first quarter of the first window.
+        whole: returns the other file's logits [N, T, V] for tokens [N, T].
+        windows: windows of tokens, each [1, T].
+        steps: number of tokens at the end of the first window that are computed one by one.
+        generated: number of tokens of a greedy text after the first quarter of the first window.
     """
     nats, same, count = [list[float](), list[float]()], 0, 0
     for tokens in windows:
@@ -168,7 +169,7 @@ def decoding(
 def _by_steps(
     decoder: OnnxDecoder, whole: Callable[[Array], Array], tokens: Array, steps: int
 ) -> tuple[int, int]:
-    """Returns how many tokens at the end of a window were computed one by one, and how many have the same next one."""
+    """Returns how many tokens at a window's end ran one by one, and how many agree on the next token."""
     split = max(1, tokens.shape[1] - steps)
     exact = whole(tokens)[0].argmax(-1)
     _, past = decoder.run(tokens[:, :split], decoder.empty(1))
@@ -180,7 +181,7 @@ def _by_steps(
 
 
 def _equal(whole: Callable[[Array], Array], prompt: Array, made: list[int]) -> int:
-    """Returns the number of tokens, from the first on, that the whole text so far gives as well."""
+    """Returns how many tokens, from the first on, are also predicted from the whole text so far."""
     text = np.concatenate([prompt, np.array([made], np.int64)], 1)
     likeliest = whole(text[:, :-1])[0].argmax(-1)[prompt.shape[1] - 1 :]
     differs = np.nonzero(likeliest != np.array(made))[0]
@@ -188,7 +189,7 @@ def _equal(whole: Callable[[Array], Array], prompt: Array, made: list[int]) -> i
 
 
 def _nats(logits: Array, tokens: Array) -> float:
-    """Mean nats a token of logits [T, V] of a window [T]."""
+    """Returns the mean nats per token of the logits [T, V] of a window [T]."""
     rows = logits[:-1].astype(np.float64)
     largest = rows.max(1, keepdims=True)
     total = largest[:, 0] + np.log(np.exp(rows - largest).sum(1))

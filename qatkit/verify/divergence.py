@@ -1,10 +1,10 @@
-"""Where two ways of computing one file part, tensor by tensor, in graph order.
+"""Finds where two ways of computing one file diverge, tensor by tensor, in graph order.
 
 Against the converted module: ONNX Runtime runs the file as written, with the output of every QuantizeLinear
-exposed, and the module's own integers stand beside them. What differs there is the exporter's.
-Against the optimizer: the graph that ONNX Runtime makes of the file is saved and run with those of its tensors
-exposed that the file has too, by name, and so is the file without optimizations. Integers are compared in their
-steps; of a file without any, floats in steps of their range / 255.
+exposed, and these are compared with the module's own integers. Any difference comes from the exporter.
+Against the optimizer: the graph that ONNX Runtime makes of the file is saved. It runs with those tensors
+exposed that the file also has by name, and so does the file without optimizations.
+Integers are compared in their own steps; in a file without integers, floats in steps of their range / 255.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from qatkit_verify.feeds import by_name, feeds, input_names
 from qatkit_verify.session import fixed_batch, integer_io, open_session
 
 Tensors = Mapping[str, NDArray[Any]]
-# Enough to see a difference in, few enough to hold every tensor of a large model at once.
+# Enough to show a difference, few enough to hold every tensor of a large model at once.
 IMAGES = 4
 TOLERANCE = 1  # steps: of the integers, or of a float tensor's range / 255
-_STEP_OF_16_BITS = 16  # integers: float sums of any order are a few of 65,535 apart
-# Its whole set of fusions; the last level also turns tensors around, which takes most names away.
+_STEP_OF_16_BITS = 16  # integers: float sums in different orders are a few of 65,535 apart
+# EXTENDED has all fusions; ALL also changes memory layouts, which removes most names.
 _LEVELS = (ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED, ort.GraphOptimizationLevel.ORT_ENABLE_ALL)
 
 
@@ -51,16 +51,18 @@ def first_divergence(
     ONNX Runtime runs without optimizations, with the output of every QuantizeLinear exposed.
 
     Args:
-        int8_path: the INT8 file, of dynamic batch or of the batch of `images`.
+        int8_path: the INT8 file, with a dynamic batch or the batch size of `images`.
         images: [N, C, H, W], or a batch of the file's other inputs (`qatkit_verify.feeds`).
         recorded: the integer tensors of the converted module for the same images, by the names of the
             file's QuantizeLinear outputs. Shapes may differ by a reshape.
-        output: the module's, and what a step of it is worth: the file's is compared too, as its last tensor.
+        output: the module's output and the size of its step; the file's output is then compared too, as its
+            last tensor.
         options: session config entries of the backend.
         threads: intra-op threads.
 
     Raises:
-        ConfigError: a recorded tensor is not integer, has another number of elements, or none is in the file.
+        ConfigError: a recorded tensor is not integer or has another number of elements, or none is in the
+            file.
     """
     model = ir.load(str(int8_path))
     names = [str(n.outputs[0].name) for n in model.graph if n.op_type == "QuantizeLinear"]
@@ -88,12 +90,12 @@ def optimizer_divergence(
     options: Mapping[str, str] | None = None,
     threads: int = 2,
 ) -> Divergence:
-    """Finds the first tensor that ONNX Runtime computes otherwise with optimizations than without.
+    """Finds the first tensor that ONNX Runtime computes differently with optimizations than without.
 
-    Of the tensors that are left in the optimized graph under the name that they have in the file.
+    It compares the tensors that the optimized graph still has under their names in the file.
 
     Args:
-        path: any ONNX file, of dynamic batch or of the batch of `images`.
+        path: any ONNX file, with a dynamic batch or the batch size of `images`.
         images: [N, C, H, W], or a batch of the file's other inputs.
         options: session config entries of the backend.
         threads: intra-op threads.
@@ -113,7 +115,7 @@ def optimizer_divergence(
         tries.append(judged(found, source))
         if tries[-1].first is not None:
             return tries[-1]
-    return tries[0]  # it knows the most tensors
+    return tries[0]  # it has the most tensors
 
 
 def dequantized(
@@ -124,14 +126,15 @@ def dequantized(
     options: Mapping[str, str] | None = None,
     threads: int = 2,
 ) -> dict[str, NDArray[Any]]:
-    """What the file makes of quantized tensors again, by the names of their QuantizeLinear outputs.
+    """Returns the dequantized values of quantized tensors, by the names of their QuantizeLinear outputs.
 
-    ONNX Runtime runs without optimizations; a tensor that no DequantizeLinear reads, padded or not, is left out.
+    ONNX Runtime runs without optimizations. Tensors that no DequantizeLinear reads, directly or after a Pad,
+    are omitted.
 
     Args:
-        path: as `first_divergence`.
-        names: of QuantizeLinear outputs.
-        images: as `first_divergence`.
+        path: see `first_divergence`.
+        names: names of QuantizeLinear outputs.
+        images: see `first_divergence`.
         options: session config entries of the backend.
         threads: intra-op threads.
     """
@@ -143,7 +146,7 @@ def dequantized(
 
 
 def _dequantized(graph: ir.Graph, value: ir.Value) -> str | None:
-    """The name of a quantized tensor's dequantization; where it is padded first, one is added to `graph`."""
+    """Returns the name of a quantized tensor's dequantization; if it is padded first, adds one to `graph`."""
     direct = [node for node in value.consumers() if node.op_type == "DequantizeLinear"]
     if direct:
         return str(direct[0].outputs[0].name)
@@ -159,7 +162,7 @@ def _dequantized(graph: ir.Graph, value: ir.Value) -> str | None:
 
 
 def closest(found: Divergence) -> Divergence:
-    """`found`; where nothing exceeds its tolerance, with the first tensor that differs at all."""
+    """Returns `found`; if nothing exceeds its tolerance, with the first tensor that differs at all."""
     if found.first is not None:
         return found
     return replace(found, tolerance=0, first=next((t for t in found.tensors if t.max_steps > 0), None))
@@ -172,10 +175,11 @@ def disagreeing(
     path: str | Path,
     task: Task = CLASSIFICATION,
 ) -> Any:
-    """Images [N, C, H, W] that `reference` and one of `others` decide differently, for `path` to take.
+    """Returns images [N, C, H, W] that `reference` and one of `others` decide differently, to feed `path`.
 
-    `IMAGES` of them, or as many as the file takes at a time; the first ones where fewer differ. Of a file with
-    several inputs the first whole batch with a difference, by name; else the first one.
+    There are `IMAGES` of them, or as many as the file takes at a time, filled up with the first others if
+    fewer differ. For a file with several inputs it is the first whole batch with a difference, by name, or
+    else the first batch.
     """
     session = open_session(path, threads=1, optimize=False)
     fixed, names = fixed_batch(session), input_names(session)
@@ -188,7 +192,7 @@ def disagreeing(
         images = np.asarray(by_name(names, batch)[names[0]], np.float32)
         wanted = reference(images)
         differs = np.any([~task.agree(wanted, predict(images)) for predict in others], axis=0)
-        differs = differs.reshape(len(images), -1).any(1)  # of maps: in any place
+        differs = differs.reshape(len(images), -1).any(1)  # for maps: at any position
         chosen += list(images[differs])
         spare += list(images[~differs])[: count - len(spare)]
         if len(chosen) >= count:
@@ -213,8 +217,8 @@ def _disagreeing_batch(
 def computed(
     model: ir.Model, names: Collection[str], images: Any, options: Mapping[str, str] | None, threads: int
 ) -> dict[str, NDArray[Any]]:
-    """Runs a graph as it is, and gives those of its tensors; `model` is changed."""
-    ir.external_data.load_to_model(model)  # which is saved elsewhere
+    """Runs a graph unoptimized and returns the given tensors by name; changes `model`."""
+    ir.external_data.load_to_model(model)  # because the model is saved elsewhere
     outputs = {value.name for value in model.graph.outputs}
     for value in [value for node in model.graph for value in node.outputs]:
         if value.name in names and value.name not in outputs:
@@ -229,7 +233,7 @@ def computed(
 
 
 def _common(source: ir.Model, optimized: ir.Model) -> list[str]:
-    """The computed tensors that two graphs name alike, in the first one's order."""
+    """Returns the computed tensors that have the same name in both graphs, in the order of `source`."""
     left = {value.name for node in optimized.graph for value in node.outputs}
     given = _constants(source)
     values = [value for node in source.graph for value in node.outputs if value not in given]
@@ -237,7 +241,7 @@ def _common(source: ir.Model, optimized: ir.Model) -> list[str]:
 
 
 def _constants(model: ir.Model) -> set[ir.Value]:
-    """What is computed from constants alone: weights on their way to their operators."""
+    """Returns the values computed only from constants: weights on the way to their operators."""
     found = set(model.graph.initializers.values())
     for node in model.graph:
         if all(value is None or value in found for value in node.inputs):
@@ -246,7 +250,7 @@ def _constants(model: ir.Model) -> set[ir.Value]:
 
 
 def _comparable(names: Sequence[str], values: Tensors, source: ir.Model) -> list[str]:
-    """The quantized tensors and the output; of a file without a QuantizeLinear, every float tensor."""
+    """Returns the quantized tensors and the output; without a QuantizeLinear, every float tensor."""
     quantized = {str(n.outputs[0].name) for n in source.graph if n.op_type == "QuantizeLinear"}
     output = {str(value.name) for value in source.graph.outputs}
     wanted = quantized | output if quantized else set(names)
@@ -254,17 +258,17 @@ def _comparable(names: Sequence[str], values: Tensors, source: ir.Model) -> list
 
 
 def judged(found: Divergence, model: ir.Model) -> Divergence:
-    """With the first tensor beyond the tolerance, or at all, and the operator that it comes from."""
+    """Returns `found` with its operator and the first tensor beyond the tolerance (or that differs)."""
     found = replace(found, first=next((t for t in found.tensors if t.max_steps > found.tolerance), None))
     name = closest(found).first
     return found if name is None else replace(found, operator=operator_of(model, name.name))
 
 
 def operator_of(model: ir.Model, tensor: str) -> str | None:
-    """The node of the file that a tensor owes its values to; of the input's own quantization, what reads it.
+    """Returns the node that computes a tensor's values; for the quantized input, the node that reads it.
 
-    Of the operators between the dequantized tensors above and this one, the nearest that multiplies matrices, or
-    else the nearest.
+    Among the operators between the dequantized tensors above and this one, it is the nearest that multiplies
+    matrices, or else the nearest one.
     """
     value = next(v for node in model.graph for v in node.outputs if v.name == tensor)
     above = list(_float_region(value))
@@ -276,7 +280,7 @@ def operator_of(model: ir.Model, tensor: str) -> str | None:
 
 
 def _float_region(value: ir.Value) -> Iterator[ir.Node]:
-    """The producers of `value` up to the dequantized tensors that they read, the nearest first."""
+    """Yields the producers of `value` up to the dequantized tensors that they read, nearest first."""
     found: dict[ir.Node, None] = {}
     values: list[ir.Value | None] = [value]
     while values:
@@ -288,13 +292,13 @@ def _float_region(value: ir.Value) -> Iterator[ir.Node]:
 
 
 def _passes(node: ir.Node) -> bool:
-    """Whether it leaves values as they are, but for a clamp; a Sum of one input is a barrier."""
+    """Returns whether a node keeps values except for a clamp; a Sum of one input is a barrier."""
     between = node.op_type in shape_ops() | clip_ops() | {"QuantizeLinear"}
     return between or (node.op_type == "Sum" and len(node.inputs) == 1)
 
 
 def _reader(value: ir.Value) -> str | None:
-    """The first operator that reads a tensor, past its pair and what only moves values."""
+    """Returns the first operator that reads a tensor, past its pair and shape operators."""
     for node in (use.node for use in value.uses()):
         if node.op_type not in shape_ops() | {"QuantizeLinear", "DequantizeLinear"}:
             return node.name
@@ -315,8 +319,10 @@ def _recorded_steps(name: str, value: NDArray[Any], recorded: NDArray[Any]) -> T
 
 
 def in_steps(name: str, value: NDArray[Any], reference: NDArray[Any]) -> TensorParity:
-    """Integers of 8 bits in their own steps, of 16 bits in whole steps of 16; floats in steps of the reference's
-    range / 255.
+    """Compares two tensors in steps.
+
+    8-bit integers are compared in their own steps, 16-bit integers in whole steps of 16, and floats in steps
+    of the reference's range / 255.
     """
     if reference.dtype.kind == "f":
         finite = reference[np.isfinite(reference)].astype(np.float64)
@@ -328,7 +334,7 @@ def in_steps(name: str, value: NDArray[Any], reference: NDArray[Any]) -> TensorP
 
 
 def _float_steps(name: str, value: NDArray[Any], reference: NDArray[Any], step: float) -> TensorParity:
-    """In whole steps; NaN against a number is as far off as a step can tell."""
+    """Compares in whole steps; NaN against a number counts as 255 steps."""
     first, second = value.astype(np.float64).ravel(), reference.astype(np.float64).ravel()
     distance = np.where(np.isnan(first) & np.isnan(second) | (first == second), 0, np.abs(first - second))
     steps = np.rint(np.nan_to_num(distance / step, nan=255, posinf=255))

@@ -4,8 +4,8 @@
                         compared          compared
     int8    start ─> step 0 ─ state ─> step 1 ─ state ─> ...
 
-Figures are of the first 10, 100, 1,000, ... steps of all sequences, and of all steps: of an error that accumulates they
-become worse, of one that the model forgets they stay.
+The figures cover the first 10, 100, 1,000, ... steps of all sequences, and all steps. They get worse for an
+error that accumulates, and stay the same for one that the model forgets.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _STEPS = (10, 100, 1000, 10_000, 100_000, math.inf)
 
 @dataclass(frozen=True)
 class Horizon:
-    """The first steps of every sequence.
+    """Figures over the first steps of every sequence.
 
     Attributes:
-        steps: how many, at most.
-        near: of the first output.
-        outputs: figures of each output, as `OutputDistance` has them.
+        steps: the maximum number of steps.
+        near: fidelity of the first output.
+        outputs: figures of each output, as returned by `OutputDistance`.
     """
 
     steps: int
@@ -48,8 +48,8 @@ class Drift:
     """The distance of a file from the float file in free runs.
 
     Attributes:
-        sequences: how many there were.
-        horizons: growing; the last one is of all steps.
+        sequences: number of sequences.
+        horizons: in growing order; the last one covers all steps.
     """
 
     sequences: int
@@ -57,11 +57,11 @@ class Drift:
 
     @property
     def near(self) -> Fidelity:
-        """The first output over all steps; `images` are steps."""
+        """The fidelity of the first output over all steps; `images` counts steps."""
         return self.horizons[-1].near
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain figures for report.json."""
+        """Returns plain figures for report.json."""
         horizons = [
             {
                 "steps": one.steps,
@@ -75,7 +75,7 @@ class Drift:
 
 
 class _Horizon:
-    """Adds up the first steps of every sequence."""
+    """A running sum over the first steps of every sequence."""
 
     def __init__(self, task: Task, outputs: int) -> None:
         self.task, self.first = task, Distance(task)
@@ -98,16 +98,16 @@ def drift_of_files(
     options: Mapping[str, str] | None = None,
     progress: bool = False,
 ) -> Drift:
-    """Returns the drift of the second file from the first one, which is float.
+    """Returns the drift of the second file from the first, which is float.
 
     Args:
         files: the float file and the other one.
         states: inputs that are fed back, with the outputs that they come from.
-        sequences, task, progress: as `drift` takes them.
-        threads, options: of the sessions.
+        sequences, task, progress: see `drift`.
+        threads, options: settings of the sessions.
 
     Raises:
-        ConfigError: as `drift`, or ONNX Runtime does not load a file.
+        ConfigError: see `drift`, or ONNX Runtime cannot load a file.
     """
     sessions = [open_session(path, threads=threads, options=options) for path in files]
     names = [one.name for one in sessions[0].get_outputs()]
@@ -122,13 +122,13 @@ def drift(
 
     Args:
         exact: the float file.
-        found: the other one.
-        sequences: at least one step.
-        task: whose decisions are compared.
-        progress: whether a bar is shown.
+        found: the other file.
+        sequences: the sequences, with at least one step in total.
+        task: the task whose decisions are compared.
+        progress: whether to show a progress bar.
 
     Raises:
-        ConfigError: no step, or a state or the first output is NaN or infinite.
+        ConfigError: there is no step, or a state or the first output is NaN or infinite.
     """
     longest, count = 0, 0
     horizons = [_Horizon(task, len(exact.outputs)) for _ in _STEPS]

@@ -1,11 +1,11 @@
-"""A file as a processor without VNNI runs it: what can saturate is emulated, ONNX Runtime runs the rest.
+"""Emulates a file on a processor without VNNI; ONNX Runtime runs everything that cannot saturate.
 
-    optimized graph ─ cut before and behind each operator that some input makes saturate ─> stretches
+    optimized graph ─ cut before and after each operator that can saturate for some input ─> stretches
     stretch of nodes ─ one ONNX Runtime session        operator ─ qatkit.verify.int8_kernels
 
-The optimized graph is that of level EXTENDED: its integer operators are what runs, and level ALL changes the layout
-in memory alone. Operators whose weights rule saturation out stay in their stretch, whose results are exact on any
-processor; on one without VNNI too, since they can't saturate.
+The optimized graph is that of level EXTENDED: its integer operators are those that run, and level ALL changes
+only the memory layout. Operators whose weights rule out saturation stay in their stretch, whose results are
+exact on any processor, including one without VNNI, since they cannot saturate.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Emulation:
     """A quantized file in two forms: exact, and as a processor without VNNI computes it.
 
     Attributes:
-        kernels: the uint8 x int8 operators with constant weights, in the order of the graph: those that are emulated,
-            and those whose weights rule saturation out.
-        others: further ones, each with the reason why it is not emulated.
+        kernels: the uint8 x int8 operators with constant weights, in graph order: those that are emulated,
+            and those whose weights rule out saturation.
+        others: further operators, each with the reason why it is not emulated.
     """
 
     def __init__(self, path: Path, *, options: Mapping[str, str], threads: int) -> None:
@@ -51,7 +51,7 @@ class Emulation:
             threads: intra-op threads.
 
         Raises:
-            ConfigError: ONNX Runtime refuses the file.
+            ConfigError: ONNX Runtime cannot load the file.
         """
         self._threads = threads
         self._file = open_session(path, threads=threads, optimize=False, options=options)
@@ -71,10 +71,10 @@ class Emulation:
     def outputs(
         self, batch: Any, saturate: Collection[str] = (), observe: Observer | None = None
     ) -> tuple[Array, ...]:
-        """All outputs for a batch (`qatkit_verify.feeds`).
+        """Returns all outputs for a batch (`qatkit_verify.feeds`).
 
         Args:
-            batch: as the file takes it.
+            batch: the batch, in any form that the file takes.
             saturate: names of the kernels that compute as without VNNI; the others are exact.
             observe: called with each kernel that can saturate, in turn.
         """
@@ -82,7 +82,7 @@ class Emulation:
 
         def run(fed: Mapping[str, Array]) -> tuple[Array, ...]:
             known = {name: ort.OrtValue.ortvalue_from_numpy(value) for name, value in fed.items()}
-            # Copies: an OrtValue may lend memory that goes with it.
+            # Copies, because an OrtValue may lend memory that is freed with it.
             return tuple(np.array(one.numpy()) for one in self._parts.run(known, Walk(saturate, observe)))
 
         found = in_its_batches(run, given, fixed)
@@ -92,20 +92,22 @@ class Emulation:
 def _judged(
     graph: ir.Graph, origin: Origin | None, taken: Counter[str], body: str = ""
 ) -> Iterator[tuple[str, Judged | None, str]]:
-    """Every node that may multiply uint8 by int8, by a name of its own: what its weights say, and why it is left.
+    """Yields every node that may multiply uint8 by int8.
+
+    Each comes with a unique name, what its weights prove, and the reason if it is not emulated.
 
     Args:
-        graph: optimized, or the body of one of its nodes.
-        origin: finds the nodes of the file that those of the outermost graph were made of.
-        taken: how often each name has come.
-        body: the type of the operator whose body this is, where it is one that is not emulated.
+        graph: an optimized graph, or the body of one of its nodes.
+        origin: finds the nodes of the file from which those of the outermost graph were made.
+        taken: how often each name has occurred.
+        body: the type of the operator whose body this is, if that operator is not emulated.
     """
     for node in graph:
         name = _name(origin, node)
         one, reason = judged(node, name, body)
         if one is not None or reason:
             taken[name] += 1
-            if taken[name] > 1:  # made of the same node, or named as in another body
+            if taken[name] > 1:  # from the same node, or with the same name in another body
                 name = f"{name} {taken[name]}"
                 one = None if one is None else replace(one, name=name)
             yield name, one, reason

@@ -1,10 +1,10 @@
-"""How near one file's outputs are to another's, image by image: what can be said of images without labels.
+"""Measures how close one file's outputs are to another's, image by image, without labels.
 
-    agreement    share of the outputs that decide the same (`Task.agreement`)
-    divergence   `Task.divergence`, in nats: mean over the outputs; not of every task
+    agreement    share of the outputs with the same decision (`Task.agreement`)
+    divergence   `Task.divergence` in nats, the mean over the outputs; not every task has one
     SQNR         10 log10( sum exact^2 / sum (exact - found)^2 ), in dB, over all values
 
-An output with further axes ([N, classes, H, W]) counts once for each place.
+An output with further axes ([N, classes, H, W]) counts once per position.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from qatkit_verify.errors import ConfigError
 _Array = NDArray[np.float64]
 
 
-_CHANNELS = 1024  # of a last axis, at most: with more it is one of places or of samples
-_SCALES = 100.0  # by which the powers of channels differ where each counts by itself
+_CHANNELS = 1024  # maximum size of a last axis that counts as channels; a larger one has positions or samples
+_SCALES = 100.0  # ratio of channel powers above which each channel counts separately
 
 
 class OutputDistance:
-    """Adds up how far one output is from float's, in all and along its last axis."""
+    """A running distance of one output from float's, overall and along its last axis."""
 
     def __init__(self) -> None:
         self._signal: _Array | None = None
         self._noise: _Array | None = None
 
     def add(self, exact: NDArray[Any], found: NDArray[Any]) -> None:
-        """One batch of the output, of both files."""
+        """Adds one batch of the output of both files."""
         if exact.shape != found.shape or exact.dtype.kind != "f":
             return
         wide = exact.ndim > 1 and 1 < exact.shape[-1] <= _CHANNELS
@@ -49,7 +49,7 @@ class OutputDistance:
         self._signal, self._noise = self._signal + signal, self._noise + noise
 
     def figures(self, name: str) -> dict[str, Any]:
-        """Returns the SQNR in dB (None where both are equal), and the worst channel where channels differ in scale."""
+        """Returns the SQNR in dB (None if equal), and the worst channel if channels differ in scale."""
         found: dict[str, Any] = {"name": name, "sqnr_db": None}
         if self._signal is None or self._noise is None:
             return found
@@ -71,7 +71,7 @@ class SampleDistance:
         self._lengths: list[float] = []
 
     def add(self, exact: NDArray[Any], found: NDArray[Any], samples: int) -> None:
-        """One batch of the output, of both files; without an axis of so many samples it is one sample."""
+        """Adds one batch of both files; without a first axis of size `samples`, it is a single sample."""
         if exact.shape != found.shape or exact.dtype.kind != "f":
             return
         count = samples if exact.ndim and len(exact) == samples else 1
@@ -82,8 +82,9 @@ class SampleDistance:
         self._lengths += np.linalg.norm(a - b, axis=1).tolist()
 
     def figures(self) -> dict[str, Any]:
-        """Returns the cosine of the angle between the outputs and their L2 distance, means and worst samples; nothing
-        of an output of integers, or whose sizes differ.
+        """Returns cosine similarities and L2 distances of the outputs, as means and worst samples.
+
+        It is empty for integer outputs and for outputs whose shapes differ.
         """
         if not self._cosines:
             return {}
@@ -101,7 +102,7 @@ def _decibel(signal: float, noise: float) -> float | None:
 
 
 class Distance:
-    """Adds up what the measures need, batch by batch."""
+    """Running sums of the fidelity measures, updated batch by batch."""
 
     def __init__(self, task: Task) -> None:
         self.task, self.agreement = task, task.agreement()
@@ -110,7 +111,7 @@ class Distance:
         self.divergence: float | None = 0.0
 
     def add(self, exact: _Array, found: _Array) -> None:
-        """Outputs [N, classes, ...] for the same images."""
+        """Adds outputs [N, classes, ...] of both files for the same images."""
         self.images += len(exact)
         (found,) = self.task.aligned([exact], [found])
         rows, others = _rows(exact), _rows(found)
@@ -132,7 +133,7 @@ class Distance:
 
 
 def _rows(outputs: _Array) -> _Array:
-    """[outputs, classes]: the axis of the classes last, the others together."""
+    """Reshapes to [outputs, classes]: the class axis last, the other axes merged."""
     return np.moveaxis(outputs, 1, -1).reshape(-1, outputs.shape[1]) if outputs.ndim > 1 else outputs[:, None]
 
 
@@ -144,10 +145,10 @@ def fidelity(
     *,
     task: Task = CLASSIFICATION,
 ) -> dict[str, Fidelity]:
-    """Each of `others` against `exact`, over the images of `batches`; their labels are not read.
+    """Compares each of `others` with `exact` over the images of `batches`; labels are not used.
 
     Raises:
-        ConfigError: no images, or an output that is NaN or infinite (names whose and of which image).
+        ConfigError: there are no images, or an output is NaN or infinite (names the predictor and the image).
     """
     distances = {name: Distance(task) for name in others}
     seen = 0
@@ -162,10 +163,10 @@ def fidelity(
 
 
 def finite(name: str, outputs: Any, seen: int, unit: str = "image") -> _Array:
-    """Returns outputs as wide floats.
+    """Returns outputs as float64.
 
     Raises:
-        ConfigError: one is NaN or infinite (names whose and of which image, `seen` of which came before).
+        ConfigError: an output is NaN or infinite (names the predictor and the image, counted from `seen`).
     """
     values = np.asarray(outputs, np.float64)
     bad = ~np.isfinite(values).reshape(len(values), -1).all(axis=1)
@@ -176,5 +177,5 @@ def finite(name: str, outputs: Any, seen: int, unit: str = "image") -> _Array:
 
 
 def unlabelled(batches: Iterable[Any]) -> Iterable[tuple[Any, Any]]:
-    """Batches of images alone as `Batches`: with as many labels that say nothing."""
+    """Turns batches of images without labels into `Batches`, with a None label per image."""
     return ((images, [None] * len(images)) for images in batches)

@@ -1,4 +1,4 @@
-"""A table of a file's operators: how many of each type, how they are quantized, and which of them run int8 here."""
+"""Tabulates a file's operators: how many of each type, how they are quantized, and which run in int8 here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from qatkit.verify.graph_view import made_by, operand, quantized_type, stored
 _PAIRS = ("QuantizeLinear", "DequantizeLinear")
 _BYTES = (ir.DataType.INT8, ir.DataType.UINT8, ir.DataType.INT4, ir.DataType.UINT4, ir.DataType.INT16,
           ir.DataType.UINT16, ir.DataType.INT2, ir.DataType.UINT2)  # fmt: skip
-# Where the weights of operators stand that take integers, and their scales.
+# Positions of activation, weight and weight scale for operators that take integers.
 _INTEGERS = {
     "QLinearConv": (0, 3, 4),
     "QLinearMatMul": (0, 3, 4),
@@ -30,17 +30,18 @@ _INTEGERS = {
 
 @dataclass
 class OperatorRow:
-    """One type of operator.
+    """The figures of one type of operator.
 
     Attributes:
-        operator: its type, behind the domain where that is not ONNX's.
-        count: nodes, those of branches and bodies too.
-        quantized: nodes with quantized inputs.
-        types: their numbers by types of activations and weights ("uint8 x int8 per channel").
-        weight_bytes: of initializers that they read, each counted where it is read first.
-        ran: nodes of the main graph by what they computed in here (int8, float, weight-only, other); those that are
-            missing were folded or are part of another one. None: the file was not run.
-        inner: nodes in branches and bodies.
+        operator: its type, after the domain if that is not ONNX's.
+        count: number of nodes, including those of branches and bodies.
+        quantized: number of nodes with quantized inputs.
+        types: number of nodes by types of activations and weights ("uint8 x int8 per channel").
+        weight_bytes: bytes of initializers that they read; each initializer counts where it is read first.
+        ran: number of nodes of the main graph by the precision in which they ran here (int8, float,
+            weight-only, other). Missing nodes were folded or are part of another one. None: the file was not
+            run.
+        inner: number of nodes in branches and bodies.
     """
 
     operator: str
@@ -57,8 +58,8 @@ class FileSummary:
     """A file's operators, most frequent first, and its totals.
 
     Attributes:
-        unread_bytes: of initializers that no node reads.
-        note: why the file was not run; "" where it was.
+        unread_bytes: bytes of initializers that no node reads.
+        note: why the file was not run; "" if it was.
     """
 
     rows: list[OperatorRow]
@@ -74,7 +75,7 @@ class FileSummary:
 
 
 def name_nodes(model: ir.Model) -> None:
-    """Gives each node of the main graph a name of its own, by which an audit finds it."""
+    """Gives each node of the main graph a unique name, by which an audit finds it."""
     taken: set[str] = set()
     for number, node in enumerate(model.graph):
         if not node.name or node.name in taken:
@@ -86,9 +87,9 @@ def summarize(model: ir.Model, path: Path, audit: Audit | None, note: str = "") 
     """Counts the operators of a file.
 
     Args:
-        model: the file with its constants as initializers; each node of the main graph has a name of its own.
-        path: of the file.
-        audit: of the file, by the same names; None where it was not run.
+        model: the file with its constants as initializers; each node of the main graph has a unique name.
+        path: the path of the file.
+        audit: the audit of the file, with the same names; None if it was not run.
         note: why there is no audit.
     """
     rows: dict[str, OperatorRow] = {}
@@ -114,7 +115,7 @@ def summarize(model: ir.Model, path: Path, audit: Audit | None, note: str = "") 
 
 
 def table(summary: FileSummary) -> list[tuple[str, ...]]:
-    """Returns the rows of the table for people, the first one its head."""
+    """Returns the rows of the table for people; the first row is the head."""
     found = [("operator", "nodes", "quantized", "ran here", "weights", "types")]
     for row in summary.rows:
         quantized = str(row.quantized) if row.quantized else "-"
@@ -140,7 +141,7 @@ def _size(count: int) -> str:
 
 
 def _types(node: ir.Node) -> str:
-    """Returns the types of a node's integer operands; "" of one in float."""
+    """Returns the types of a node's integer operands; "" for a node in float."""
     if node.op_type in _PAIRS or node.op_type == "DynamicQuantizeLinear":
         return ""
     if node.op_type == "MatMulNBits":
@@ -160,7 +161,7 @@ def _types(node: ir.Node) -> str:
 
 
 def _dequantized(value: ir.Value | None) -> str:
-    """Returns the type behind a DequantizeLinear, of a constant with its granularity; "" of a float tensor."""
+    """Returns the type before a DequantizeLinear, for a constant with its granularity; "" for floats."""
     pair = made_by(value, "DequantizeLinear")
     if pair is None:
         return ""
@@ -181,7 +182,7 @@ def _scales(scale: ir.Value | None, held: ir.Value | None) -> str:
 
 
 def _type(value: ir.Value | None) -> str:
-    """Returns the integer type of a tensor, by itself or by the QuantizeLinear that makes it; "" of another one."""
+    """Returns the integer type of a tensor, from itself or from its QuantizeLinear; "" for another type."""
     if value is None:
         return ""
     tensor = stored(value)
@@ -195,7 +196,7 @@ def _type(value: ir.Value | None) -> str:
 
 
 def _constants(node: ir.Node) -> Iterator[ir.Value]:
-    """Yields the initializers that a node reads, those behind a DequantizeLinear as its own."""
+    """Yields the initializers that a node reads, including those of its DequantizeLinear inputs."""
     if node.op_type in _PAIRS and stored(operand(node, 0)) is not None:
         return
     for value in node.inputs:
@@ -216,7 +217,7 @@ def _new_bytes(found: Iterable[ir.Value], counted: set[ir.Value]) -> int:
 
 
 def _add_precisions(rows: Mapping[str, OperatorRow], model: ir.Model, audit: Audit) -> None:
-    """Counts what the nodes of the main graph computed in, each once."""
+    """Counts the precision in which the nodes of the main graph computed, each node once."""
     kinds = {str(node.name): node for node in model.graph}
     best: dict[str, str] = {}
     for entry in audit.nodes:

@@ -1,7 +1,8 @@
-"""Questions to an ONNX graph, on `onnx_ir`: which constant a tensor comes from, and what lies on the way to it.
+"""Queries on an ONNX graph in `onnx_ir`: which constant a tensor comes from, and what lies on the way to it.
 
-Who makes a value and who reads it, the value itself says (`producer()`, `consumers()`). Constant nodes count as
-initializers, so that a file reads the same however its constants are stored. Without torch.
+The producer and the readers of a value come from the value itself (`producer()`, `consumers()`). Constant
+nodes count as initializers, so that a file reads the same however its constants are stored. It needs no
+torch.
 """
 
 from __future__ import annotations
@@ -22,52 +23,52 @@ from qatkit_verify.errors import ConfigError
 
 @lookup
 def shape_ops() -> frozenset[str]:
-    """Operators that move values without computing: a weight behind one of them is still that weight."""
+    """Returns operators that move values without computing: a weight after one is still that weight."""
     return onnx_operators([operator("shape")]) | {"Identity", "Cast"}
 
 
 @lookup
 def conv_ops() -> frozenset[str]:
-    """Convolutions, ONNX Runtime's forms of them included."""
+    """Returns the convolutions, including ONNX Runtime's variants."""
     return onnx_operators([operator("conv")], kernels=True)
 
 
 @lookup
 def weighted_ops() -> frozenset[str]:
-    """ONNX's own operators that multiply with a weight."""
+    """Returns ONNX's own operators that multiply by a weight."""
     return onnx_operators([record for record in operators() if record.weighted])
 
 
 @lookup
 def matrix_ops() -> frozenset[str]:
-    """Operators that multiply and accumulate, ONNX Runtime's forms of them included."""
+    """Returns the operators that multiply and accumulate, including ONNX Runtime's variants."""
     return onnx_operators([record for record in operators() if record.weighted], kernels=True)
 
 
 @lookup
 def clip_ops() -> frozenset[str]:
-    """Activations that a quantized range can stand for."""
+    """Returns the activations that a quantized range can replace."""
     return onnx_operators([record for record in operators() if record.activation is not None])
 
 
 @lookup
 def same_scale_ops() -> frozenset[str]:
-    """Operators with an 8-bit kernel that passes values through: scale and zero point are the same on both sides."""
+    """Returns operators whose 8-bit kernel passes values through, so that both sides share their scale."""
     return onnx_operators([record for record in operators() if record.keeps_range])
 
 
 @lookup
 def eight_bit_ops() -> frozenset[str]:
-    """Operators other than Conv, Gemm and MatMul with an 8-bit kernel on the CPU where pairs stand around them."""
+    """Returns operators besides Conv, Gemm and MatMul with an 8-bit CPU kernel when surrounded by pairs."""
     requantizing = [record for record in operators() if record.kernels and not record.weighted]
     return onnx_operators(requantizing) | same_scale_ops()
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A constant operand: the initializer, the DequantizeLinear on the way, and the operator between.
+    """A constant operand: the initializer, the DequantizeLinear on the way, and the operator in between.
 
-    `between` stands between the DequantizeLinear and the reader (None: read directly).
+    `between` lies between the DequantizeLinear and the reader (None: read directly).
     """
 
     value: ir.Value
@@ -98,61 +99,61 @@ def read_model(path: str | Path) -> ir.Model:
 
 
 def with_initializers(model: ir.Model) -> ir.Model:
-    """`model` itself, its Constant nodes turned into initializers."""
+    """Turns the Constant nodes of `model` into initializers, in place, and returns it."""
     common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     return model
 
 
 def _cause(error: BaseException) -> BaseException:
-    """What went wrong first: onnx_ir wraps it in the names of its own functions."""
+    """Returns the original error, which onnx_ir wraps in the names of its own functions."""
     while error.__cause__ is not None:
         error = error.__cause__
     return error
 
 
 def operand(node: ir.Node, index: int) -> ir.Value | None:
-    """An input of a node; None where it is left out."""
+    """Returns an input of a node, or None if it is omitted."""
     return node.inputs[index] if index < len(node.inputs) else None
 
 
 def stored(value: ir.Value | None) -> ir.TensorProtocol | None:
-    """The tensor that the file holds for `value`; None for what is computed or fed."""
+    """Returns the tensor that the file stores for `value`; None for a computed value or an input."""
     return value.const_value if value is not None and value.is_initializer() else None
 
 
 def constant(value: ir.Value | None) -> NDArray[Any] | None:
-    """The value of a constant tensor, or None."""
+    """Returns the value of a constant tensor, or None."""
     tensor = stored(value)
     return None if tensor is None else np.asarray(tensor.numpy())
 
 
 def element_type(value: ir.Value | None) -> ir.DataType | None:
-    """The data type of a constant, or None when the tensor is not constant."""
+    """Returns the data type of a constant, or None if the tensor is not constant."""
     tensor = stored(value)
     return None if tensor is None else tensor.dtype
 
 
 def quantized_type(pair: ir.Node) -> ir.DataType | None:
-    """What a QuantizeLinear or DequantizeLinear holds, by its zero point: uint8 without one."""
+    """Returns the integer type of a Q or DQ node from its zero point; uint8 without one."""
     zero_point = operand(pair, 2)
     return ir.DataType.UINT8 if zero_point is None else element_type(zero_point)
 
 
 def made_by(value: ir.Value | None, op_type: str) -> ir.Node | None:
-    """The producer of `value` if it is of this type."""
+    """Returns the producer of `value` if it has this type."""
     node = value.producer() if value is not None else None
     return node if node is not None and node.op_type == op_type else None
 
 
 def back(value: ir.Value | None) -> Iterator[ir.Node]:
-    """The producers of `value`, walking up first inputs."""
+    """Yields the producers of `value`, walking up first inputs."""
     while value is not None and (node := value.producer()) is not None:
         yield node
         value = operand(node, 0)
 
 
 def weight(value: ir.Value | None) -> Weight | None:
-    """The constant behind `value`, through at most a DequantizeLinear and shape operators."""
+    """Returns the constant that `value` comes from, through at most a DequantizeLinear and shape ops."""
     dequantize = between = None
     for node in back(value):
         if node.op_type == "DequantizeLinear" and dequantize is None:
@@ -166,13 +167,13 @@ def weight(value: ir.Value | None) -> Weight | None:
 
 
 def weight_of(node: ir.Node) -> Weight | None:
-    """The constant operand of a matrix operator (Conv, Gemm, MatMul and their fused forms), or None."""
+    """Returns the constant operand of a matrix operator (Conv, Gemm, MatMul and fused forms), or None."""
     found = (weight(operand(node, index)) for index in _operand_indices(node))
     return next((one for one in found if one is not None), None)
 
 
 def _operand_indices(node: ir.Node) -> tuple[int, ...]:
-    """Where a matrix operator's weight may stand among its inputs, the usual place first."""
+    """Returns the possible positions of a matrix operator's weight among its inputs, the usual one first."""
     if node.op_type in ("QLinearConv", "QLinearConvTranspose", "QLinearMatMul", "QGemm"):
         return (3, 0) if node.op_type in ("QLinearMatMul", "QGemm") else (3,)
     return (1,) if node.op_type in conv_ops() else (1, 0)

@@ -1,12 +1,13 @@
-"""ONNX Runtime's uint8 x int8 operators in NumPy, exactly and as a processor without VNNI computes them.
+"""NumPy versions of ONNX Runtime's uint8 x int8 operators, exact and as computed without VNNI.
 
     QLinearConv, QLinearMatMul, QGemm, MatMulIntegerToFloat, MatMulInteger, DynamicQuantizeMatMul
 
-of an optimized graph, with constant int8 weights. Each is a product of matrices (`qatkit.verify.avx2`), zero points
-and bias in 32 bits, and one rounding to the output's integers or one multiplication to floats: float32 operations in
-ONNX Runtime's order, so that the exact form is equal to ONNX Runtime's in every bit (docs/onnxruntime-qdq.md, section
-5). Scales and zero points may be computed, as those of activations that are quantized as they come. A depthwise
-convolution multiplies in 32 bits everywhere and is none of these.
+They come from an optimized graph and have constant int8 weights. Each is a matrix product
+(`qatkit.verify.avx2`) with zero points and bias in 32 bits, followed by one rounding to the output's integers
+or one multiplication to floats. The float32 operations are in ONNX Runtime's order, so that the exact form
+equals ONNX Runtime's bit for bit (docs/onnxruntime-qdq.md, section 5). Scales and zero points may be
+computed, as for dynamically quantized activations. Depthwise convolutions are not included, since they
+multiply in 32 bits everywhere.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from qatkit_verify.pairs import convolution_rows, product_rows
 Array = NDArray[Any]
 Read = Callable[[ir.Value | None], Array | None]
 
-_AT_ONCE = 2**20  # values of a matrix of columns
+_AT_ONCE = 2**20  # values of a matrix of columns at a time
 
 
 # Input positions of scales, bias and output zero point; `PLACES` has those of zero points and weight.
@@ -49,9 +50,10 @@ class Judged:
     """An operator that multiplies uint8 by constant int8 weights.
 
     Attributes:
-        name: for messages, of the node of the file that it was made of.
-        channels: of the output.
-        overflowing: the channels that some input makes saturate; of the others the weights prove that none does.
+        name: the name for messages, from the node of the file that it was made of.
+        channels: number of output channels.
+        overflowing: number of channels that saturate for some input; the weights prove that the others never
+            do.
     """
 
     name: str
@@ -60,20 +62,22 @@ class Judged:
 
     @property
     def can_saturate(self) -> bool:
-        """Whether any input makes it saturate."""
+        """Returns whether any input makes it saturate."""
         return self.overflowing > 0
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """What stands around the product of integers.
+    """The zero points, scale and bias that surround the integer product.
 
     Attributes:
         input_zero: the input's zero point.
-        weight_zero: int32, of each output channel.
-        scale: float32 [channels] or []: from sums to the output's steps, or to floats; None: the sums are the output.
-        bias: int32 [channels], of a QGemm [rows or 1, channels or 1] too, onto the sums; floats, onto a float output.
-        output_zero: the output's zero point, of its type; None where the output is float or the sums.
+        weight_zero: int32, the zero point of each output channel.
+        scale: float32 [channels] or [], from sums to the output's steps or to floats; None: the sums are the
+            output.
+        bias: int32 [channels], for a QGemm also [rows or 1, channels or 1], added to the sums; or floats,
+            added to a float output.
+        output_zero: the output's zero point, in its type; None if the output is float or the sums.
     """
 
     input_zero: int
@@ -84,7 +88,7 @@ class Numbers:
 
     @classmethod
     def of(cls, node: ir.Node, channels: int, read: Read) -> Numbers | None:
-        """Reads them for a node; returns None if one of them is not known yet."""
+        """Reads the numbers for a node; returns None if one of them is not known yet."""
         zeros = PLACES[node.op_type]
         places = {"x_zero": zeros.x_zero, "w_zero": zeros.weight_zeros[0], **_SCALES[node.op_type]}
         found: dict[str, Array | None] = {}
@@ -103,7 +107,7 @@ class Numbers:
             scale = scale / found["y_scale"].reshape(())
         bias = found["bias"]
         if bias is not None and (bias.ndim != 2 or node.op_type != "QGemm"):
-            bias = bias.reshape(-1)  # [1, 1, N] too
+            bias = bias.reshape(-1)  # also from [1, 1, N]
         return cls(
             0 if zero is None else int(zero.reshape(())),
             np.broadcast_to(np.int32(0) if w_zero is None else w_zero.astype(np.int32).reshape(-1), channels),
@@ -115,13 +119,13 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Int8Kernel(Judged):
-    """One operator that is computed here.
+    """An operator that is computed here.
 
     Attributes:
-        node: of the optimized graph.
-        weights: of each group of a convolution; of each matrix of a stack; else one.
-        numbers: None until what computes them has run (`bound`).
-        window: of a convolution.
+        node: the node of the optimized graph.
+        weights: one per group of a convolution, or per matrix of a stack; else a single one.
+        numbers: None until the nodes that compute them have run (`bound`).
+        window: the window of a convolution.
         stack: the axes of a weight before its last two.
     """
 
@@ -132,7 +136,7 @@ class Int8Kernel(Judged):
     stack: tuple[int, ...] = ()
 
     def bound(self, read: Read) -> tuple[Int8Kernel, Array]:
-        """The kernel with all its numbers, and its input in bytes; `read` yields tensors that were computed."""
+        """Returns the kernel with all its numbers, and its input in bytes; `read` gets computed tensors."""
         x, numbers = read(operand(self.node, 0)), self.numbers or Numbers.of(self.node, self.channels, read)
         assert x is not None and numbers is not None, "what is read has been computed"
         if self.node.op_type == "DynamicQuantizeMatMul":
@@ -143,25 +147,25 @@ class Int8Kernel(Judged):
 
     @property
     def settled(self) -> Numbers:
-        """The numbers, once they are there."""
+        """The numbers, which must be known already."""
         assert self.numbers is not None, "bound first"
         return self.numbers
 
     def __call__(self, x: Array, *, saturate: bool) -> Array:
-        """The output for an input as it is stored, exact or as without VNNI."""
+        """Returns the output for an input as stored, exact or as without VNNI."""
         shaped = self._arranged(x)
         parts = [self._part(weights, one, clip=saturate) for weights, one in self._parts(shaped)]
         return self._restored([self.finish(e if c is None else e + c) for e, c in parts], x, shaped)
 
     def both(self, x: Array) -> Iterator[tuple[Integers, Array, Array]]:
-        """A few images at a time: what clipping adds to the sums, the exact output and the emulated one."""
+        """Yields, a few images at a time, what clipping adds to the sums, and the exact and emulated output."""
         for weights, part in self._parts(self._arranged(x)):
             exact, clipped = self._part(weights, part, clip=True)
             assert clipped is not None, "asked for"
             yield clipped, self.finish(exact), self.finish(exact + clipped)
 
     def _arranged(self, x: Array) -> Array:
-        """Images [N, C, ...], or matrices [..., M, K] with the axes of the weight's stack."""
+        """Returns images [N, C, ...], or matrices [..., M, K] with the axes of the weight's stack."""
         if self.window is not None:
             return np.moveaxis(x, -1, 1) if _channels_last(self.node) else x
         if self.node.op_type == "QGemm" and self.node.attributes.get_int("transA", False):
@@ -172,7 +176,7 @@ class Int8Kernel(Judged):
         return np.broadcast_to(x, (*shape, *x.shape[-2:]))
 
     def _parts(self, x: Array) -> Iterator[tuple[tuple[PairedWeight, ...], Array]]:
-        """As many images, or rows, as have their columns in the processor's caches, and the weights they meet."""
+        """Yields as many images or rows as have columns that fit the caches, and the weights for them."""
         if self.stack:
             order = np.broadcast_to(np.arange(len(self.weights)).reshape(self.stack), x.shape[:-2])
             for place in np.ndindex(order.shape):
@@ -202,7 +206,7 @@ class Int8Kernel(Judged):
     def _part(
         self, weights: tuple[PairedWeight, ...], x: Array, *, clip: bool
     ) -> tuple[Integers, Integers | None]:
-        """The exact sums without bias, and what clipping adds to them where it is asked for."""
+        """Returns the exact sums without bias, and what clipping adds to them if requested."""
         if self.window is None:
             columns = [np.ascontiguousarray(x.T)]
             shape: tuple[int, ...] = (len(x), -1)
@@ -235,7 +239,7 @@ class Int8Kernel(Judged):
         return np.asarray(exact)
 
     def finish(self, sums: Integers) -> Array:
-        """The output of such sums."""
+        """Returns the output for the given sums."""
         axes = () if self.window is None else (1,) * len(self.window.kernel)
         scale, bias, output_zero = self.settled.scale, self.settled.bias, self.settled.output_zero
         if bias is not None and bias.dtype == np.int32:
@@ -250,7 +254,7 @@ class Int8Kernel(Judged):
 
 
 def dynamically_quantized(x: Array) -> tuple[Bytes, np.float32, int]:
-    """Floats in bytes as DynamicQuantizeLinear makes them, with their scale and zero point."""
+    """Quantizes floats to bytes like DynamicQuantizeLinear; also returns their scale and zero point."""
     low, high = (np.float32(end(x, initial=0)) for end in (np.min, np.max))
     scale = (high - low) / np.float32(255) if high > low else np.float32(1)
     zero = np.rint(np.clip(-low / scale, np.float32(0), np.float32(255)))
@@ -258,7 +262,7 @@ def dynamically_quantized(x: Array) -> tuple[Bytes, np.float32, int]:
 
 
 def int8_kernel(node: ir.Node, name: str) -> Int8Kernel | None:
-    """What a node of an optimized graph multiplies in uint8 x int8; None for all others, depthwise ones too."""
+    """Returns the uint8 x int8 kernel of a node of an optimized graph; None for others and depthwise ones."""
     if node.op_type not in EMULATED or not of_bytes(node, PLACES[node.op_type].x_zero):
         return None
     (place,), (zero,) = PLACES[node.op_type].weights, PLACES[node.op_type].weight_zeros
@@ -281,13 +285,13 @@ def int8_kernel(node: ir.Node, name: str) -> Int8Kernel | None:
     found = [one.overflowing.any(1) for one in weights]
     each = np.concatenate(found) if window is not None else np.any(found, axis=0)
     if w_zero is not None and w_zero.size not in (1, len(each)):
-        return None  # a zero point of each matrix of a stack
+        return None  # one zero point per matrix of a stack
     numbers = Numbers.of(node, len(each), constant)
     return Int8Kernel(name, len(each), int(each.sum()), node, weights, numbers, window, stack)
 
 
 def of_bytes(node: ir.Node, x_zero: int | None) -> bool:
-    """Returns whether the activations may be uint8: not if a constant zero point is int8."""
+    """Returns whether the activations may be uint8, which a constant int8 zero point rules out."""
     zero = None if x_zero is None else constant(operand(node, x_zero))
     return zero is None or zero.dtype == np.uint8
 

@@ -1,7 +1,8 @@
-"""Which nodes of an optimized graph multiply uint8 by int8, and of those that are not emulated, why not.
+"""Finds the nodes of an optimized graph that multiply uint8 by int8, and says why some are not emulated.
 
-DynamicQuantizeLSTM and QAttention saturate as products of matrices do, along the inputs of their weights, but what
-they compute around these products is their own: their weights are judged. ConvInteger and MatMulNBits are exact.
+DynamicQuantizeLSTM and QAttention saturate like matrix products, along the inputs of their weights, but
+compute further steps of their own around these products. Only their weights are judged. ConvInteger and
+MatMulNBits are exact.
 """
 
 from __future__ import annotations
@@ -19,15 +20,16 @@ from qatkit_verify.pairs import overflowing_channels, product_rows
 
 
 def judged(node: ir.Node, name: str, body: str = "") -> tuple[Judged | None, str]:
-    """Judges a node from its weights, and gives the reason if it is not emulated.
+    """Judges a node by its weights, and returns the reason if it is not emulated.
 
     Args:
-        node: of an optimized graph.
-        name: for messages.
-        body: the type of the operator that the graph is the body of, where bodies of this type are not emulated.
+        node: a node of an optimized graph.
+        name: the name for messages.
+        body: the type of the operator whose body the graph is, if bodies of this type are not emulated.
 
     Returns:
-        None where it has no constant int8 weights that meet uint8; "" where it is emulated, or needs not to be.
+        None if it has no constant int8 weights that are multiplied by uint8; and a reason, which is "" if the
+        node is emulated or needs no emulation.
     """
     found = int8_kernel(node, name) or _by_weights(node, name)
     if found is None:
@@ -54,7 +56,7 @@ def _channels(weight: NDArray[Any]) -> NDArray[np.bool_]:
 
 
 def _computed(node: ir.Node) -> str:
-    """The reason of one whose second operand is computed, and may be int8."""
+    """Returns the reason for a node whose second operand is computed and may be int8."""
     places = PLACES.get(node.op_type)
     if places is None or not of_bytes(node, places.x_zero):
         return ""
@@ -72,7 +74,7 @@ def _computed(node: ir.Node) -> str:
 
 
 def _type(value: ir.Value | None, zero: ir.Value | None) -> ir.DataType | None:
-    """The type of a computed operand, from its zero point or its producer; None if neither is known."""
+    """Returns the type of a computed operand from its zero point or producer; None if neither is known."""
     known = constant(zero)
     if known is not None:
         return ir.DataType.from_numpy(known.dtype)

@@ -1,4 +1,4 @@
-"""What a module yields for a batch, as a file would: torch is imported when one is handed in."""
+"""Computes a module's outputs for a batch as a file would; imports torch only for a given module."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ if TYPE_CHECKING:
 
 
 def module_outputs(module: nn.Module, batch: Any) -> tuple[Array, ...]:
-    """All outputs of a module in eval mode, on its own device: of a graph for tensors by name or in its order."""
+    """Returns all outputs of a module in eval mode, computed on its own device.
+
+    A graph takes its tensors by name or in its order.
+    """
     return tuple(one.cpu().numpy() for one in device_outputs(module, batch))
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Where a module computes: of one without tensors the CPU."""
+    """Returns the device on which a module computes; the CPU for a module without tensors."""
     import torch
 
     first = next(module.parameters(), next(module.buffers(), None))
@@ -26,7 +29,7 @@ def device_of(module: nn.Module) -> torch.device:
 
 
 def device_outputs(module: nn.Module, batch: Any) -> tuple[torch.Tensor, ...]:
-    """`module_outputs` where they were computed: nobody has waited for a device."""
+    """Returns `module_outputs` on the device that computes them, without waiting for it."""
     import torch
 
     from qatkit.graph.phase import inference
@@ -38,7 +41,10 @@ def device_outputs(module: nn.Module, batch: Any) -> tuple[torch.Tensor, ...]:
 
 
 def _tensors(module: nn.Module, batch: Any, device: Any) -> Any:
-    """What a module is called with: a graph's tensors in its order and types; of another module what is given."""
+    """Returns the arguments of a module.
+
+    They are a graph's tensors in its order and types, or the given batch for another module.
+    """
     import torch
     from torch import fx
 

@@ -1,7 +1,7 @@
-"""What a QDQ file asks of an NPU whose scales are powers of two, read off the file alone (`backend=npu_cnn`).
+"""Checks a QDQ file, without running it, for an NPU whose scales are powers of two (`backend=npu_cnn`).
 
-An operator with a weight runs in int8 where both operands come from a DequantizeLinear. Where all scales around a
-convolution are powers of two, its requantization is a shift, which has bounds; scales of any size have none.
+An operator with a weight runs in int8 if both operands come from a DequantizeLinear. If all scales around a
+convolution are powers of two, its requantization is a shift, which has bounds; other scales have none.
 Source: the constraints that AMD Quark's refinement for NPUs lists.
 """
 
@@ -22,7 +22,7 @@ _ACTIVATIONS = ("Relu", "Clip", "LeakyRelu", "PRelu", "Gelu")
 
 
 def broken_pairs(nodes: Iterable[ir.Node]) -> list[str]:
-    """One line for each convolution or product with a weight whose shift the hardware does not have."""
+    """Returns one line per convolution or product with a weight whose shift the hardware does not support."""
     lines = []
     assert NPU_CNN.shifts is not None
     low, high = NPU_CNN.shifts.cut
@@ -36,9 +36,9 @@ def broken_pairs(nodes: Iterable[ir.Node]) -> list[str]:
 
 
 def shift_cut(node: ir.Node) -> int | None:
-    """Returns pos(weight) + pos(input) - pos(output) of an operator with a weight, scales being 2^-pos.
+    """Returns pos(weight) + pos(input) - pos(output) of an operator with a weight, with scales of 2^-pos.
 
-    None where one of them has no pair, or a scale that is no power of two.
+    It is None if one of them has no pair, or a scale that is not a power of two.
     """
     found = weight_of(node)
     if found is None or found.dequantize is None:

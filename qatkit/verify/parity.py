@@ -1,9 +1,9 @@
-"""Does the file compute what was trained? Three ways, in quantization steps.
+"""Checks whether the file computes what was trained, in three ways and in quantization steps.
 
 The converted PyTorch module is the reference. ONNX Runtime without optimizations executes the file as written
-(float kernels between the Q/DQ pairs); with all optimizations it runs integer kernels. A difference that is
-there without optimizations is the exporter's fault; one that only comes with them is the optimizer's. Which
-tensor it begins in, `qatkit.verify.divergence` finds.
+(float kernels between the Q/DQ pairs); with all optimizations it runs integer kernels. A difference without
+optimizations is the exporter's fault; one that appears only with them is the optimizer's.
+`qatkit.verify.divergence` finds the tensor in which it begins.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ def parity(
     threads: int = 2,
     task: Task = CLASSIFICATION,
 ) -> Parity:
-    """Compares all outputs over `batches` (`qatkit_verify.feeds`): images [N, C, H, W], (images, labels), or by name.
+    """Compares all outputs over `batches`: images [N, C, H, W], (images, labels), or tensors by name.
 
-    Of several outputs the one that is farthest off, in its own steps, is reported; what agreement is, says
-    `qatkit_verify.compare`. For a file with integer ends the module gets the same whole pixels, and its outputs the
-    file's steps.
+    Of several outputs, the one that is farthest off in its own steps is reported. `qatkit_verify.compare`
+    defines agreement. For a file with integer ends, the module gets the same whole pixels, and its outputs
+    are rounded to the file's steps.
 
     Args:
         converted: the module, or a function from images to its first output.
         int8_path: the file to judge.
-        batches: what both are run on; of a file with several inputs tuples of as many tensors, or mappings.
+        batches: the inputs of both; for a file with several inputs, tuples of as many tensors, or mappings.
         options: session config entries of the backend.
         threads: intra-op threads.
-        task: what the first output decides.
+        task: the task that defines the decisions of the first output.
 
     Raises:
-        ConfigError: no images, or a batch that is none of the file's.
+        ConfigError: there are no images, or a batch does not fit the file's inputs.
     """
     return _measured(
         between_ends(converted, int8_path, threads, options),
@@ -80,15 +80,15 @@ def file_parity(
     """Compares a file that has no PyTorch module: optimizations on against off, and against the float file.
 
     Args:
-        float_path: what `quantized_path` was made of.
+        float_path: the file that `quantized_path` was made from.
         quantized_path: the file to judge.
-        batches: as `parity` takes them.
+        batches: see `parity`.
         options: session config entries for `quantized_path`.
         threads: intra-op threads.
-        task: as in `parity`.
+        task: see `parity`.
 
     Raises:
-        ConfigError: as `parity`.
+        ConfigError: see `parity`.
     """
     session = open_session(float_path, threads=threads)
     plain, fast = _file_outputs(quantized_path, threads, options)
@@ -120,17 +120,17 @@ def against(
     batches: Iterable[Any],
     task: Task = CLASSIFICATION,
 ) -> tuple[int, dict[str, Comparison]]:
-    """How many images there were, and how far the outputs of `run` are from each reference's.
+    """Returns the number of images, and how far the outputs of `run` are from each reference's.
 
     Args:
-        references: by what they are called.
+        references: the references by name.
         run: another way to compute the file `path`.
-        path: what the inputs are called and a step of an output is worth.
-        batches: as `parity` takes them.
-        task: as in `parity`.
+        path: the file that gives the input names and the steps of the outputs.
+        batches: see `parity`.
+        task: see `parity`.
 
     Raises:
-        ConfigError: no images.
+        ConfigError: there are no images.
     """
     graph = ir.load(str(path)).graph
     names = [str(value.name) for value in graph.inputs if not value.is_initializer()]
@@ -145,7 +145,7 @@ def against(
 
 
 def _parts(names: Sequence[str], batches: Iterable[Any]) -> Iterator[Any]:
-    """Yields the inputs, of large images a few at a time."""
+    """Yields the inputs, a few at a time for large images."""
     for batch in batches:
         yield from parts(inputs_alone(names, batch))
 
@@ -162,7 +162,7 @@ def _measured(
     batches: Iterable[Any],
     task: Task,
 ) -> Parity:
-    """The reference against the file without optimizations, and with all."""
+    """Compares the reference with the file without optimizations and with all optimizations."""
     graph = ir.load(str(path)).graph
     names = [str(value.name) for value in graph.inputs if not value.is_initializer()]
     images, outputs = 0, list[Output]()
@@ -181,7 +181,7 @@ def _add(
     others: Sequence[Sequence[Array]],
     task: Task,
 ) -> None:
-    """One batch of every output; a reference that gives the first output alone is compared in that."""
+    """Adds one batch of every output; a reference with only the first output is compared in that one."""
     if not outputs:
         outputs.extend(Output(len(others), None if place else task.rule) for place in range(len(reference)))
     if len(others[0]) == len(reference):
@@ -198,7 +198,7 @@ def _some(images: int) -> None:
 def _worst(
     graph: ir.Graph, outputs: Sequence[Output], whose: str, judged: Sequence[Output] | None = None
 ) -> tuple[int, float, str]:
-    """The output that is farthest off, of the float ones if there are any; what its step is worth, and why."""
+    """Returns the output that is farthest off (a float one if any), its step, and the step's source."""
     floats = [i for i, one in enumerate(outputs) if one.floats] or list(range(len(outputs)))
     steps = {i: _step(graph.outputs[i], outputs[i], whose) for i in floats}
 
@@ -213,7 +213,7 @@ def _worst(
 
 
 def _decided(graph: ir.Graph, outputs: Sequence[Output], other: int, far: Comparison) -> Comparison:
-    """`far` with the lowest agreement, and the lowest but for ties, of the outputs that decide anything."""
+    """Returns `far` with the lowest agreement, with and without ties, over the deciding outputs."""
     found = []
     for i in deciding(outputs):
         step, _ = _step(graph.outputs[i], outputs[i], "")
@@ -225,7 +225,7 @@ def _decided(graph: ir.Graph, outputs: Sequence[Output], other: int, far: Compar
 def file_predictors(
     path: str | Path, threads: int, options: Mapping[str, str] | None, task: Task = CLASSIFICATION
 ) -> tuple[Predictor, Predictor]:
-    """A file in ONNX Runtime without optimizations, and with all."""
+    """Returns predictors of a file in ONNX Runtime without optimizations and with all optimizations."""
     plain, fast = _sessions(path, threads, options)
     return file_predictor(plain, task), file_predictor(fast, task)
 
@@ -236,7 +236,7 @@ AllOutputs = Callable[[Any], Sequence[Array]]
 def _file_outputs(
     path: str | Path, threads: int, options: Mapping[str, str] | None
 ) -> tuple[AllOutputs, AllOutputs]:
-    """Returns predictors like `file_predictors`, with all outputs as they are."""
+    """Returns predictors like `file_predictors`, with all outputs unchanged."""
     plain, fast = _sessions(path, threads, options)
     return partial(run_outputs, plain), partial(run_outputs, fast)
 
@@ -250,7 +250,7 @@ def _sessions(
 def between_ends(
     converted: nn.Module | Predictor, path: str | Path, threads: int, options: Mapping[str, str] | None
 ) -> AllOutputs:
-    """The converted module between the ends of the file: of its whole pixels, in its steps of the outputs."""
+    """Wraps the converted module like the file: whole pixels in, outputs rounded to the file's steps."""
     every = all_outputs(converted)
     ends = integer_io(open_session(path, threads=threads, optimize=False, options=options))
     if ends is None:
@@ -259,12 +259,12 @@ def between_ends(
 
 
 def whole_pixels(images: Any, ends: IntegerIO | None) -> Any:
-    """What a file with integer ends sees of normalised images; those of another file stay as they are."""
+    """Returns normalised images as a file with integer ends sees them; unchanged for another file."""
     return images if ends is None else ends.normalised(ends.pixels(np.asarray(images, np.float32)))
 
 
 def _step(value: ir.Value, output: Output, whose: str) -> tuple[float, str]:
-    """What one step of an output is worth, and where that comes from."""
+    """Returns the size of one step of an output, and the source of that figure."""
     if not output.floats:
         return 1.0, "integers"
     quantize = _output_quantize(value)
@@ -276,7 +276,7 @@ def _step(value: ir.Value, output: Output, whose: str) -> tuple[float, str]:
 
 
 def _output_quantize(output: ir.Value) -> ir.Node | None:
-    """The QuantizeLinear that the output of a graph comes from, behind a DequantizeLinear or itself."""
+    """Returns the QuantizeLinear that a graph's output comes from, before a DequantizeLinear or directly."""
     node = output.producer()
     if node is not None and node.op_type == "QuantizeLinear":
         return node

@@ -1,10 +1,11 @@
-"""An optimized graph in parts that run one after the other, some of them here and the rest in ONNX Runtime.
+"""Cuts an optimized graph into parts that run one after the other, some here and the rest in ONNX Runtime.
 
     stretch   nodes that run in one ONNX Runtime session
     kernel    an operator that can saturate (`qatkit.verify.int8_kernels`)
-    branches  an If whose branches hold such operators: the one that is taken is cut in the same way
+    branches  an If whose branches contain such operators: the branch that is taken is cut in the same way
 
-Between the parts tensors stay as ONNX Runtime made them, of whatever type: sequences and types that NumPy lacks too.
+Between the parts, tensors stay as ONNX Runtime produced them, so sequences and types that NumPy lacks work
+too.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ Known = dict[str, ort.OrtValue]
 
 @dataclass
 class Stretch:
-    """Nodes that run in one session, which is opened when the types of what it reads are known.
+    """Nodes that run in one session, which is opened once the types of its inputs are known.
 
     Attributes:
-        nodes: in the order of the graph.
-        reads, makes: names of tensors, from others and for others.
+        nodes: the nodes in graph order.
+        reads, makes: names of tensors read from other parts, and produced for other parts.
     """
 
     nodes: list[ir.Node]
@@ -46,7 +47,7 @@ class Stretch:
 
 @dataclass
 class Branches:
-    """An If, and what it runs where its condition holds and where it does not."""
+    """An If, and the parts that run if its condition holds and if it does not."""
 
     node: ir.Node
     branches: tuple[Parts, Parts]
@@ -54,7 +55,7 @@ class Branches:
 
 @dataclass(frozen=True)
 class Walk:
-    """One run: the kernels that saturate, by their names, and who observes each that can."""
+    """The settings of one run: the names of the kernels that saturate, and the observer of each that can."""
 
     saturate: Collection[str]
     observe: Observer | None
@@ -66,13 +67,16 @@ class Parts:
     def __init__(
         self, graph: ir.Graph, kernels: Mapping[ir.Node, Int8Kernel], model: ir.Model, threads: int
     ) -> None:
-        """Cuts before and behind each node in `kernels`."""
+        """Cuts before and after each node in `kernels`."""
         self._graph, self._kernels, self._model, self._threads = graph, kernels, model, threads
         self._parts = self._cut()
         self._done = self._last_read()
 
     def run(self, known: Known, walk: Walk) -> list[ort.OrtValue]:
-        """Part after part; the outputs of the graph. `known` has its inputs and, of a branch, all it may capture."""
+        """Runs part after part and returns the outputs of the graph.
+
+        `known` has the inputs and, for a branch, all tensors that it may capture.
+        """
         known = dict(known)
         for part, done in zip(self._parts, self._done, strict=True):
             if isinstance(part, Stretch):
@@ -126,7 +130,7 @@ class Parts:
         return parts
 
     def _last_read(self) -> list[list[str]]:
-        """Behind each part, the tensors that nobody reads any more."""
+        """Returns for each part the tensors that nobody reads after it."""
         kept = {str(value.name) for value in self._graph.outputs}
         last: dict[str, int] = {}
         for index, part in enumerate(self._parts):
@@ -148,7 +152,7 @@ class Parts:
             made = part.session.run_with_ort_values(part.makes, {name: known[name] for name in part.reads})
         except (
             Exception
-        ) as error:  # whatever ONNX Runtime does not take: it says so by exceptions of many types
+        ) as error:  # ONNX Runtime reports what it does not support by exceptions of many types
             ends = " to ".join(dict.fromkeys(f"'{_called(part.nodes[i])}'" for i in (0, -1)))
             reason = " ".join(str(getattr(error, "problem", error)).split())
             raise ConfigError(
@@ -163,7 +167,7 @@ class Parts:
             return open_session(path, threads=self._threads, optimize=False)
 
     def _proto(self, part: Stretch, known: Known) -> onnx.ModelProto:
-        """The file of a stretch; ONNX Runtime finds the types of what it makes."""
+        """Returns the model of a stretch; ONNX Runtime infers the types of its outputs."""
         constants = {str(v.name): v for v in _operands(part.nodes) if v.is_initializer()}
         graph = onnx.helper.make_graph(
             [ir.to_proto(node) for node in part.nodes],
@@ -180,7 +184,7 @@ class Parts:
 
 
 def bodies(node: ir.Node) -> Iterator[ir.Graph]:
-    """The graphs that a node runs."""
+    """Yields the subgraphs that a node runs."""
     for attribute in node.attributes.values():
         if attribute.type == ir.AttributeType.GRAPH:
             yield attribute.as_graph()
@@ -189,7 +193,7 @@ def bodies(node: ir.Node) -> Iterator[ir.Graph]:
 
 
 def _inside(node: ir.Node) -> Iterator[ir.Node]:
-    """All nodes in what a node runs, at any depth."""
+    """Yields all nodes in the subgraphs of a node, at any depth."""
     for graph in bodies(node):
         for inner in graph:
             yield inner
@@ -197,7 +201,7 @@ def _inside(node: ir.Node) -> Iterator[ir.Node]:
 
 
 def _operands(nodes: Collection[ir.Node]) -> Iterator[ir.Value]:
-    """Returns the tensors that nodes read, including those that their subgraphs capture."""
+    """Yields the tensors that nodes read, including those that their subgraphs capture."""
     for node in nodes:
         yield from (value for value in node.inputs if value is not None)
         for graph in bodies(node):
@@ -206,12 +210,12 @@ def _operands(nodes: Collection[ir.Node]) -> Iterator[ir.Value]:
 
 
 def _read(nodes: Collection[ir.Node]) -> list[str]:
-    """The tensors that nodes read, but for constants."""
+    """Returns the names of the tensors that nodes read, except for constants."""
     return [str(value.name) for value in _operands(nodes) if not value.is_initializer()]
 
 
 def _value(value: ir.Value, known: Known) -> Array:
-    """A value of the graph: a constant, or computed."""
+    """Returns a value of the graph, constant or computed."""
     found = constant(value)
     return np.asarray(known[str(value.name)].numpy()) if found is None else found
 
@@ -229,7 +233,7 @@ def _called(node: ir.Node) -> str:
 
 
 def _type(name: str) -> onnx.TypeProto:
-    """That which ONNX Runtime calls "tensor(float)" or "seq(tensor(int64))"."""
+    """Returns the type that ONNX Runtime names, such as "tensor(float)" or "seq(tensor(int64))"."""
     kind, _, inner = name.removesuffix(")").partition("(")
     if kind == "seq":
         return onnx.helper.make_sequence_type_proto(_type(inner))

@@ -1,7 +1,8 @@
-"""The graph that ONNX Runtime really runs, and what its kernels really receive.
+"""Profiles the graph that ONNX Runtime really runs, and the inputs that its kernels really receive.
 
-What kernels report is read by `qatkit_verify.kernels`; here are the nodes that they belong to, as a graph.
-The saved graph itself is profiled, with optimizations off, so that reports and nodes match name by name.
+`qatkit_verify.kernels` reads the reports of kernels; this module provides the nodes that they belong to, as a
+graph. The saved graph itself is profiled, with optimizations off, so that reports and nodes match name by
+name.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ def run_optimized(
         path: an ONNX file.
         options: session config entries of the backend.
         threads: intra-op threads.
-        input_shape: [N, C, H, W], or a batch by the names of the inputs; by default the file's own shapes with a
-            dynamic batch taken as 1.
-        runs: that are profiled, 2 or more.
-        quantile: of each kernel's times over the runs, that is reported.
+        input_shape: [N, C, H, W], or a batch by input name; by default the file's own shapes, with 1 for a
+            dynamic batch.
+        runs: number of profiled runs, 2 or more.
+        quantile: the reported quantile of each kernel's times over the runs.
 
     Raises:
-        ConfigError: the file doesn't load, or has other dynamic dimensions and no `input_shape` was given.
+        ConfigError: the file does not load, or has other dynamic dimensions and no `input_shape` was given.
     """
     with tempfile.TemporaryDirectory() as folder:
         saved = Path(folder) / "optimized.onnx"
@@ -67,7 +68,7 @@ def run_optimized(
 
 
 def _name_nodes(graph: ir.Graph) -> None:
-    """Gives every node a name of its own: what ONNX Runtime inlines from functions has none."""
+    """Gives every node a unique name, since nodes that ONNX Runtime inlines from functions have none."""
     taken: set[str] = set()
     for index, node in enumerate(graph):
         if not node.name or node.name in taken:
@@ -76,7 +77,7 @@ def _name_nodes(graph: ir.Graph) -> None:
 
 
 def macs(node: ir.Node, kernel: Kernel | None) -> int:
-    """Multiply-accumulates of a matrix operator for the profiled batch; 0 for every other operator."""
+    """Returns the multiply-accumulates of a matrix operator for the profiled batch; 0 for other operators."""
     if kernel is None:
         return 0
     if node.op_type in CONVS:

@@ -1,13 +1,14 @@
-"""Where another runtime parts from ONNX Runtime: each operator alone first, then the whole file.
+"""Finds where another runtime diverges from ONNX Runtime: in single operators, then in the whole file.
 
     file           Q ─ DQ ─ Conv ─ Q ─ DQ ─ Conv ─ Q        ONNX Runtime without optimizations: every integer tensor
     alone          Q    DQ ─ Conv ─ Q    DQ ─ Conv ─ Q      the other one: each DQ reads ONNX Runtime's integers
     in the whole   Q ─ DQ ─ Conv ─ Q ─ DQ ─ Conv ─ Q        the other one, with one tensor exposed at a time
 
-Two runtimes round otherwise, and a step more in one tensor is many in those behind it (OpenVINO's mobilenet_v2 at
-224x224: a step in 0.001 % of the quantized input, up to 72 in the last tensors). Alone nothing adds up: what is beyond
-a step there is computed wrongly. Where nothing is, the runtime fuses operators and rounds elsewhere. With every tensor
-exposed it could not fuse, so the first one with more than `_SHARE` of its elements off is found by halving.
+Two runtimes round differently, and one step in a tensor grows to many steps in later tensors (OpenVINO's
+mobilenet_v2 at 224x224: a step in 0.001 % of the quantized input, up to 72 in the last tensors). In single
+operators nothing adds up, so a difference beyond a step is a wrong result. If there is none, the runtime
+fuses operators and rounds elsewhere. With every tensor exposed it could not fuse, so the first tensor with
+more than `_SHARE` of its elements off is found by bisection.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from qatkit_verify.feeds import Array, feeds
 from qatkit_verify.runtimes.base import Runtime
 from qatkit_verify.session import integer_io, open_session
 
-_SHARE = 0.01  # of elements: fewer lie on a rounding boundary of the input by chance
+_SHARE = 0.01  # of the elements: by chance, fewer lie on a rounding boundary of the input
 
 
 def runtime_divergence(
@@ -37,17 +38,17 @@ def runtime_divergence(
     options: Mapping[str, str] | None = None,
     threads: int = 2,
 ) -> Divergence:
-    """Finds the first quantized tensor, or output, that a runtime computes otherwise than ONNX Runtime.
+    """Finds the first quantized tensor, or output, that a runtime computes differently from ONNX Runtime.
 
-    Of operators alone where one is beyond the tolerance (`ALONE` is its reference), else in the whole file (`WHOLE`),
-    where `tensors` are those that were looked at.
+    If a single operator is beyond the tolerance, it is reported (the reference is `ALONE`). Otherwise the
+    whole file is compared (`WHOLE`), and `tensors` are those that were inspected.
 
     Args:
-        runtime: another one.
-        path: the INT8 file, of dynamic batch or of the batch of `images`.
+        runtime: the other runtime.
+        path: the INT8 file, with a dynamic batch or the batch size of `images`.
         images: [N, C, H, W], or a batch of the file's other inputs.
         options: session config entries of the backend, for ONNX Runtime.
-        threads: of both.
+        threads: threads of both runtimes.
     """
     source = ir.load(str(path))
     names = list(dict.fromkeys(str(value.name) for value in (*_quantized(source), *source.graph.outputs)))
@@ -72,11 +73,14 @@ def runtime_divergence(
 
 
 def _halved(tensors: Sequence[Callable[[], TensorParity]]) -> tuple[list[TensorParity], TensorParity | None]:
-    """Those that were looked at, in order, and the first that is off; whatever is behind one that is off is so too."""
+    """Returns the inspected tensors, in order, and the first that is off.
+
+    It assumes that every tensor after one that is off is off too.
+    """
     seen = dict[int, TensorParity]()
     low, high = 0, len(tensors)
     while low < high:
-        # the last one first: where it is not off, none is
+        # the last one first: if it is not off, none is
         middle = (low + high) // 2 if seen else high - 1
         seen[middle] = one = tensors[middle]()
         if one.mismatching > _SHARE:
@@ -87,7 +91,7 @@ def _halved(tensors: Sequence[Callable[[], TensorParity]]) -> tuple[list[TensorP
 
 
 def _cut(model: ir.Model, written: Mapping[str, Array]) -> dict[str, Array]:
-    """Makes every quantized tensor an input for those that read it; what these inputs are."""
+    """Makes every quantized tensor an input of its readers, and returns the values of these inputs."""
     given = dict[str, Array]()
     for value in _quantized(model):
         if value.uses() and not value.is_graph_output():

@@ -1,7 +1,7 @@
-"""What saturation costs a file: operator by operator on exact inputs, and as a whole on real images.
+"""Measures what saturation costs a file: operator by operator on exact inputs, and as a whole on real images.
 
-exact     each operator that can saturate computes both ways, and the exact output goes on
-emulated  the emulated output goes on: what a processor without VNNI answers
+exact     each operator that can saturate computes both ways, and the exact output is passed on
+emulated  the emulated output is passed on: the answer of a processor without VNNI
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from qatkit_verify.feeds import Array
 
 @dataclass
 class Layer:
-    """What saturation does to one operator that can saturate, over all images, with exact inputs.
+    """The effect of saturation on one operator that can saturate, over all images, with exact inputs.
 
     Attributes:
-        outputs, clipped: values of its output, and how many of their sums change.
-        total, largest: of the absolute errors of the output, in its own numbers.
+        outputs, clipped: number of output values, and how many of their sums change.
+        total, largest: sum and maximum of the absolute errors of the output, in its own numbers.
         noise, signal: sums of the squares of errors and of exact outputs.
-        low, high: ends of a float output.
-        whole: whether the output is integers, of which one is a step.
+        low, high: range of a float output.
+        whole: whether the output is integers, whose step is 1.
     """
 
     outputs: int = 0
@@ -44,14 +44,14 @@ class Layer:
     whole: bool = True
 
     def add(self, kernel: Int8Kernel, x: Array) -> None:
-        """Both forms of it for one batch of its inputs."""
+        """Adds both forms of the operator for one batch of its inputs."""
         zero = kernel.settled.output_zero
         self.whole = zero is not None
         for clipped, exact, emulated in kernel.both(x):
             self._add(0.0 if zero is None else float(zero), clipped, exact, emulated)
 
     def _add(self, zero: float, clipped: Array, exact: Array, emulated: Array) -> None:
-        where = np.nonzero(clipped)  # few: everything else is equal
+        where = np.nonzero(clipped)  # only a few: everything else is equal
         error = np.abs(emulated[where].astype(np.float64) - exact[where])
         right = (exact.astype(np.float32) - zero).ravel()
         self.outputs += clipped.size
@@ -64,23 +64,24 @@ class Layer:
 
     @property
     def step(self) -> float:
-        """Of the output's quantization; of a float output 1/255 of its range."""
+        """The step of the output's quantization; for a float output 1/255 of its range."""
         return 1.0 if self.whole else (self.high - self.low) / 255 or 1.0
 
     @property
     def relative(self) -> float:
-        """Power of the errors over that of the output."""
+        """The power of the errors over that of the output."""
         return self.noise / self.signal if self.signal else 0.0
 
 
 @dataclass(frozen=True)
 class Answers:
-    """How the file answers where some operators saturate.
+    """The file's answers if some operators saturate.
 
     Attributes:
-        agreement: share of images (or places) that it decides as its exact form does (`qatkit_verify.compare`).
+        agreement: share of images (or positions) with the same decision as the exact form
+            (`qatkit_verify.compare`).
         score: the task's main metric; None without labels.
-        sqnr_db: of the first output, against that of the exact form; None where they are equal.
+        sqnr_db: SQNR of the first output against that of the exact form; None if they are equal.
     """
 
     agreement: float
@@ -90,12 +91,12 @@ class Answers:
 
 @dataclass
 class Saturation:
-    """Everything measured.
+    """All measured figures.
 
     Attributes:
-        layers: by name, the operators that can saturate, in the order of the graph.
-        images: that all this was measured on; none where nothing can saturate.
-        exact, emulated: how the file answers with VNNI, and without.
+        layers: the operators that can saturate, by name, in graph order.
+        images: number of images that all this was measured on; 0 if nothing can saturate.
+        exact, emulated: the file's answers with VNNI and without.
     """
 
     layers: dict[str, Layer] = field(default_factory=dict)
@@ -116,10 +117,13 @@ def measure_saturation(
 
     Args:
         emulation: the file.
-        batches: (images, labels), which can be iterated again and again.
-        labelled: whether the labels say anything.
-        progress: whether bars are shown.
-        task: whose metric is measured.
+        batches: (images, labels), which can be iterated repeatedly.
+        labelled: whether the labels are meaningful.
+        progress: whether to show progress bars.
+        task: the task whose metric is measured.
+
+    Raises:
+        ConfigError: something can saturate, but there are no images.
     """
     found = Saturation({kernel.name: Layer() for kernel in emulation.kernels if kernel.can_saturate})
     if not found.layers:
@@ -134,7 +138,7 @@ def measure_saturation(
 
 
 class _Walks:
-    """A file on the same images again and again, each time with other operators that saturate."""
+    """Repeated runs of a file on the same images, each with different operators that saturate."""
 
     def __init__(
         self, emulation: Emulation, batches: Batches, labelled: bool, progress: bool, task: Task
@@ -146,14 +150,14 @@ class _Walks:
         self._images = 0
 
     def exact(self, layers: dict[str, Layer]) -> int:
-        """The walk that all others are compared with; fills in `layers` and yields the number of images."""
+        """Runs the exact form, the reference of all others; fills in `layers` and returns the image count."""
         for batch, labels in shown(self._batches, "saturation: exact", self._progress):
             self._exact.append(self._emulation.outputs(batch, observe=lambda k, x: layers[k.name].add(k, x)))
             self._images += len(labels)
         return self._images
 
     def answers(self, saturate: Collection[str], title: str) -> Answers:
-        """The answers where these operators saturate; none of them: the exact answers again."""
+        """Returns the answers if these operators saturate; the exact answers if there are none."""
         outputs = [Output(1, None if place else self._task.rule) for place in range(len(self._exact[0]))]
         meter = self._task.meter()
         noise = signal = 0.0
@@ -180,5 +184,8 @@ def _check_shapes(place: int, exact: Array, emulated: Array) -> None:
 
 
 def _agreement(outputs: list[Output]) -> float:
-    """The lowest of those that decide anything; a step of floats without classes is 1/255 of their range."""
+    """Returns the lowest agreement of the outputs that decide something.
+
+    A step of floats without classes is 1/255 of their range.
+    """
     return min(outputs[i].comparisons(outputs[i].span / 255 or 1.0)[0].agreement for i in deciding(outputs))

@@ -1,6 +1,7 @@
-"""The kernels that ONNX Runtime runs for a file, each with the module that it belongs to, or as part of a border.
+"""Maps the kernels that ONNX Runtime runs for a file to the modules that they belong to, or to a border.
 
-A border is where a tensor changes its type or its memory layout: kernels that quantize, dequantize and reorder.
+A border is where a tensor changes its type or its memory layout: kernels that quantize, dequantize and
+reorder.
 """
 
 from __future__ import annotations
@@ -17,23 +18,23 @@ from qatkit.verify.audit import Origin
 from qatkit.verify.graph_view import matrix_ops, read_model, weight_of
 from qatkit.verify.profile import run_optimized
 
-# Profiled runs, and which quantile of a kernel's times is taken: others' work on the machine adds to it.
+# Profiled runs, and the quantile taken of a kernel's times: other work on the machine adds to them.
 _RUNS, _QUIET = 40, 0.25
 QUANTIZE, DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
-LAYOUT = "layout"  # what ONNX Runtime puts around kernels of another memory layout
+LAYOUT = "layout"  # what ONNX Runtime inserts around kernels with another memory layout
 _REORDERS = ("ReorderInput", "ReorderOutput")
-_BEHIND = 4  # nodes in a row that are looked at for a site: an operator's own, and the pair between two
+_BEHIND = 4  # nodes in a row that are searched for a site: an operator's own, and the pair between two
 
 
 @dataclass(frozen=True)
 class SiteKernel:
-    """One kernel.
+    """A kernel with its site or border, and its time.
 
     Attributes:
-        site: that it belongs to; None of a border, and where none is known.
-        border: QUANTIZE, DEQUANTIZE or LAYOUT; "" of an operator.
-        values: of its output.
-        microseconds: of a run, with what the profiler adds.
+        site: the site that it belongs to; None for a border, and if no site is known.
+        border: QUANTIZE, DEQUANTIZE or LAYOUT; "" for an operator.
+        values: number of output values.
+        microseconds: time of a run, including the profiler's overhead.
     """
 
     site: str | None
@@ -51,13 +52,14 @@ def site_kernels(
     threads: int,
     input_shape: Sequence[int] | Mapping[str, Any],
 ) -> list[SiteKernel]:
-    """Profiles a file whose nodes are named after the sites (`qatkit.export.node_names`), or as `paths` says.
+    """Profiles a file whose nodes are named after the sites (`qatkit.export.node_names`), or by `paths`.
 
     Args:
-        sites: of all nodes of the graph.
-        paths: sites by the names of nodes and tensors of an imported file (`ImportedModel.paths`); empty for others.
-        options, threads: as `run_optimized`.
-        input_shape: [N, C, H, W], or a batch by the names of the inputs.
+        sites: the sites of all nodes of the graph.
+        paths: sites by the names of nodes and tensors of an imported file (`ImportedModel.paths`); empty for
+            others.
+        options, threads: see `run_optimized`.
+        input_shape: [N, C, H, W], or a batch by input name.
 
     Raises:
         ConfigError: the file does not load.
@@ -92,14 +94,14 @@ class _Sites:
         self._origin, self._sites, self._paths = origin, sites, paths
 
     def origin(self, node: ir.Node) -> ir.Node | None:
-        """Returns the node of the file that it was made of; None if it is new."""
+        """Returns the node of the file from which it was made; None if it is new."""
         return self._origin.find(node, weight_of(node) if node.op_type in matrix_ops() else None)
 
     def of(self, node: ir.Node) -> str | None:
-        """Returns the site; None where none is known.
+        """Returns the site; None if none is known.
 
-        A node of an imported file may have none where several are one operator (a SiLU is called after its Mul): it
-        belongs to the first one behind it that has a site.
+        A node of an imported file may have no site if several nodes form one operator (a SiLU is named after
+        its Mul). It then belongs to the first later node that has a site.
         """
         nodes = [node]
         for _ in range(_BEHIND if self._paths else 1):
@@ -120,7 +122,7 @@ class _Sites:
 
 
 def site_of(name: str, sites: set[str]) -> str | None:
-    """The site that a node of a file belongs to: "layer1.0.conv1.barrier/Sum" to layer1.0.conv1."""
+    """Returns the site that a node of a file belongs to: layer1.0.conv1 for "layer1.0.conv1.barrier/Sum"."""
     where = name.rpartition("/")[0]
     while where and where not in sites:
         where = where.rpartition(".")[0]

@@ -1,8 +1,9 @@
-"""What a QDQ file asks of a runtime other than ONNX Runtime, read off the file alone.
+"""Checks what a QDQ file asks of a runtime other than ONNX Runtime, without running it.
 
-Whether TensorRT runs an operator in int8 is decided where TensorRT builds its engine. What is known before is
-whether the file asks for it in the form that TensorRT takes: symmetric int8 with zero point 0 everywhere,
+TensorRT decides whether an operator runs in int8 when it builds its engine. Before, one can check only
+whether the file asks for int8 in the form that TensorRT accepts: symmetric int8 with zero point 0 everywhere,
 weights stored in int8, float biases, and pairs on both operands of every Conv, Gemm and MatMul with a weight.
+
 Source: NVIDIA TensorRT developer guide, "Explicit Quantization"; ONNX-TensorRT's list of operators.
 """
 
@@ -27,7 +28,7 @@ _PAIRS = ("QuantizeLinear", "DequantizeLinear")
 
 
 def asks_for_int8(node: ir.Node) -> str:
-    """Why a matrix operator of the file will run in float; empty when both operands are int8."""
+    """Returns why a matrix operator of the file will run in float; "" if both operands are int8."""
     found = weight_of(node)
     if found is None:
         return "activation by activation, without pairs on its inputs"
@@ -38,7 +39,7 @@ def asks_for_int8(node: ir.Node) -> str:
 
 
 def broken_pairs(nodes: Iterable[ir.Node]) -> list[str]:
-    """One line for everything that TensorRT refuses to parse or to fuse, whatever the operator."""
+    """Returns one line for everything that TensorRT refuses to parse or to fuse, whatever the operator."""
     lines = []
     for node in nodes:
         if node.op_type in _PAIRS and (wrong := _wrong_type(node)):

@@ -1,4 +1,4 @@
-"""The bounds that a run must meet, in one order: each one missed becomes one line that names its key."""
+"""Collects the bounds that a run missed, in a fixed order: one line each, which names the bound's key."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def shortfalls(checks: Sequence[Check], config: VerifyConfig, results: Results) -> list[Shortfall]:
-    """What falls short, whatever the order of the checks: as the bounds stand in `VerifyConfig`, others last.
+    """Returns the shortfalls in the order of the bounds in `VerifyConfig`, others last.
 
-    Where a check has measured the cause of another one's shortfall, the fix for that cause is the only one.
+    If a check has measured the cause of another check's shortfall, only the fix for that cause is proposed.
     """
     keys = [f"verify.{field.name}" for field in fields(config)]
 
@@ -29,7 +29,7 @@ def shortfalls(checks: Sequence[Check], config: VerifyConfig, results: Results) 
 
 
 def _explained(shortfall: Shortfall, own: Check, checks: Sequence[Check], results: Results) -> Shortfall:
-    """The shortfall of the check `own`, with the fix of another one that knows its cause."""
+    """Returns the shortfall of the check `own`, with the fix of another check that knows its cause."""
     for check in checks:
         fix = None if check is own else check.explains(shortfall, results)
         if fix is not None:

@@ -1,8 +1,8 @@
-"""Why an operator runs in float, read off the Q/DQ pairs around it in the INT8 file.
+"""Finds why an operator runs in float, from the Q/DQ pairs around it in the INT8 file.
 
-ONNX Runtime fuses an operator with the DequantizeLinear before and the QuantizeLinear after it only when the
-pattern is exactly right, and says nothing when it isn't. These are the rules it applies on the CPU, in the
-order in which they are usually broken; each returns the first reason found, in the user's words.
+ONNX Runtime fuses an operator with the DequantizeLinear before and the QuantizeLinear after it only if the
+pattern is exactly right, and is silent if it is not. These are the rules that it applies on the CPU, in the
+order in which they are usually broken. Each function returns the first reason found, in the user's words.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _BIAS_SCALE = "its bias scale is off from input scale x weight scale by {:.1f} %
 
 
 def why_float(node: ir.Node, became: str, options: Mapping[str, str]) -> str:
-    """The reason why a matrix operator (Conv, Gemm, MatMul) of the INT8 file runs in float, as a `became`."""
+    """Returns why a matrix operator (Conv, Gemm, MatMul) of the INT8 file became a float `became`."""
     found = weight_of(node)
     if found is None:
         return _two_activations(node)
@@ -50,7 +50,7 @@ def why_float(node: ir.Node, became: str, options: Mapping[str, str]) -> str:
 
 
 def takes_16_bits(node: ir.Node) -> bool:
-    """True when the node reads what is dequantized, and that or its output has 16 bits."""
+    """Returns whether the node reads a dequantized tensor and that tensor or its output has 16 bits."""
     found = weight_of(node)
     inputs = node.inputs if found is None else node.inputs[:2]  # without a bias (`has_narrow_bias`)
     made = [made_by(value, "DequantizeLinear") for value in inputs]
@@ -61,17 +61,17 @@ def takes_16_bits(node: ir.Node) -> bool:
 
 
 def has_narrow_bias(node: ir.Node) -> bool:
-    """True when the node's bias is dequantized, of 8 or 16 bits."""
+    """Returns whether the node's bias is dequantized from 8 or 16 bits."""
     bias = weight(operand(node, 2))
     pair = None if bias is None else bias.dequantize
     return pair is not None and quantized_type(pair) in (*_SIXTEEN, ir.DataType.INT8, ir.DataType.UINT8)
 
 
 def wrong_bias(node: ir.Node) -> str:
-    """Says what is wrong with the bias of an int8 matrix operator; "" if nothing is.
+    """Returns what is wrong with the bias of an int8 matrix operator; "" if nothing is.
 
-    The kernel takes the bias at input scale x weight scale, whatever its own scale says: a Gemm in every version
-    of ONNX Runtime, a Conv before 1.27, which leaves it float.
+    The kernel assumes a bias scale of input scale x weight scale, whatever the bias's own scale is. A Gemm
+    does so in every version of ONNX Runtime, a Conv before 1.27; since then such a Conv stays in float.
     """
     found, bias = weight_of(node), weight(operand(node, 2))
     if found is None or found.dequantize is None or bias is None or bias.dequantize is None:
@@ -83,7 +83,7 @@ def wrong_bias(node: ir.Node) -> str:
 
 
 def why_float_other(node: ir.Node, became: str) -> str:
-    """The reason why any other operator of the INT8 file runs in float, as a `became`."""
+    """Returns why any other operator of the INT8 file became a float `became`."""
     if became not in eight_bit_ops() | clip_ops():
         return f"ONNX Runtime has no 8-bit {became} on the CPU"
     if _yields_places(node):
@@ -105,7 +105,7 @@ def why_float_other(node: ir.Node, became: str) -> str:
 
 
 def surrounded(node: ir.Node) -> bool:
-    """True when the file asks for an 8-bit kernel: every activation dequantized, the output quantized."""
+    """Returns whether the file asks for an 8-bit kernel: activations dequantized, output quantized."""
     inputs = activations(node)
     readers = [reader for output in node.outputs for reader in output.consumers()]
     quantized = bool(readers) and all(reader.op_type == "QuantizeLinear" for reader in readers)
@@ -114,12 +114,12 @@ def surrounded(node: ir.Node) -> bool:
 
 
 def _yields_places(node: ir.Node) -> bool:
-    """Whether a pool yields the places of its values."""
+    """Returns whether a pool also outputs the indices of its values."""
     return node.op_type == "MaxPool" and len(node.outputs) > 1 and bool(node.outputs[1].consumers())
 
 
 def _has_float_constant(node: ir.Node) -> bool:
-    """Whether one of the operands is a constant that no pair quantizes."""
+    """Returns whether one of the operands is a constant that no pair quantizes."""
     if node.op_type not in ("Add", "Concat", "Div", "Mul", "Sub"):
         return False
     found = [weight(value) for value in node.inputs if value is not None]
@@ -127,14 +127,14 @@ def _has_float_constant(node: ir.Node) -> bool:
 
 
 def _pads_with_a_value(node: ir.Node) -> bool:
-    """Whether a Pad brings a number that is not 0."""
+    """Returns whether a Pad inserts a value other than 0."""
     number = operand(node, 2) if node.op_type == "Pad" else None
     value = None if number is None else constant(number)
     return value is not None and bool(np.any(value))
 
 
 def activations(node: ir.Node) -> list[ir.Value]:
-    """The inputs of a node that are neither absent nor constant."""
+    """Returns the inputs of a node that are neither absent nor constant."""
     return [value for value in node.inputs if value is not None and weight(value) is None]
 
 
@@ -170,7 +170,7 @@ def _input_reason(node: ir.Node, found: Weight) -> str:
 
 
 def _int8_reason(node: ir.Node, options: Mapping[str, str]) -> str:
-    """int8 activations on x86: an int8 QuantizeLinear is only turned into uint8 when it has one reader."""
+    """Checks int8 activations on x86: an int8 QuantizeLinear becomes uint8 only if it has one reader."""
     makers = (made_by(value, "DequantizeLinear") for value in activations(node))
     kinds = [quantized_type(maker) for maker in makers if maker is not None]
     if ir.DataType.INT8 in kinds and options.get("session.qdqisint8allowed") != "1":
@@ -179,7 +179,7 @@ def _int8_reason(node: ir.Node, options: Mapping[str, str]) -> str:
 
 
 def _bias_reason(node: ir.Node, found: Weight, became: str) -> str:
-    """A float bias without an output Q, or (Conv) an int32 bias at another scale than input × weight."""
+    """Checks for a float bias without an output Q, or (Conv) an int32 bias with a wrong scale."""
     after = node.outputs[0].consumers()
     quantized = any(reader.op_type == "QuantizeLinear" for reader in after)
     if node.op_type == "MatMul":
@@ -199,7 +199,7 @@ def _bias_reason(node: ir.Node, found: Weight, became: str) -> str:
 
 
 def _bias_scale_error(node: ir.Node, found: Weight, bias: Weight) -> float:
-    """Largest relative distance of the bias scales from s_x * s_w (0 when a scale is not constant)."""
+    """Returns the largest relative deviation of the bias scales from s_x * s_w (0 if one is not constant)."""
     source = made_by(operand(node, 0), "DequantizeLinear")
     assert source is not None and found.dequantize is not None and bias.dequantize is not None
     scales = [constant(operand(pair, 1)) for pair in (source, found.dequantize, bias.dequantize)]
@@ -210,7 +210,7 @@ def _bias_scale_error(node: ir.Node, found: Weight, bias: Weight) -> float:
 
 
 def _output_reason(node: ir.Node) -> str:
-    """What stands between an operator and the one QuantizeLinear that it needs."""
+    """Returns what separates an operator from the single QuantizeLinear that it needs; "" if nothing does."""
     output = node.outputs[0]
     if len(node.outputs) > 1 and node.op_type == "Split":  # the first of its parts that is not quantized
         bare = (one for one in node.outputs if any(r.op_type != "QuantizeLinear" for r in one.consumers()))
@@ -232,7 +232,7 @@ def _output_reason(node: ir.Node) -> str:
 
 
 def _clip_reason(clip: ir.Node) -> str:
-    """Why a ReLU or a clip between an operator and its QuantizeLinear was not absorbed."""
+    """Returns why a ReLU or a clip between an operator and its QuantizeLinear was not absorbed."""
     readers = clip.outputs[0].consumers()
     quantizes = [reader for reader in readers if reader.op_type == "QuantizeLinear"]
     if len(quantizes) != 1 or len(readers) != 1:
@@ -252,14 +252,14 @@ def _clip_reason(clip: ir.Node) -> str:
 def _same_scale(node: ir.Node) -> bool:
     source = made_by(node.inputs[0], "DequantizeLinear")
     target = node.outputs[0].consumers()[0]
-    if source is None:  # its first input is bytes that no pair made
+    if source is None:  # its first input is bytes that no pair produced
         return True
     pairs = zip(source.inputs[1:], target.inputs[1:], strict=False)
     return all(np.array_equal(constant(a), constant(b)) for a, b in pairs)  # type: ignore[arg-type]
 
 
 def layernorm_blocker(value: ir.Value | None) -> str:
-    """What stands before an unfused LayerNorm: a DequantizeLinear, a Transpose."""
+    """Returns what precedes an unfused LayerNorm: a DequantizeLinear or a Transpose."""
     passed = ""
     for node in back(value):
         if node.op_type == "DequantizeLinear":

@@ -1,4 +1,4 @@
-"""How a convolution looks at its input: kernel, strides, dilations and pads, those that `auto_pad` asks for too."""
+"""Describes how a convolution reads its input: kernel, strides, dilations and pads, including `auto_pad`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ class Window:
     """A convolution without its weights.
 
     Attributes:
-        kernel, strides, dilations: a number an axis.
-        pads: before all axes, then behind all; None: as many as let the output be as long as the input is in strides.
-        lower: whether the odd one of these stands before the axis.
+        kernel, strides, dilations: one number per axis.
+        pads: before all axes, then after all; None: as many as make the output size the input size over the
+            stride, rounded up.
+        lower: whether the extra pad of an odd total is added before the axis.
     """
 
     kernel: tuple[int, ...]
@@ -35,7 +36,7 @@ class Window:
         return [(k - 1) * d + 1 for k, d in zip(self.kernel, self.dilations, strict=True)]
 
     def _padding(self, sizes: tuple[int, ...]) -> list[tuple[int, int]]:
-        """Before and behind each axis of an input of these sizes."""
+        """Returns the pads before and after each axis of an input of these sizes."""
         if self.pads is not None:
             rank = len(self.kernel)
             return list(zip(self.pads[:rank], self.pads[rank:], strict=True))
@@ -47,7 +48,10 @@ class Window:
         return found
 
     def columns(self, x: Array, fill: int) -> tuple[Array, tuple[int, ...]]:
-        """The columns [K, N * places] of channels [N, C, ...], and the places' shape: K runs over kernel, then C."""
+        """Returns the columns [K, N * places] of channels [N, C, ...], and the shape of the places.
+
+        K runs over the kernel, then C.
+        """
         rank = len(self.kernel)
         padded = np.pad(x, [(0, 0), (0, 0), *self._padding(x.shape[2:])], constant_values=fill)
         seen = sliding_window_view(padded, self._spread, axis=tuple(range(2, 2 + rank)))
@@ -60,7 +64,7 @@ class Window:
 
 
 def window_of(node: ir.Node, kernel: tuple[int, ...]) -> Window:
-    """That of a convolution with a kernel of this shape."""
+    """Returns the window of a convolution with a kernel of this shape."""
     rank = len(kernel)
     strides, dilations, pads = (
         tuple(node.attributes.get_ints(name, default) or default)

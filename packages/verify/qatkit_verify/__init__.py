@@ -1,13 +1,13 @@
-"""What a machine needs that runs a quantized file: onnxruntime and numpy. qatkit stands on it.
+"""The package of a machine that runs quantized files, with onnxruntime and numpy only; qatkit builds on it.
 
-errors foreign stopping files untrusted dotted      one line for a user's mistake, other people's code, signals, files
-session feeds latency compare records hardware       a file in ONNX Runtime: what goes in, what comes out, how fast
-integer_ends                                         uint8 images in, quantized outputs out
+errors foreign stopping files untrusted dotted      errors in one line, other people's code, signals, files
+session feeds latency compare records hardware       a file in ONNX Runtime: inputs, outputs, speed
+integer_ends                                         uint8 images as inputs, quantized outputs
 runtimes/                                            other runtimes that read the same file
 placement/                                           placement.json, and qatkit-measure
 """
 
 import os
 
-# From 1.29 on, ONNX Runtime reports sessions and models to its maker unless this is set before it is imported.
+# From 1.29 on, ONNX Runtime sends telemetry on sessions and models unless this is set before the import.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")

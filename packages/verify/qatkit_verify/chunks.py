@@ -1,4 +1,4 @@
-"""A file with states, run on a batch that is cut into chunks (`qatkit_verify.stream`)."""
+"""Runs a file with states on a batch that is cut into chunks (`qatkit_verify.stream`)."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from qatkit_verify.stream import stream_of
 if TYPE_CHECKING:
     import onnxruntime as ort
 
-_LENGTHS = (1, 4, 1, 9, 2)  # of the chunks, again and again
+_LENGTHS = (1, 4, 1, 9, 2)  # lengths of the chunks, repeated
 
 
 def in_chunks(session: ort.InferenceSession, batch: Any) -> tuple[NDArray[Any], ...]:
-    """Returns the outputs behind the last chunk of a batch, but for the states.
+    """Returns the outputs after the last chunk of a batch, without the states.
 
     Args:
-        session: of a file with states.
-        batch: what the whole file takes.
+        session: a session of a file with states.
+        batch: an input of the whole file.
 
     Raises:
         ConfigError: the file does not say how chunks follow each other, or does not run on them.
@@ -40,14 +40,14 @@ def in_chunks(session: ort.InferenceSession, batch: Any) -> tuple[NDArray[Any], 
 
 
 def chunks(batch: NDArray[Any], axis: int) -> Iterator[NDArray[Any]]:
-    """Yields a batch in pieces of various lengths, single steps among them."""
+    """Yields a batch in pieces of various lengths, including single steps."""
     steps = batch.shape[axis]
     ends = list(takewhile(lambda end: end < steps, accumulate(cycle(_LENGTHS))))
     yield from np.split(batch, ends, axis)
 
 
 def kept_db(whole: NDArray[Any], found: NDArray[Any]) -> float:
-    """Returns how far values are from the exact ones as a signal-to-noise ratio in dB, from -200 to 200."""
+    """Returns the signal-to-noise ratio in dB of values against the exact ones, from -200 to 200."""
     noise = float(((whole.astype(np.float64) - found) ** 2).sum())
     power = float((whole.astype(np.float64) ** 2).sum())
     if noise == 0:

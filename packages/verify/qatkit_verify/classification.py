@@ -1,9 +1,9 @@
-"""Classification, as far as deployment needs it: what is counted, what agrees, how near outputs are. NumPy alone.
+"""Implements classification as far as deployment needs it, in NumPy only: scores, agreement and divergence.
 
     outputs [N, classes] ── argmax ──> decision [N] ── labels ──> top-1, top-5, by class
 
-Ties (common when the output is quantized) go to the lower class index. `qatkit.tasks.classification` adds the loss.
-Names are read where there is no NumPy, so it is imported by what computes.
+Ties (common if the output is quantized) go to the lower class index. `qatkit.tasks.classification` adds the
+loss. Names are also read without NumPy, so only the functions that compute import it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ NAMES = TaskNames("classification", "image classification", (TOP1, TOP5), "top-1
 
 
 def names_of(report: Mapping[str, Any]) -> TaskNames:
-    """Returns the task that a report.json is of; reports that name none are of classification.
+    """Returns the task of a report.json; reports that name none are classification.
 
     Raises:
-        KeyError, TypeError: what it names is no task.
+        KeyError, TypeError: the report's record is not a task.
     """
     stored = report.get("task")
     return NAMES if stored is None else TaskNames.from_dict(stored)
@@ -44,13 +44,13 @@ def classified(
 
 
 def decision(outputs: NDArray[Any]) -> NDArray[np.int64]:
-    """Returns the class with the largest logit: [N] for [N, classes], with further axes behind [N] where there are."""
+    """Returns the class with the largest logit: [N] for [N, classes], with any further axes after [N]."""
     found: NDArray[np.int64] = (outputs if outputs.ndim > 1 else outputs[:, None]).argmax(1)
     return found
 
 
 def divergence(exact: NDArray[np.float64], found: NDArray[np.float64]) -> float:
-    """Returns the Kullback-Leibler divergence of the softmaxes of outputs [rows, classes], summed over rows, in nats.
+    """Returns the Kullback-Leibler divergence of the softmaxes of outputs [rows, classes], summed, in nats.
 
     Source: Kullback and Leibler, "On information and sufficiency", 1951.
     """
@@ -68,10 +68,10 @@ def _log_softmax(rows: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 class Counted:
-    """Counts right answers, batch by batch.
+    """A counter of correct answers, updated batch by batch.
 
     Attributes:
-        images: seen so far.
+        images: number of images seen so far.
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,7 @@
 """qatkit-verify BUNDLE, or A.onnx B.onnx: checked here, with onnxruntime and numpy alone. One table, and a verdict.
 
-Exit status: 0 every check passed, 1 one falls short, 2 it can't be judged (damaged, another format, not installed).
+Exit status: 0 if every check passed, 1 if one falls short, and 2 if the file cannot be judged (damaged,
+another format, not installed).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Check = Callable[[CheckInputs], Found | list[Found]]
 
 
 def main(typed: Sequence[str] | None = None) -> int:
-    """The command: the exit status."""
+    """Runs the command and returns the exit status."""
     given = _parser().parse_args(typed)
     try:
         check_onnxruntime()
@@ -38,7 +39,7 @@ def main(typed: Sequence[str] | None = None) -> int:
         if given.paths[0].suffix == ".onnx":
             raise ConfigError("paths", given.paths[0], "a bundle, or two ONNX files: this is one")
         return _bundle(given)
-    except (ValueError, OSError) as error:  # what is refused, and files that are not what they are called
+    except (ValueError, OSError) as error:  # refused values, and files that are not what their names say
         print(f"error: {first_line(error)}", file=sys.stderr)
         return 2
 
@@ -79,10 +80,10 @@ def _bundle(given: argparse.Namespace) -> int:
 
 
 def verified(folder: Path, given: argparse.Namespace) -> Iterator[Found]:
-    """Each check's answer, as it comes.
+    """Yields the result of each check as it comes.
 
     Raises:
-        ConfigError: a bundle that is damaged, or that this machine can't judge.
+        ConfigError: the bundle is damaged, or this machine cannot judge it.
     """
     manifest = read_manifest(folder)
     size = check_files(folder, manifest)
@@ -99,7 +100,7 @@ def verified(folder: Path, given: argparse.Namespace) -> Iterator[Found]:
 
 
 def _checks(asked: CheckInputs) -> list[Check]:
-    """What is asked, in the order of the table: what comes first decides whether the rest can be asked at all."""
+    """Returns the checks in the order of the table: the first ones decide whether the rest can run at all."""
     from qatkit_verify.checks.answers import answers, answers_elsewhere, preprocessing
     from qatkit_verify.checks.chunks import answers_in_chunks
     from qatkit_verify.checks.loading import loading
@@ -145,7 +146,7 @@ def _bound(value: float | None) -> str:
 
 
 def _peak_mb() -> int | None:
-    """Memory at its highest; None where nobody tells."""
+    """Returns the peak memory in MB; None if the platform does not report it."""
     try:
         import resource
     except ImportError:

@@ -1,18 +1,19 @@
-"""Two ways of computing the same outputs, over all batches: how far apart, and how often they decide alike.
+"""Compares two ways of computing the same outputs over all batches: their distance, and equal decisions.
 
-Every output is compared over all its values, float ones in steps of their own scale; the worst is what is reported.
-Agreement is that of the first float output with a class axis, and of every integer output; the lowest counts:
+Every output is compared over all its values, floats in steps of their own scale; the worst output is
+reported. Agreement is that of the first float output with a class axis, and of every integer output; the
+lowest counts:
 
-    [N, classes], [N, classes, H, W]   share of equal argmax along axis 1, image by image or place by place
+    [N, classes], [N, classes, H, W]   share of equal argmax along axis 1, per image or per position
     [N, T, classes]                    along the last axis
     [N, 1, H, W]                       share of values on the same side of 0
     integers                           share of equal values
-    nothing of that ([N])              share of values less than a step apart
+    none of these ([N])                share of values less than a step apart
 
-A task that decides otherwise says how, of the first output: by what an output decides, or by when two are alike.
+A task with another rule gives it for the first output: what an output decides, or when two outputs are alike.
 
-Where two decide otherwise, and to the reference both answers are within half a step of each other, it is a tie: what is
-rounded to whole steps would not hold it either. `Comparison.ties` is their share.
+If two decisions differ, and the reference puts both answers within half a step of each other, it is a tie:
+rounding to whole steps would not keep the decision either. `Comparison.ties` is the share of ties.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Alike:
 
 @dataclass
 class _Distance:
-    """Of one way to the reference, in one output."""
+    """A running distance of one way from the reference, in one output."""
 
     largest: float = 0.0
     total: float = 0.0
@@ -51,7 +52,7 @@ class _Distance:
     small: list[Array] = field(default_factory=list)  # differences of an output without classes
     lost: list[Array] = field(
         default_factory=list
-    )  # by how much the reference preferred what the other did not
+    )  # how much the reference preferred its own answer over the other's
 
     def add(
         self, reference: Array, other: Array, decided: Array | None, decide: Decide | Alike | None
@@ -71,22 +72,22 @@ class _Distance:
                 differs = (decided != answers).reshape(len(reference), -1).any(1)
                 self.lost.append(
                     apart[differs]
-                )  # how far the answers are apart is not known, the outputs are
+                )  # the distance of the answers is unknown, but not that of the outputs
             elif reference.dtype.kind == "f":
                 self.lost.append(_lost(reference, decided, answers))
 
 
 class Output:
-    """One output of the reference, and how far the others are from it.
+    """An output of the reference, and how far the others are from it.
 
     Args:
-        others: how many.
-        decide: what a batch of it decides, or when two are alike, for a task with a rule of its own; None: by its class
-            axis.
+        others: number of other ways.
+        decide: for a task with a rule of its own, what a batch of the output decides, or when two outputs are
+            alike; None: by its class axis.
 
     Attributes:
         floats: whether it holds floats.
-        low, high: its ends in the reference.
+        low, high: its range in the reference.
     """
 
     def __init__(self, others: int, decide: Decide | Alike | None = None) -> None:
@@ -96,7 +97,7 @@ class Output:
         self._distances = [_Distance() for _ in range(others)]
 
     def add(self, reference: Array, others: Sequence[Array]) -> None:
-        """One batch of it."""
+        """Adds one batch of the output."""
         self.floats = reference.dtype.kind == "f"
         if reference.size:
             self.low, self.high = min(self.low, reference.min()), max(self.high, reference.max())
@@ -117,11 +118,11 @@ class Output:
 
     @property
     def classes(self) -> bool:
-        """Whether it says what is what: floats along a class axis, or integers."""
+        """Returns whether the output decides something: floats along a class axis, or integers."""
         return self._decided > 0
 
     def comparisons(self, step: float) -> list[Comparison]:
-        """One for each of the others; `step` is what a step of this output is worth."""
+        """Returns one comparison for each of the others; `step` is the size of a step of this output."""
         found = []
         for one in self._distances:
             mean = one.total / max(1, self._count)
@@ -137,7 +138,7 @@ def _within(differences: Sequence[Array], step: float) -> float:
 
 
 def _lost(reference: Array, decided: Array, answers: Array | None) -> Array:
-    """Of the places that were decided otherwise: the reference's value of its answer over that of the other one."""
+    """Returns, where decisions differ, the reference's value of its answer minus that of the other one."""
     assert answers is not None
     places = decided != answers
     if decided.dtype == bool:
@@ -148,12 +149,12 @@ def _lost(reference: Array, decided: Array, answers: Array | None) -> Array:
 
 
 def class_axis(axes: int) -> int:
-    """Returns the axis that an output of so many axes has its classes on: behind the positions of a sequence."""
+    """Returns the class axis of an output with this number of axes, after a sequence's positions."""
     return 2 if axes == 3 else 1
 
 
 def _decisions(values: Array) -> Array | None:
-    """What an output decides, image by image or place by place; None for floats without a class axis."""
+    """Returns what an output decides, per image or per position; None for floats without a class axis."""
     if values.dtype.kind != "f":
         return values
     if values.ndim < 2:
@@ -165,7 +166,7 @@ def _decisions(values: Array) -> Array | None:
 
 
 def deciding(outputs: Sequence[Output]) -> list[int]:
-    """The outputs whose agreement counts: the first float one with classes, and the integers; else the first."""
+    """Returns the outputs whose agreement counts: first float one with classes and integers, else the first."""
     floats = [i for i, one in enumerate(outputs) if one.floats and one.classes]
     integers = [i for i, one in enumerate(outputs) if not one.floats]
     return sorted(floats[:1] + integers) or [0]

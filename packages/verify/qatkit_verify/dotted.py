@@ -1,4 +1,4 @@
-"""Dotted paths: how the configuration names a component of the library's, or of the user's own."""
+"""Resolves dotted paths, by which the configuration names a component of the library or of the user."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from qatkit_verify.foreign import OURS, calling
 
 
 def resolve(path: str, key: str) -> Any:
-    """The object at a dotted path, `package.module.name`.
+    """Returns the object at a dotted path, `package.module.name`.
 
     Raises:
-        ConfigError: `path` (the value of `key`) is no dotted path, its module cannot be imported or raises
+        ConfigError: `path` (the value of `key`) is not a dotted path, its module cannot be imported or raises
             something, or has no such name; the message lists near names.
     """
     module_path, name = _parts(path, key)
@@ -26,7 +26,7 @@ def resolve(path: str, key: str) -> Any:
         try:
             module = importlib.import_module(module_path)
         except ModuleNotFoundError as error:
-            if not f"{module_path}.".startswith(f"{error.name}."):  # it was found, and wants another one
+            if not f"{module_path}.".startswith(f"{error.name}."):  # it was found, and needs another module
                 raise
             reason = f"a dotted path that can be imported ({error}; is its folder on PYTHONPATH?)"
             raise ConfigError(key, path, reason) from error
@@ -36,15 +36,16 @@ def resolve(path: str, key: str) -> Any:
 
 
 def dotted_path(name: str, known: Mapping[str, str], key: str, kind: str) -> str:
-    """Returns the dotted path of a component that has a short name, or is named by its path.
+    """Returns the dotted path of a component that is named by a short name or by its path.
 
     Args:
         name: the value of `key`.
         known: paths by short name.
-        kind: of component, for the message ("Runtime").
+        key: the key of the configuration, for the message.
+        kind: kind of component, for the message ("Runtime").
 
     Raises:
-        ConfigError: no short name, and no dotted path.
+        ConfigError: `name` is neither a short name nor a dotted path.
     """
     path = known.get(name, name)
     if "." not in path:
@@ -54,10 +55,10 @@ def dotted_path(name: str, known: Mapping[str, str], key: str, kind: str) -> str
 
 
 def check_path(path: str, key: str) -> None:
-    """Checks that `resolve` would find something, without importing a module of ours: many of them import torch.
+    """Checks that `resolve` would find something, without importing our own modules: many import torch.
 
     Raises:
-        ConfigError: as `resolve`.
+        ConfigError: see `resolve`.
     """
     module_path, name = _parts(path, key)
     names = None if module_path in sys.modules else _names_in_source(module_path)
@@ -68,7 +69,7 @@ def check_path(path: str, key: str) -> None:
 
 
 def _parts(path: str, key: str) -> tuple[str, str]:
-    """Module and name."""
+    """Returns the module and the name."""
     module_path, _, name = path.rpartition(".")
     if not all(part.isidentifier() for part in (*module_path.split("."), name)):
         raise ConfigError(key, path, "a dotted path, such as my_package.my_module.name")
@@ -82,7 +83,7 @@ def _unknown(path: str, key: str, names: Iterable[str]) -> ConfigError:
 
 
 def _names_in_source(module_path: str) -> set[str] | None:
-    """Returns the names in one of our modules, submodules included; None where only importing it can tell."""
+    """Returns the names in one of our modules, including submodules; None if only importing it can tell."""
     package, *inner = module_path.split(".")
     if package not in OURS:
         return None
@@ -98,7 +99,7 @@ def _names_in_source(module_path: str) -> set[str] | None:
 
 
 def _bound(body: Iterable[ast.stmt]) -> Iterator[str]:
-    """The names that the statements of a module bind; "*" for a statement of which only running it tells."""
+    """Yields the names that the statements of a module bind; "*" if only running it tells."""
     for statement in body:
         match statement:
             case ast.Import(names) | ast.ImportFrom(names=names):

@@ -1,4 +1,4 @@
-"""One exception for everything a user can put right, always one line; and what a disk refuses."""
+"""Defines one exception for everything a user can fix, always one line, and recognises disk errors."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class ConfigError(ValueError):
     """A key or file whose value cannot be used: "key=value: expected ..." or "key=value: reason".
 
     Args:
-        key: of the configuration, or a word for what was given ("bundle").
-        value: as it was given.
+        key: the key of the configuration, or a word for what was given ("bundle").
+        value: the value as it was given.
         expected: a noun phrase for what would be accepted, which reads on after "expected".
-        reason: a clause that says what went wrong and how to fix it, where no expectation can be named.
+        reason: a clause that says what went wrong and how to fix it, if no expectation can be named.
 
     Attributes:
         problem: the message without key and value, for an error that is raised again under another key.
@@ -38,7 +38,7 @@ class ConfigError(ValueError):
 
 
 def printable(value: object, longest: int = _LONGEST) -> str:
-    """A value as one line of a terminal: what moves the cursor is escaped, what is very long is cut."""
+    """Returns a value as one line for a terminal: control characters are escaped, and long values are cut."""
     text = " ".join(str(value).split())
     cut = text if len(text) <= longest else f"{text[:longest]}... ({len(text)} characters)"
     return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in cut)
@@ -51,18 +51,18 @@ def near_matches(word: str, words: Iterable[str], n: int = 5) -> str:
 
 
 def did_you_mean(word: str, words: Iterable[str], n: int = 5) -> str:
-    """Returns the end of an error message, " (did you mean a, b?)"; "" where there are no words."""
+    """Returns the end of an error message, " (did you mean a, b?)"; "" if there are no words."""
     near = near_matches(word, words, n)
     return f" (did you mean {near}?)" if near else ""
 
 
 def first_line(error: BaseException) -> str:
-    """An exception's message for the end of a line."""
+    """Returns the first line of an exception's message, or its type if it has none."""
     return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
-# What comes before the cause: the runtime's number and kind of error, the file that it was loading (a temporary one
-# of ours, mostly), and the place in its own source.
+# Text before the cause: the runtime's number and kind of error, the file that it was loading (usually a
+# temporary one of ours), and the place in its own source.
 _BEFORE = (
     re.compile(r"^\[ONNXRuntimeError\] : \d+ : \w+ : "),
     re.compile(r"^Load model from .*? failed: ?"),
@@ -71,11 +71,11 @@ _BEFORE = (
     re.compile(r"(?<= )\S*/onnxruntime/\S+:\d+ (?:.*?\) )?(?:const )?"),
 )
 
-_WRAPPED = ("Error calling ", "In ")  # onnx_ir's, around the cause
+_WRAPPED = ("Error calling ", "In ")  # the prefixes with which onnx_ir wraps the cause
 
 
 def one_line(error: BaseException) -> str:
-    """The cause in an exception's message, of however many lines, as one: without temporary paths, and not endless."""
+    """Returns the cause in an exception's message as one line of limited length, without temporary paths."""
     while error.__cause__ is not None and str(error).startswith(_WRAPPED):
         error = error.__cause__
     text = " ".join(str(error).split())
@@ -87,12 +87,12 @@ def one_line(error: BaseException) -> str:
     return text[:_LONGEST_CAUSE] or type(error).__name__
 
 
-# A disk that is full (by its size, a quota or a limit of the process), broken, or read-only by now.
+# Disks that are full (by size, a quota or a limit of the process), broken, or now read-only.
 _OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
 
 def disk_error(error: BaseException | None) -> OSError | None:
-    """The error of a disk that an exception comes from, by its chain; libraries in other languages tell it in words."""
+    """Returns the disk error in an exception's chain; libraries in other languages only report it as text."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in _OF_DISKS:
             return error

@@ -1,7 +1,7 @@
-"""Logarithm and cosine whose every bit is the same on every machine, in NumPy and in JavaScript.
+"""Computes a logarithm and a cosine that are bit-identical on every machine, in NumPy and in JavaScript.
 
-Libraries of mathematics differ in the last bit from version to version and from CPU to CPU. Here each value is a chain
-of float64 sums, products and quotients, each rounded by itself as IEEE 754 says, in one order.
+Mathematical libraries differ in the last bit between versions and CPUs. Here each value is a chain of float64
+sums, products and quotients in a fixed order, each rounded by itself as IEEE 754 defines.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ _LOG_TERMS, _COS_TERMS = 11, 14
 
 
 def natural_log(values: Doubles) -> Doubles:
-    """Returns the logarithm of positive normal numbers, within 3e-16 of the exact one or of its size.
+    """Returns the logarithm of positive normal numbers, within 3e-16, absolute or relative, of the exact one.
 
-    x = m 2^e with m in [sqrt(1/2), sqrt(2)) and s = (m - 1) / (m + 1): ln x = e ln 2 + 2 (s + s^3/3 + s^5/5 + ...).
+    With x = m 2^e, m in [sqrt(1/2), sqrt(2)) and s = (m - 1) / (m + 1):
+    ln x = e ln 2 + 2 (s + s^3/3 + s^5/5 + ...).
     """
     part, exponent = np.frexp(values)
     small = part < ROOT_HALF
@@ -32,7 +33,7 @@ def natural_log(values: Doubles) -> Doubles:
 
 
 def cosine_of_turns(numerator: NDArray[np.int64], denominator: int) -> Doubles:
-    """Returns cos(2 pi numerator / denominator) for whole numbers, within 3e-15, by its Taylor series."""
+    """Returns cos(2 pi numerator / denominator) for integers, within 3e-15, by its Taylor series."""
     turned = numerator % denominator
     nearest = np.minimum(turned, denominator - turned)  # cos(-x) = cos(x)
     angle = nearest * (2.0 * PI / denominator)

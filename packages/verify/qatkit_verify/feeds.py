@@ -1,9 +1,9 @@
-"""What a file or a module is given and yields, whatever their number: batches by the names of inputs, all outputs.
+"""Handles the inputs and outputs of a file or a module, however many: batches by input name, and all outputs.
 
 array or tensor                             the one input of the file
-(images, labels)                            the same: more than the file has inputs, so labels
+(images, labels)                            the same: the last one exceeds the file's inputs, so it is labels
 (image, vector), [image, vector]            as many as the file has inputs, in their order
-{"ids": ids, "mask": mask}                  by name; what else is in it (labels) is left out
+{"ids": ids, "mask": mask}                  by name; other entries (labels) are ignored
 ({"left": a, "right": b}, c)                nested, in their order
 ((image, vector), labels), ({..}, labels)   inputs and labels
 """
@@ -27,10 +27,10 @@ _TYPES = {"float": np.float32, "double": np.float64, "float16": np.float16, "boo
 
 
 def by_name(names: Sequence[str], batch: Any) -> dict[str, Any]:
-    """The tensors of a batch by the names of the inputs, which `names` are.
+    """Returns the tensors of a batch by input name, for the inputs `names`.
 
     Raises:
-        ConfigError: a mapping without one of them, or another number of tensors.
+        ConfigError: a mapping lacks one of them, or the number of tensors differs.
     """
     if isinstance(batch, Mapping) and set(names) <= set(batch):
         return {name: batch[name] for name in names}
@@ -40,13 +40,13 @@ def by_name(names: Sequence[str], batch: Any) -> dict[str, Any]:
     if len(found) == len(names):
         return dict(zip(names, (value for _, value in found), strict=True))
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
-        return by_name(names, batch[0])  # labels beside it
+        return by_name(names, batch[0])  # with labels
     given = ", ".join(path or "a tensor" for path, _ in found)
     raise ConfigError("batch", given, f"{len(names)} tensors ({', '.join(names)})")
 
 
 def _leaves(batch: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """What stands in nested lists, tuples and mappings, by the names of the way there; None is nothing."""
+    """Yields the leaves of nested lists, tuples and mappings by the names on their paths; skips None."""
     if isinstance(batch, (Mapping, tuple, list)):
         parts = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
         for name, part in parts:
@@ -56,18 +56,18 @@ def _leaves(batch: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def input_names(session: ort.InferenceSession) -> tuple[str, ...]:
-    """The names of a file's inputs."""
+    """Returns the names of a file's inputs."""
     return tuple(one.name for one in session.get_inputs())
 
 
 def inputs_alone(names: Sequence[str], batch: Any) -> Any:
-    """A batch without its labels: the lone tensor, or tensors by name."""
+    """Returns a batch without its labels: a single tensor, or tensors by name."""
     found = by_name(names, batch)
     return found[names[0]] if len(names) == 1 else found
 
 
 def rows(batch: Any) -> int:
-    """How many images a batch without labels holds: the length of its first tensor with axes."""
+    """Returns the number of images of a batch without labels: the length of its first tensor with axes."""
     if isinstance(batch, Mapping):
         batch = tuple(batch.values())
     if isinstance(batch, (tuple, list)):
@@ -76,7 +76,7 @@ def rows(batch: Any) -> int:
 
 
 def feeds(session: ort.InferenceSession, batch: Any, ends: IntegerIO | None = None) -> dict[str, Array]:
-    """A batch as arrays of the types that the file takes; of one with integer ends, the pixels behind it."""
+    """Returns a batch as arrays of the file's types; for integer ends, the pixels of the images."""
     found = by_name(input_names(session), batch)
     if ends is not None:
         return {name: ends.pixels(np.ascontiguousarray(v, np.float32)) for name, v in found.items()}
@@ -86,7 +86,7 @@ def feeds(session: ort.InferenceSession, batch: Any, ends: IntegerIO | None = No
 
 
 def numpy_type(kind: str) -> Any:
-    """Returns NumPy's type of "tensor(float)", or its name."""
+    """Returns NumPy's type for "tensor(float)", or its name."""
     name = kind.removeprefix("tensor(").removesuffix(")")
     return _TYPES.get(name, name)
 
@@ -94,16 +94,17 @@ def numpy_type(kind: str) -> Any:
 def noise_feeds(
     session: ort.InferenceSession, given: Sequence[int] | Mapping[str, Any] | None, seed: int, batch: int = 1
 ) -> dict[str, Array]:
-    """Inputs to run a file on: floats standard normal, pixels any, ids 0 (which every table has), masks True.
+    """Returns inputs for a run: standard normal floats, random pixels, ids 0 (always valid), masks True.
 
     Args:
-        session: of the file.
-        given: the shape of a lone input, or a whole batch by name; None: as the file says, `batch` at a time.
-        seed: of the numbers.
-        batch: how long the first open axis is.
+        session: a session of the file.
+        given: the shape of a single input, or a whole batch by name; None: the declared shapes, `batch` at a
+            time.
+        seed: the seed of the random numbers.
+        batch: the size of a dynamic first axis.
 
     Raises:
-        ConfigError: another axis is open, or a shape is given to a file with several inputs.
+        ConfigError: another axis is dynamic, or a shape is given for a file with several inputs.
     """
     if isinstance(given, Mapping):
         return feeds(session, given)

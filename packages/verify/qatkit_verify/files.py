@@ -1,11 +1,11 @@
-"""The one way in which a file is written: under a temporary name beside the target, then renamed.
+"""Writes files in the only permitted way: under a temporary name in the same folder, then renamed.
 
     with whole(path) as temporary:      # .NAME.PROCESS.RANDOM.part, in the folder of `path`
         ...                             # write `temporary`, check it, load it
 
-The target is whole or absent, or what it was before: a reader never finds half a file, and a run that is killed
-leaves none. The temporary name starts with a dot and ends in `.part`, so no search for `*.onnx` or `*.ckpt`
-finds it; two processes that write one target have two.
+The target is complete, absent, or what it was before: a reader never finds half a file, and a killed run
+leaves none. The temporary name starts with a dot and ends in `.part`, so that no search for `*.onnx` or
+`*.ckpt` finds it. Two processes that write the same target use two temporary names.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ _PART = re.compile(rf"\..*\.(\d+)\.[0-9a-f]{{8}}{re.escape(PART)}")
 
 @contextmanager
 def whole(path: str | Path) -> Iterator[Path]:
-    """A temporary path that takes the place of `path` when the block ends, and goes away when it fails.
+    """Yields a temporary path that replaces `path` when the block ends, and is removed when it fails.
 
-    The file that replaces has the permissions that a plain `open` for writing would leave: those of the file
-    that was there, or those that the process gives new files.
+    The new file has the permissions that a plain `open` for writing would leave: those of the previous file,
+    or those that the process gives new files.
 
     Args:
         path: the target, in a folder that exists.
 
     Yields:
-        An empty file beside it, to write or to replace.
+        An empty file in the same folder, to write or to replace.
 
     Raises:
-        OSError: the folder is not there, or can't be written; of a disk that is full, it names `path`.
+        OSError: the folder does not exist or cannot be written; for a full disk, the error names `path`.
     """
     target = Path(path)
     temporary = unfinished(target)
@@ -62,9 +62,9 @@ def whole(path: str | Path) -> Iterator[Path]:
 
 
 def not_writable(folder: Path) -> str:
-    """Why `folder` can't be made or written to; "" where it can. Nothing stays of the trial.
+    """Returns why `folder` cannot be created or written to, or "" if it can; leaves no traces.
 
-    The place is tried by writing, since permission bits say little to root or on a network drive.
+    It tries to write, since permission bits say little for root or on a network drive.
     """
     try:
         existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
@@ -77,7 +77,7 @@ def not_writable(folder: Path) -> str:
 
 
 def no_room(path: Path) -> OSError | None:
-    """The error of a file that is of no use any more and can't grow: not every library says why it could not write."""
+    """Returns the disk error of a discarded file that cannot grow: some libraries do not report it."""
     try:
         with path.open("ab") as stream:
             stream.write(bytes(_BLOCK))
@@ -94,21 +94,21 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def cache_folder() -> Path:
-    """Where things are kept that are made again when they are lost; it may not exist.
+    """Returns the folder for things that can be regenerated when they are lost; it may not exist.
 
     Raises:
-        RuntimeError: nobody knows the user's home.
+        RuntimeError: the user's home folder is unknown.
     """
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qatkit"
 
 
 def unfinished(target: Path) -> Path:
-    """A hidden name beside `target`, of this process alone, for what is to take its place."""
+    """Returns a hidden name next to `target`, unique to this process, for the file that will replace it."""
     return target.with_name(f".{target.name[:_NAME]}.{os.getpid()}.{secrets.token_hex(4)}{PART}")
 
 
 def clear_parts(folder: Path) -> None:
-    """Removes what killed processes left half-written in `folder`; what a living one writes stays."""
+    """Removes what killed processes left half-written in `folder`; files of running processes stay."""
     for path in folder.glob(f".*{PART}"):
         named = _PART.fullmatch(path.name)
         if named and not lives(int(named[1])):
@@ -116,13 +116,13 @@ def clear_parts(folder: Path) -> None:
 
 
 def lives(process: int) -> bool:
-    """Whether there is a process of this number on this machine."""
+    """Returns whether a process with this number exists on this machine."""
     if os.name != "posix":
-        return True  # there the question would be a signal
+        return True  # elsewhere, os.kill would send a signal
     try:
         os.kill(process, 0)
     except PermissionError:
-        return True  # of another user
+        return True  # it belongs to another user
     except (OSError, OverflowError):
         return False
     return True

@@ -1,11 +1,11 @@
-"""How a picture of any size comes to the height and width of a model's input.
+"""Fits pictures of any size to the height and width of a model's input.
 
-    crop       scaled, proportions kept, until it just covers `resize`; then the centre is cut out
-    resize     scaled straight to the input's size; proportions change
-    letterbox  scaled, proportions kept, until it just fits into the input; the rest is filled with one value
+    crop       scaled with fixed aspect ratio until it just covers `resize`; then the centre is cropped
+    resize     scaled straight to the input's size; the aspect ratio changes
+    letterbox  scaled with fixed aspect ratio until it just fits into the input; the rest has one fill value
 
-Everything here is whole numbers, so that training, `qatkit_verify.preprocess` and preprocess.mjs agree in every pixel.
-A size is written as one number for a square, or as [height, width].
+All sizes and positions are integers, so that training, `qatkit_verify.preprocess` and preprocess.mjs agree in
+every pixel. A size is written as one number for a square, or as [height, width].
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 FITS = ("crop", "resize", "letterbox")
-# Where the picture lies in a letterbox: ultralytics' YOLOs centre it; YOLOX, SCRFD and PaddleOCR begin at the top left.
+# Position of the picture in a letterbox: ultralytics' YOLOs centre it; YOLOX, SCRFD and PaddleOCR start at
+# the top left.
 ALIGNMENTS = ("center", "top_left")
 # Orders of channels, and of the axes of a batch.
 ORDERS, LAYOUTS = ("rgb", "bgr"), ("nchw", "nhwc")
-# What the pixels are that mean and std are of.
+# The range of the pixels to which mean and std refer.
 UNIT, LEVELS = "0..1", "0..255"
 PIXELS = (UNIT, LEVELS)
-PAD_VALUE = 114.0  # of 0..255, as the YOLOs fill
+PAD_VALUE = 114.0  # in 0..255, the YOLOs' fill value
 
 Sides = tuple[int, int]
 
@@ -33,13 +34,13 @@ def sides(size: int | Sequence[int]) -> Sides:
 
 
 def written(size: int | Sequence[int]) -> int | Sides:
-    """Returns one number for a square, else (height, width): equal sizes are equal."""
+    """Returns one number for a square, else (height, width), so that equal sizes compare equal."""
     height, width = sides(size)
     return height if height == width else (height, width)
 
 
 def as_typed(size: int | Sequence[int]) -> int | list[int]:
-    """Returns one number for a square, else [height, width]: as JSON has it, and the command line."""
+    """Returns one number for a square, else [height, width], as in JSON and on the command line."""
     height, width = sides(size)
     return height if height == width else [height, width]
 
@@ -65,10 +66,10 @@ class Fitting:
     """The scaling, cropping and padding of pictures of one size.
 
     Attributes:
-        scaled: (height, width) that the whole picture is brought to.
+        scaled: (height, width) to which the whole picture is scaled.
         start: (top, left) of the part of it that is kept.
         kept: (height, width) of that part.
-        place: (top, left) of that part in the model's input; around it is filling.
+        place: (top, left) of that part in the model's input; the rest is filled.
     """
 
     scaled: Sides
@@ -82,10 +83,10 @@ def fitting(fit: str, picture: Sides, size: Sides, resize: Sides, align: str) ->
 
     Args:
         fit: one of `FITS`.
-        picture: (height, width) of each.
+        picture: (height, width) of each picture.
         size: (height, width) of the model's input.
-        resize: (height, width) that a picture covers before the centre crop, of fit "crop".
-        align: one of `ALIGNMENTS`, of fit "letterbox".
+        resize: (height, width) that a picture covers before the centre crop, for fit "crop".
+        align: one of `ALIGNMENTS`, for fit "letterbox".
     """
     if fit == "resize":
         return Fitting(size, (0, 0), size)
@@ -99,7 +100,7 @@ def fitting(fit: str, picture: Sides, size: Sides, resize: Sides, align: str) ->
 
 
 def resized_size(height: int, width: int, resize: int | Sequence[int]) -> Sides:
-    """Returns (height, width) of an image that just covers `resize`: of one number, whose shorter side is that."""
+    """Returns (height, width) of an image that just covers `resize`; a single number is the shorter side."""
     high, wide = sides(resize)
     if high * width >= wide * height:
         return high, int(high * width / height)
@@ -115,10 +116,10 @@ def fitted_size(height: int, width: int, size: Sides) -> Sides:
 
 
 def crop_start(size: int, crop: int) -> int:
-    """Returns where the centre crop of an axis begins; halves go to the even number, as Python rounds."""
+    """Returns the start of the centre crop of an axis; halves are rounded to even, as in Python."""
     return round((size - crop) / 2)
 
 
 def is_whole(height: int, width: int, size: Sides) -> bool:
-    """Returns whether an image is resized in 8 bits: no side grows, and none ends as one pixel (ATen errs there)."""
+    """Returns whether an image is resized in 8 bits: no side grows or becomes one pixel (ATen errs there)."""
     return height >= size[0] and width >= size[1] and min(size) > 1

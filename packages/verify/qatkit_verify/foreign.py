@@ -1,13 +1,13 @@
-"""Other people's code: what it raises becomes one line with the exception, their file and their line.
+"""Turns an exception from other people's code into one line with the exception, their file and their line.
 
     with calling("data.source", "mypkg.data.load", source):
         splits = source(root, download, seed)
 
     error: data.source=mypkg.data.load: it raised (ValueError: no such split; mypkg/data.py:12)
 
-`calling` stands where the code that is called is known. A model's forward, an observer or a check is called from deep
-within, so the whole job is under `boundary`, which reads off the traceback whose code was running. What our own code
-raises, called by nobody else's, is a defect and stays as it is.
+`calling` is used where the called code is known. A model's forward, an observer or a check is called from
+deep within, so the whole job runs under `boundary`, which finds in the traceback whose code was running. An
+exception of our own code that no other code called is a defect and is not converted.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _LIBRARIES = {
     *sys.stdlib_module_names,
 }
 _LONGEST = 300  # characters of a message
-_JOBS = ("qatkit.jobs.", "qatkit.run.")  # from here on it is the job, and no longer the script that starts it
+_JOBS = ("qatkit.jobs.", "qatkit.run.")  # where the job begins, after the script that starts it
 
-Called = tuple[str, str]  # a key of the configuration, and the dotted path that it holds
+Called = tuple[str, str]  # a key of the configuration, and the dotted path that is its value
 
 
 class _Frame(NamedTuple):
@@ -53,12 +53,12 @@ class _Frame(NamedTuple):
 
 @contextmanager
 def calling(key: str, path: object, called: object = None) -> Iterator[None]:
-    """Turns what is raised within into a ConfigError.
+    """Turns exceptions raised within into a ConfigError.
 
     Args:
-        key: of the configuration, which named the code.
+        key: the key of the configuration that named the code.
         path: the value of `key`.
-        called: the object itself, where there is one; what one of ours raises is left as it is.
+        called: the object itself, if there is one; exceptions of our own objects are not converted.
     """
     try:
         yield
@@ -75,7 +75,7 @@ def calling(key: str, path: object, called: object = None) -> Iterator[None]:
 
 @contextmanager
 def boundary(paths: Sequence[Called]) -> Iterator[None]:
-    """The same for a whole job: for what was raised while code of others was running.
+    """Does the same for a whole job, for exceptions raised while other people's code was running.
 
     Args:
         paths: the settings that name code.
@@ -102,12 +102,13 @@ def boundary(paths: Sequence[Called]) -> Iterator[None]:
 
 
 def described(error: BaseException, packages: Sequence[str] = ()) -> str:
-    """An exception's type and message, and the innermost place in code that is neither ours nor a library's.
+    """Returns an exception's type, message and innermost place in code that is neither ours nor a library's.
 
-    Where there is none, the innermost one that is not ours.
+    If there is none, it is the innermost place that is not ours.
 
     Args:
-        packages: that are a user's, wherever they are installed.
+        error: the exception.
+        packages: packages of the user, wherever they are installed.
     """
     text = _in_a_line(error)
     if isinstance(error, SyntaxError) and error.filename:
@@ -128,17 +129,20 @@ def _in_a_line(error: BaseException) -> str:
 
 
 def check_call(key: str, path: str, called: Callable[..., Any], *args: str, **kwargs: Any) -> None:
-    """Raises ConfigError for what can't be called with such arguments.
+    """Raises ConfigError if an object cannot be called with such arguments.
 
     Args:
-        args: names of positional ones, as the message has them.
+        key: the key of the configuration that named it.
+        path: the value of `key`.
+        called: the object.
+        args: names of positional arguments, as in the message.
         kwargs: keyword arguments.
     """
     if not callable(called):
         raise ConfigError(key, path, f"a function or class, not {type(called).__name__}")
     try:
         signature = inspect.signature(called)
-    except (TypeError, ValueError):  # of a builtin
+    except (TypeError, ValueError):  # a builtin
         return
     try:
         signature.bind(*args, **kwargs)
@@ -149,13 +153,13 @@ def check_call(key: str, path: str, called: Callable[..., Any], *args: str, **kw
 
 
 def is_own(called: object) -> bool:
-    """Whether a function, a class or an object's class is one of ours."""
+    """Returns whether a function, a class or an object's class is ours."""
     module = getattr(called, "__module__", None) or type(called).__module__
     return f"{module}.".startswith(_OWN)
 
 
 def _frames(trace: TracebackType | None) -> list[_Frame]:
-    """Outermost first."""
+    """Returns the frames of a traceback, outermost first."""
     found = list[_Frame]()
     while trace is not None:
         code, names = trace.tb_frame.f_code, trace.tb_frame.f_globals
@@ -168,13 +172,13 @@ def _is_theirs(frame: _Frame, packages: Sequence[str]) -> bool:
     package = frame.module.partition(".")[0]
     if package in packages:
         return True
-    generated = frame.file.startswith("<")  # of the import system, of torch.fx
+    generated = frame.file.startswith("<")  # by the import system or torch.fx
     installed = "site-packages" in frame.file or "dist-packages" in frame.file
     return not (generated or installed or package in OURS or package in _LIBRARIES)
 
 
 def _named(theirs: Sequence[_Frame], paths: Sequence[Called]) -> Called:
-    """The setting that named the code: by the module of the outermost frame that is one's, else by its package."""
+    """Returns the setting that named the code, by the module of the outermost match, else by package."""
     modules = [(_module(path), key, path) for key, path in paths]
     for frame in theirs:
         for module, key, path in modules:
@@ -188,7 +192,10 @@ def _named(theirs: Sequence[_Frame], paths: Sequence[Called]) -> Called:
 
 
 def _not_callable_so(error: BaseException, paths: Sequence[Called]) -> Called | None:
-    """The setting whose class has a method of other arguments than it is called with: nothing of theirs ran yet."""
+    """Returns the setting whose class has a method with other arguments than it is called with.
+
+    None of its code has run yet.
+    """
     told = re.match(r"([A-Za-z_]\w*)(\.\w+)*\(\) (takes|missing|got) ", str(error))
     if not isinstance(error, TypeError) or told is None:
         return None

@@ -1,4 +1,4 @@
-"""A file in steps: outputs of a step, its states, are inputs of the next one.
+"""Runs a file step by step: some outputs of a step, its states, are inputs of the next one.
 
 start ── step 0 ── state ── step 1 ── state ── ...
            └ outputs          └ outputs
@@ -27,7 +27,7 @@ class StepSequence:
     """The inputs of a file from the first step to the last.
 
     Attributes:
-        start: the states of the first step, by the names of the inputs that take them.
+        start: the states of the first step, by input name.
         steps: the other inputs of each step, by name, in order.
     """
 
@@ -36,16 +36,16 @@ class StepSequence:
 
 
 class FreeRun:
-    """A file that takes its own states.
+    """A file that is fed its own states.
 
     Args:
-        session: of the file.
-        states: by input, the output that is this input of the next step.
+        session: a session of the file.
+        states: for each state input, the output that feeds it in the next step.
         fixed: inputs that are the same in every step.
-        outputs: names of the outputs in the file's order; None: as the file has them.
+        outputs: names of the outputs in the file's order; None: as in the file.
 
     Attributes:
-        state: of the next step, by the names of the inputs.
+        state: the state of the next step, by input name.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class FreeRun:
         fixed: Mapping[str, Any] | None = None,
         outputs: Sequence[str] | None = None,
     ) -> None:
-        from qatkit_verify.session import run_outputs, session_file  # with ONNX Runtime
+        from qatkit_verify.session import run_outputs, session_file  # needs ONNX Runtime
 
         self._file = session_file(session)
         self._run = partial(run_outputs, session)
@@ -65,15 +65,15 @@ class FreeRun:
         self._count = 0
 
     def begin(self, start: Mapping[str, Array]) -> None:
-        """Begins a sequence."""
+        """Begins a sequence with the given states."""
         self.state, self._count = dict(start), 0
 
     def step(self, inputs: Mapping[str, Any]) -> dict[str, Array]:
         """Runs one step and returns all outputs by name.
 
         Raises:
-            ConfigError: the file does not run on these inputs, or a state comes out in another shape than it went in,
-                or is NaN or infinite.
+            ConfigError: the file does not run on these inputs, or a state changes its shape or is NaN or
+                infinite.
         """
         given = {**self.fixed, **inputs, **self.state}
         try:

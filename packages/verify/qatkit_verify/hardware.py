@@ -1,4 +1,4 @@
-"""This machine and what is installed on it, as every report tells of them."""
+"""Describes this machine and what is installed on it, as in every report."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ISA = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx_vnni_int8", "amx_int8
 
 
 def installed_versions() -> dict[str, str]:
-    """Versions of Python and of the packages that decide the figures."""
+    """Returns the versions of Python and of the packages that affect the figures."""
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -26,7 +26,7 @@ def installed_versions() -> dict[str, str]:
 
 
 def this_hardware(threads: int) -> Hardware:
-    """The CPU of this machine; `threads` is what the measurements used."""
+    """Returns the CPU of this machine; `threads` is what the measurements used."""
     fields = _cpuinfo()
     flags = fields.get("flags", fields.get("Features", "")).split()
     name = fields.get("model name") or platform.processor() or platform.machine()
@@ -35,7 +35,7 @@ def this_hardware(threads: int) -> Hardware:
 
 
 def _cpuinfo() -> dict[str, str]:
-    """The first processor's entries of /proc/cpuinfo (empty where there is none)."""
+    """Returns the first processor's entries of /proc/cpuinfo; empty if the file does not exist."""
     path = Path("/proc/cpuinfo")
     if not path.exists():
         return {}

@@ -1,4 +1,4 @@
-"""ONNX Runtime as it is installed here: whether it can be imported, and whether its version was ever tested."""
+"""Checks the installed ONNX Runtime: whether it can be imported, and whether its version was ever tested."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from importlib import metadata
 
 from qatkit_verify.errors import ConfigError
 
-# The oldest and the newest ONNX Runtime that were tried. The oldest is this package's lower bound;
-# qatkit, which also makes files, asks for a newer one (docs/decisions/0035-bundle-checks.md).
+# The oldest and the newest ONNX Runtime that were tested. The oldest is this package's lower bound;
+# qatkit, which also creates files, requires a newer one (docs/decisions/0035-bundle-checks.md).
 OLDEST, NEWEST = "1.23", "1.32"
-# The first whose convolutions take weights with a zero point of its own for each output channel.
+# The first version whose convolutions take weights with a separate zero point for each output channel.
 ZERO_POINTS_OF_CHANNELS = "1.27"
-# The first whose MatMulNBits takes weights of 2 bits.
+# The first version whose MatMulNBits takes weights of 2 bits.
 TWO_BITS = "1.24"
 
 
 def untested(version: str) -> str:
-    """Returns how an ONNX Runtime version compares with those that were tried; "" inside their range."""
+    """Returns how an ONNX Runtime version compares with the tested ones; "" within their range."""
     oldest, newest, own = (version_numbers(one)[:2] for one in (OLDEST, NEWEST, version))
     if oldest <= own <= newest:
         return ""
@@ -27,17 +27,17 @@ def untested(version: str) -> str:
 
 
 def version_numbers(version: str) -> tuple[int, ...]:
-    """The first three numbers of a version, to compare it by."""
+    """Returns the first three numbers of a version, for comparisons."""
     return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
 
 
 def check_onnxruntime() -> None:
-    """To be asked before anything of this package is imported that runs a file.
+    """Checks that ONNX Runtime can be imported; call it before importing a module that runs a file.
 
     Raises:
-        ConfigError: it can't be imported; what to install.
+        ConfigError: it cannot be imported; says what to install.
     """
-    said = io.StringIO()  # a page of NumPy's, where the two do not fit
+    said = io.StringIO()  # a page of NumPy's output if the two are incompatible
     try:
         with contextlib.redirect_stderr(said):
             import onnxruntime  # noqa: F401

@@ -1,9 +1,9 @@
-"""Which operators of a file can leave 16 bits on a processor that adds two products there, by the file's integers.
+"""Finds the operators of a file that can exceed 16 bits on a processor that adds two products in 16 bits.
 
-The file is the graph that ONNX Runtime made of it, where an operator that runs in int8 has its weights beside it,
-whether the file asked for it by QDQ, as a QLinear operator, or dynamically. An operator whose weights rule it out
-never leaves 16 bits, whatever its inputs are. That concerns uint8 x int8 on x86 without VNNI, and int8 x int8 on ARM
-without the dot product (`qatkit_verify.pairs`).
+The file is the graph that ONNX Runtime made of it. There, an operator that runs in int8 has its weights next
+to it, whether the file asked for it by QDQ, as a QLinear operator, or dynamically. An operator whose weights
+rule it out never exceeds 16 bits, for any inputs. This concerns uint8 x int8 on x86 without VNNI, and int8 x
+int8 on ARM without the dot product (`qatkit_verify.pairs`).
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from numpy.typing import NDArray
 from qatkit_verify.onnx_file import INT8, Graph, Node, Tensor, read_onnx
 from qatkit_verify.pairs import convolution_rows, overflowing_channels, overflowing_on_arm, product_rows
 
-# Set to "1", ONNX Runtime makes int8 weights uint8 as it loads a file: exact everywhere, and slow on x86 without VNNI.
+# If "1", ONNX Runtime turns int8 weights into uint8 on loading: exact everywhere, and slow on x86 without
+# VNNI.
 PRECISE = "session.x64quantprecision"
 
 
 @dataclass(frozen=True)
 class Places:
-    """Input positions of an operator: its activation's zero point (None: float), its weights, their zero points."""
+    """Input positions of an operator: activation zero point (None: float), weights, weight zero points."""
 
     x_zero: int | None
     weights: tuple[int, ...]
@@ -33,8 +34,8 @@ class Places:
 
 
 ONLY_JUDGED = {"QAttention": Places(6, (1,), (7,)), "DynamicQuantizeLSTM": Places(None, (1, 2), (9, 11))}
-# What multiplies uint8 by int8 in pairs. ConvInteger and MatMulNBits are exact, and so is a product whose first operand
-# is int8.
+# Operators that multiply uint8 by int8 in pairs. ConvInteger and MatMulNBits are exact, and so is a product
+# whose first operand is int8.
 PLACES = {
     "QLinearConv": Places(2, (3,), (5,)),
     "QLinearMatMul": Places(2, (3,), (5,)),
@@ -48,14 +49,14 @@ PLACES = {
 
 @dataclass(frozen=True)
 class Int8Operator:
-    """One that multiplies uint8, or int8, by int8.
+    """An operator that multiplies uint8, or int8, by int8.
 
     Attributes:
-        name: of the node; of its output, where it has none.
-        op_type: of ONNX Runtime's operator.
-        channels: of its weights.
-        saturating: how many of them some input takes beyond 16 bits: 0 is a proof; None where the weights are
-            computed.
+        name: the name of the node, or of its output if it has none.
+        op_type: the type of ONNX Runtime's operator.
+        channels: number of channels of its weights.
+        saturating: number of channels that exceed 16 bits for some input: 0 is a proof; None if the weights
+            are computed.
     """
 
     name: str
@@ -72,10 +73,10 @@ def int8_operators(
     Args:
         path: an ONNX file.
         options: session config entries of the backend.
-        signed: the int8 x int8 operators instead.
+        signed: whether to return the int8 x int8 operators instead.
 
     Raises:
-        ConfigError: ONNX Runtime can't load the file.
+        ConfigError: ONNX Runtime cannot load the file.
     """
     if (options or {}).get(PRECISE) == "1":
         return []
@@ -96,7 +97,7 @@ def _operators(
     folder: Path,
     signed: bool,
 ) -> Iterator[Int8Operator]:
-    """Yields the operators of a graph; `tensors` and `makers` are those of the graphs around it."""
+    """Yields the operators of a graph; `tensors` and `makers` are those of the enclosing graphs."""
     tensors = {**tensors, **graph.tensors}
     makers = {**makers, **{name: node for node in graph.nodes for name in node.outputs if name}}
     beyond = overflowing_on_arm if signed else overflowing_channels
@@ -113,7 +114,7 @@ def _operators(
 
 
 def _is_signed(node: Node, tensors: Mapping[str, Tensor]) -> bool:
-    """Returns whether a constant zero point says that the activations are int8; others may be uint8."""
+    """Returns whether a constant zero point proves int8 activations; without one they may be uint8."""
     place = PLACES[node.op_type].x_zero
     zero = None if place is None else tensors.get(_input(node, place))
     return zero is not None and zero.type == INT8
@@ -122,7 +123,7 @@ def _is_signed(node: Node, tensors: Mapping[str, Tensor]) -> bool:
 def _rows(
     node: Node, tensors: Mapping[str, Tensor], makers: Mapping[str, Node], folder: Path
 ) -> list[NDArray[np.int8]] | None:
-    """The int8 weights in the order of the kernels; none of others; None where they are computed."""
+    """Returns the int8 weights in kernel order; empty without int8 weights, None if computed."""
     places, found = PLACES[node.op_type], []
     for place, zero in zip(places.weights, places.weight_zeros, strict=True):
         weight = tensors.get(_input(node, place))
@@ -140,7 +141,7 @@ def _rows(
 def _may_be_int8(
     node: Node, place: int, zero: int, tensors: Mapping[str, Tensor], makers: Mapping[str, Node]
 ) -> bool:
-    """Judges from its zero point, or the QuantizeLinear that made it, whether a computed operand may be int8."""
+    """Judges from its zero point, or its QuantizeLinear, whether a computed operand may be int8."""
     known = tensors.get(_input(node, zero))
     if known is not None:
         return known.type == INT8
@@ -152,7 +153,7 @@ def _may_be_int8(
 
 
 def _depthwise(node: Node, shape: tuple[int, ...]) -> bool:
-    """Whether it is a convolution of each channel by itself, which multiplies in 32 bits."""
+    """Returns whether it is a depthwise convolution, which multiplies in 32 bits."""
     count = node.ints.get("group", 1)
     return node.op_type == "QLinearConv" and count > 1 and shape[0] == count and shape[1] == 1
 

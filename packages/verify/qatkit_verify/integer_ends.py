@@ -1,7 +1,8 @@
-"""The two ends of a file that takes uint8 images and gives quantized outputs, as its metadata tells them.
+"""Converts the two ends of a file that takes uint8 images and gives quantized outputs, from its metadata.
 
-Data and verification keep handling normalised float images and float outputs: here is the way to the file's
-integers and back. A pixel that preprocessing left between two levels (an enlarged image) goes to the nearest.
+Data and verification keep using normalised float images and float outputs; this module converts them to the
+file's integers and back. A pixel that preprocessing left between two levels (an enlarged image) is rounded to
+the nearest.
 """
 
 from __future__ import annotations
@@ -15,21 +16,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 METADATA_KEY = "qatkit.io"
-WEIGHT = 127  # of every channel in the convolution that normalises
+WEIGHT = 127  # the weight of every channel in the convolution that normalises
 
 
 def bias_steps(mean: Sequence[float]) -> NDArray[np.float64]:
-    """The int32 bias -mean/std of that convolution, in steps of 1/(127·255·std)."""
+    """Returns the int32 bias -mean/std of that convolution, in steps of 1/(127·255·std)."""
     return np.asarray(np.rint(-np.asarray(mean, np.float64) * (WEIGHT * 255)))
 
 
 @dataclass(frozen=True)
 class IntegerIO:
-    """What the integers mean.
+    """The meaning of the integers.
 
     Attributes:
-        mean, std: of the normalisation that the file does, per channel, of pixels in 0..1.
-        dtype: of the outputs, "uint8" or "int8".
+        mean, std: normalisation that the file applies, per channel, to pixels in 0..1.
+        dtype: type of the outputs, "uint8" or "int8".
         scale, zero_point: a logit is (q - zero_point) * scale.
     """
 
@@ -40,40 +41,40 @@ class IntegerIO:
     zero_point: int
 
     def to_metadata(self) -> dict[str, str]:
-        """The entry of an ONNX file's metadata."""
+        """Returns the entry of an ONNX file's metadata."""
         return {METADATA_KEY: json.dumps(asdict(self))}
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, str]) -> IntegerIO | None:
-        """What `to_metadata` wrote, or None for a file with float ends."""
+        """Reads the output of `to_metadata`; returns None for a file with float ends."""
         if METADATA_KEY not in metadata:
             return None
         values = json.loads(metadata[METADATA_KEY])
         return cls(**values | {"mean": tuple(values["mean"]), "std": tuple(values["std"])})
 
     def pixels(self, images: NDArray[np.float32]) -> NDArray[np.uint8]:
-        """Normalised images [N, C, H, W] as the uint8 pixels that they came from."""
+        """Returns the uint8 pixels from which normalised images [N, C, H, W] came."""
         mean, std = (np.asarray(v, np.float32).reshape(-1, 1, 1) for v in (self.mean, self.std))
         found: NDArray[np.uint8] = np.clip(np.rint((images * std + mean) * 255), 0, 255).astype(np.uint8)
         return found
 
     def normalised(self, pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
-        """The other way, as the file does it: whole steps of 1/(127·255·std)."""
+        """Normalises pixels like the file does, in whole steps of 1/(127·255·std)."""
         steps = WEIGHT * pixels.astype(np.float64) + bias_steps(self.mean).reshape(-1, 1, 1)
         scale = np.asarray(self.std).reshape(-1, 1, 1) * (WEIGHT * 255)
         return np.asarray(steps / scale, np.float32)
 
     def floats(self, quantized: NDArray[Any]) -> NDArray[np.float32]:
-        """The file's output as float."""
+        """Returns the file's output as float."""
         return ((quantized.astype(np.float32) - self.zero_point) * np.float32(self.scale)).astype(np.float32)
 
     def rounded(self, outputs: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Float outputs in the steps of the file's output."""
+        """Rounds float outputs to the steps of the file's output."""
         info = np.iinfo(self.dtype)
         q = np.rint(outputs / np.float32(self.scale)) + self.zero_point
         return self.floats(np.clip(q, info.min, info.max))
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for model.json."""
+        """Returns plain values for model.json."""
         output = {"dtype": self.dtype, "scale": self.scale, "zero_point": self.zero_point}
         return {"input": {"dtype": "uint8", "range": [0, 255]}, "output": output}

@@ -1,8 +1,8 @@
-"""What ONNX Runtime really runs: every kernel's types, shapes and time, from a profile of the graph that it optimized.
+"""Reports what ONNX Runtime really runs: types, shapes and time of every kernel, from a profile.
 
-ONNX Runtime saves its optimized graph without types or shapes, so the file alone can't tell an 8-bit MaxPool from a
-float one. A few profiled runs do: every kernel reports the types and shapes of its inputs and outputs and its time. A
-prepacked weight is missing from that report; its shape comes from the saved graph.
+ONNX Runtime saves its optimized graph without types or shapes, so the file does not distinguish an 8-bit
+MaxPool from a float one. A few profiled runs do: every kernel reports its time and the types and shapes of
+its inputs and outputs. A prepacked weight is missing from that report; its shape comes from the saved graph.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from qatkit_verify.session import open_session
 
 RUNS = 5  # profiled runs; the first is dropped
 _SUFFIX = "_kernel_time"
-_NAME = re.compile(r'"name" :"(.*)","args"')  # of an event, one a line; quotes in it are escaped from 1.31 on
+_NAME = re.compile(r'"name" :"(.*)","args"')  # one event per line; quotes in it are escaped from 1.31 on
 CONVS = frozenset(
     {
         "Conv",
@@ -43,13 +43,14 @@ MATMULS = frozenset(
         "MatMulNBits", "QGemm", "QLinearMatMul",
     }
 )  # fmt: skip
-# Take float activations and quantize them themselves, or are named apart from the QLinear family.
+# Operators that take float activations and quantize them themselves, or lack the prefix of the QLinear
+# family.
 _FROM_FLOAT_TO_INT8 = ("QGemm", "MatMulIntegerToFloat", "DynamicQuantizeMatMul")
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel's report: element types and shapes as ONNX Runtime names them ("uint8", "float")."""
+    """The report of a kernel: element types and shapes as ONNX Runtime names them ("uint8", "float")."""
 
     input_types: tuple[str, ...]
     input_shapes: tuple[tuple[int, ...], ...]
@@ -59,7 +60,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Executed:
-    """One node that ran: what it computed in (`precision`), and its multiply-accumulates for one image."""
+    """A node that ran, with the precision that it computed in and its multiply-accumulates for one image."""
 
     name: str
     op: str
@@ -76,17 +77,17 @@ def executed(
     given: Any = None,
     images: int = 1,
 ) -> list[Executed]:
-    """The nodes that ONNX Runtime runs of a file at level ALL on this machine, in their order.
+    """Returns the nodes of a file that ONNX Runtime runs at level ALL on this machine, in their order.
 
     Args:
         path: an ONNX file.
         options: session config entries of the backend.
         threads: intra-op threads.
-        given: a batch by the names of the inputs, for files whose shapes are open; None: noise.
-        images: in the batch.
+        given: a batch by input name, for files with dynamic shapes; None: noise.
+        images: number of images in the batch.
 
     Raises:
-        ConfigError: ONNX Runtime can't load the file.
+        ConfigError: ONNX Runtime cannot load the file.
     """
     with tempfile.TemporaryDirectory() as folder:
         saved = Path(folder) / "optimized.onnx"
@@ -109,7 +110,10 @@ def profiled(
     runs: int = RUNS,
     quantile: float = 0.5,
 ) -> dict[str, Kernel]:
-    """Runs an optimized graph as it is, on noise; its kernels by node name, each with that quantile of its times."""
+    """Profiles an optimized graph as it is; returns kernels by node name, with that quantile of their times.
+
+    The inputs are noise unless `given` is a batch.
+    """
     prefix = saved.with_name("profile")
     session = open_session(
         saved, threads=threads, optimize=False, options=options, profile_prefix=prefix, arena=True
@@ -126,7 +130,7 @@ def _macs(node: Node, kernel: Kernel, graph: OnnxFile) -> int:
         index = 3 if node.op_type.startswith("QLinear") else 1
         name = node.inputs[index]
         while name not in graph.shapes and name in made:
-            name = made[name].inputs[0]  # behind a DequantizeLinear, or a change of layout
+            name = made[name].inputs[0]  # before a DequantizeLinear, or a change of layout
         return conv_macs(node.op_type, kernel, graph.shapes.get(name))
     if node.op_type in MATMULS:
         return matmul_macs(kernel, transposed=bool(node.ints.get("transA", 0)))
@@ -134,7 +138,7 @@ def _macs(node: Node, kernel: Kernel, graph: OnnxFile) -> int:
 
 
 def conv_macs(op_type: str, kernel: Kernel, weight: Sequence[int] | None) -> int:
-    """Multiply-accumulates of a convolution for the profiled batch, of its weight's shape."""
+    """Returns the multiply-accumulates of a convolution for the profiled batch, from its weight's shape."""
     if weight is None or not kernel.output_shapes or not kernel.input_shapes:
         return 0
     grid = kernel.input_shapes[0] if "Transpose" in op_type else kernel.output_shapes[0]
@@ -142,14 +146,17 @@ def conv_macs(op_type: str, kernel: Kernel, weight: Sequence[int] | None) -> int
 
 
 def matmul_macs(kernel: Kernel, *, transposed: bool = False) -> int:
-    """Multiply-accumulates of a product of matrices for the profiled batch; `transposed` is the first one."""
+    """Returns the multiply-accumulates of a matrix product for the profiled batch.
+
+    `transposed` says that the first operand is transposed.
+    """
     if not kernel.output_shapes or not kernel.input_shapes:
         return 0
     return math.prod(kernel.output_shapes[0]) * kernel.input_shapes[0][-2 if transposed else -1]
 
 
 def events(file: Path) -> Any:
-    """What ONNX Runtime's profiler wrote.
+    """Returns the events that ONNX Runtime's profiler wrote.
 
     Raises:
         OSError: the disk was full.
@@ -165,7 +172,7 @@ def events(file: Path) -> Any:
 
 
 def kernels(found: Sequence[Mapping[str, Any]], quantile: float) -> dict[str, Kernel]:
-    """The kernels by node name, each with that quantile of its times; the first run is dropped."""
+    """Returns the kernels by node name, each with that quantile of its times; the first run is dropped."""
     reports: dict[str, list[Mapping[str, Any]]] = {}
     for event in found:
         if event.get("cat") == "Node" and event["name"].endswith(_SUFFIX):
@@ -184,7 +191,7 @@ def kernels(found: Sequence[Mapping[str, Any]], quantile: float) -> dict[str, Ke
 
 
 def precision(op_type: str, kernel: Kernel | None) -> str:
-    """What a node computes in: int8 | float | weight-only | other (indices, booleans, unknown)."""
+    """Returns the precision of a node: int8 | float | weight-only | other (indices, booleans, unknown)."""
     if op_type == "MatMulNBits":
         return "weight-only"
     if op_type.startswith("QLinear") or op_type in _FROM_FLOAT_TO_INT8:

@@ -1,14 +1,16 @@
-"""Latency of several ONNX files against each other, in one process, round by round.
+"""Compares the latency of several ONNX files in one process, round by round.
 
-The machine's speed drifts (other work, clocks), so files are never timed one after the other: each round
-times every file once (A B A B ...), and a ratio is taken within a round before the median over rounds. Two
-things that would spoil such a measurement are handled:
+The machine's speed drifts (other work, clocks), so files are never timed one after the other. Each round
+times every file once (A B A B ...), and a ratio is taken within a round before the median over the rounds.
+Two things that would spoil such a measurement are handled:
+
 - ONNX Runtime's worker threads keep spinning for milliseconds after a run and would steal cores from the next
   file's run. `session.force_spinning_stop` ends the spinning with the run; spinning within a run, ONNX
   Runtime's default, stays. (Figures: docs/decisions/0015-small-measurements.md.)
 - The previous file's run evicts this file's weights from the caches, so each timed run follows an untimed one
-  of the same file: the steady state of a server. Of many small files in turn one is not enough (mobilenet_v2 in
-  float at 64x64, seven others beside it, one thread: 0.60 ms behind one, 0.40 behind eight, 0.39 alone).
+  of the same file: the steady state of a server. With many small files in turn, one untimed run is not enough
+  (mobilenet_v2 in float at 64x64, in turns with seven others, one thread: 0.60 ms after one, 0.40 after
+  eight, 0.39 alone).
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from qatkit_verify.records import Latency
 from qatkit_verify.session import fixed_batch, open_session
 
 WARMUP = 5  # rounds before those that count
-# A small file is run for so long, and so often at most, before a run that is timed.
+# Before a timed run, a small file runs untimed for this long, and at most this often.
 _WARM_MS, _WARMEST = 6.0, 8
 _TASKS = Path("/proc/self/task")
 
@@ -47,23 +49,24 @@ def latency(
     seed: int = 0,
     options: Mapping[str, str] | None = None,
 ) -> dict[str, Latency]:
-    """Times `files`, interleaved.
+    """Times `files` in alternation.
 
     Args:
-        files: name to ONNX file; ratios are taken against the first.
-        input_shape: (C, H, W) of one image; the input is noise from `seed`, standard normal or pixels. Of files
-            with other inputs a batch by their names, or None for noise of the shapes that the files say.
-        batch: images a run.
+        files: ONNX files by name; ratios are taken against the first.
+        input_shape: (C, H, W) of one image; the input is noise from `seed`, standard normal or pixels. For
+            files with other inputs, a batch by input name, or None for noise with the shapes that the files
+            declare.
+        batch: images per run.
         threads: intra-op threads.
-        runs: timed rounds.
-        seed: of the noise.
+        runs: number of timed rounds.
+        seed: the seed of the noise.
         options: session config entries of the backend, for every file.
 
     Returns:
-        Name to `Latency`, in the order of `files`.
+        `Latency` by name, in the order of `files`.
 
     Raises:
-        ConfigError: no rounds, or a file of another fixed batch size.
+        ConfigError: there are no rounds, or a file has another fixed batch size.
     """
     found = run_times(files, input_shape, batch=batch, threads=threads, runs=runs, seed=seed, options=options)
     reference = next(iter(found.values()))
@@ -80,10 +83,13 @@ def run_times(
     seed: int = 0,
     options: Mapping[str, str] | None = None,
 ) -> dict[str, NDArray[np.float64]]:
-    """Milliseconds of every run, [runs] by file; as `latency`.
+    """Returns the milliseconds of every run, [runs] by file, timed as in `latency`.
 
     Args:
-        files, input_shape, batch, threads, runs, seed, options: as of `latency`.
+        files, input_shape, batch, threads, runs, seed, options: see `latency`.
+
+    Raises:
+        ConfigError: see `latency`.
     """
     if runs < 1:
         raise ConfigError("verify.latency_runs", runs, "at least 1 timed run")
@@ -100,7 +106,7 @@ def _calls(
     seed: int,
     options: Mapping[str, str] | None,
 ) -> dict[str, Callable[[], object]]:
-    """By file, what runs it once."""
+    """Returns, by file, a function that runs it once."""
     entries = {**(options or {}), "session.force_spinning_stop": "1"}
     sessions = {
         name: open_session(path, threads=threads, options=entries, arena=True) for name, path in files.items()
@@ -126,15 +132,16 @@ def quickest(
     sessions: int = 1,
     options: Mapping[str, str] | None = None,
 ) -> dict[str, list[float]]:
-    """Milliseconds of each file's fastest run in each of its sessions, all files in turns.
+    """Returns the milliseconds of each file's fastest run in each of its sessions, all files in turns.
 
-    What else the machine does only ever adds to a run, so the fastest ones compare. Where a session's weights happen to
-    lie in memory adds too (7 % between two sessions of one ResNet-18), so a file is opened several times.
+    Other work on the machine can only lengthen a run, so the fastest runs are compared. The place of a
+    session's weights in memory matters too (7 % between two sessions of one ResNet-18), so a file is opened
+    several times.
 
     Args:
-        files, input_shape, batch, threads, options: as of `latency`.
-        runs: of a session.
-        sessions: of a file.
+        files, input_shape, batch, threads, options: see `latency`.
+        runs: runs per session.
+        sessions: sessions per file.
     """
     found = [
         one.ms
@@ -151,7 +158,7 @@ class Session:
 
     Attributes:
         ms: by file, milliseconds of its fastest run.
-        waited: of the time that the threads ran, what they waited for a core beside it.
+        waited: the time that the threads waited for a core, relative to the time that they ran.
     """
 
     ms: Mapping[str, float]
@@ -168,7 +175,7 @@ def every_session(
     most: int,
     options: Mapping[str, str] | None = None,
 ) -> Iterator[Session]:
-    """As `quickest`, session by session, `most` of them at most."""
+    """Yields the sessions of `quickest` one by one, at most `most`."""
 
     def timed(some: Mapping[str, str | Path], count: int, untimed: int) -> Session:
         calls = _calls(some, input_shape, batch, threads, 0, options)
@@ -185,7 +192,7 @@ def every_session(
 def rounds(
     calls: Sequence[Callable[[], object]], runs: int, untimed: int = 1, warmup: int = WARMUP
 ) -> NDArray[np.float64]:
-    """Milliseconds [runs, calls] of functions in turns, each behind `untimed` calls of itself."""
+    """Returns milliseconds [runs, calls] of functions in turns, each after `untimed` calls of itself."""
     times = np.zeros((warmup + runs, len(calls)))
     collecting = gc.isenabled()
     gc.disable()
@@ -213,11 +220,11 @@ def from_times(
 
 
 class Waiting:
-    """How long the threads of this process were ready to run and had no core, by the kernel's own count.
+    """The time that the threads of this process were ready to run without a core, as counted by the kernel.
 
-    Counts from where it is made; threads that begin or end on the way are left out.
+    It counts from construction; threads that begin or end in between are left out.
 
-    Read from Linux's schedstat (nanoseconds on a core and in the queue for one); on other systems it is always 0.
+    It reads Linux's schedstat (nanoseconds on a core and in the queue for one); elsewhere it is always 0.
     """
 
     def __init__(self) -> None:
@@ -232,13 +239,13 @@ class Waiting:
 
 
 def _threads() -> dict[str, tuple[int, int]]:
-    """Nanoseconds that each thread ran and waited."""
+    """Returns the nanoseconds that each thread ran and waited."""
     found = {}
     with contextlib.suppress(OSError):
         for task in _TASKS.iterdir():
             with contextlib.suppress(
                 OSError, ValueError
-            ):  # it ended meanwhile, or this kernel says it otherwise
+            ):  # it ended meanwhile, or this kernel has another format
                 ran, waited, _ = (task / "schedstat").read_text().split()
                 found[task.name] = (int(ran), int(waited))
     return found

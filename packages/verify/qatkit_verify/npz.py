@@ -1,4 +1,4 @@
-"""npz files that others wrote: arrays of numbers by name, or a reason."""
+"""Reads npz files from others: arrays of numbers by name, or an error with a reason."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from qatkit_verify.feeds import Array
 
 
 def read_npz(path: Path) -> dict[str, Array]:
-    """The arrays of a file, without what would run code.
+    """Returns the arrays of a file, without anything that would run code.
 
     Raises:
-        OSError, ValueError: it can't be read, or is no npz file.
+        OSError, ValueError: the file cannot be read, or is not an npz file.
     """
     try:
         stored = np.load(path, allow_pickle=False)

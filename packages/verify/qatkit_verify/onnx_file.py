@@ -1,8 +1,8 @@
 """Reads versions, nodes and constants of an ONNX file from its bytes, without the onnx package.
 
-A file is a protobuf message: fields of (number, kind, value), of which a value is a number or bytes, and bytes may be a
-message again (https://protobuf.dev/programming-guides/encoding, onnx/onnx.proto). Values are read of int8 tensors, the
-weights of operators that multiply in 8 bits; those of all others are skipped.
+A file is a protobuf message: fields of (number, kind, value). A value is a number or bytes, and bytes may be
+a message again (https://protobuf.dev/programming-guides/encoding, onnx/onnx.proto). Values are read only for
+int8 tensors, the weights of operators that multiply in 8 bits; those of all others are skipped.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from qatkit_verify.errors import ConfigError
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 Buffer = memoryview
-# Of onnx.proto, the numbers of the fields that are read.
+# The numbers of the fields of onnx.proto that are read.
 _MODEL = {1: "ir_version", 8: "opset", 7: "graph"}
 _GRAPH = {1: "node", 5: "initializer", 11: "input", 12: "output"}
 _NODE = {1: "input", 2: "output", 3: "name", 4: "op_type", 5: "attribute", 7: "domain"}
@@ -31,7 +31,7 @@ INT8 = 3  # of TensorProto.DataType
 
 @dataclass(frozen=True)
 class Node:
-    """One node: `ints` are its attributes that are one integer, `graphs` those that it runs."""
+    """A node: `ints` are its attributes with a single integer, `graphs` its subgraphs."""
 
     op_type: str
     domain: str
@@ -44,7 +44,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Tensor:
-    """A constant: its type is a number of TensorProto.DataType."""
+    """A constant; its type is a number of TensorProto.DataType."""
 
     type: int
     shape: tuple[int, ...]
@@ -54,14 +54,17 @@ class Tensor:
 
     @property
     def uniform(self) -> bool:
-        """Whether all bytes of a small 8-bit tensor are equal."""
+        """Returns whether all bytes of a small 8-bit tensor are equal."""
         return len(set(bytes(self._raw)) | set(self._integers)) < 2
 
     def int8(self, folder: Path) -> NDArray[np.int8]:
-        """The values of an int8 tensor; `folder` is that of the file, beside which large tensors may lie.
+        """Returns the values of an int8 tensor.
+
+        Args:
+            folder: the folder of the file, in which large tensors may have files of their own.
 
         Raises:
-            ValueError: it is of another type, or the values are not there.
+            ValueError: the tensor has another type, or the values are missing.
         """
         size = math.prod(self.shape)
         if self.type != INT8:
@@ -86,7 +89,7 @@ def _beside(folder: Path, external: Mapping[str, str], size: int) -> bytes:
 
 @dataclass(frozen=True)
 class Graph:
-    """Nodes in their order, and the initializers by name."""
+    """A graph: nodes in their order, and the initializers by name."""
 
     nodes: tuple[Node, ...]
     tensors: Mapping[str, Tensor]
@@ -94,12 +97,12 @@ class Graph:
 
 @dataclass(frozen=True)
 class OnnxFile:
-    """A file.
+    """The contents of an ONNX file.
 
     Attributes:
-        ir_version: of the format.
-        opsets: version by domain; "" is ONNX's own.
-        graph: the outermost.
+        ir_version: the version of the format.
+        opsets: versions by domain; "" is ONNX's own.
+        graph: the outermost graph.
     """
 
     ir_version: int
@@ -108,17 +111,17 @@ class OnnxFile:
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        """Of the graph, in its order."""
+        """The nodes of the graph, in its order."""
         return self.graph.nodes
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the initializers, by name."""
+        """The shapes of the initializers, by name."""
         return {name: one.shape for name, one in self.graph.tensors.items()}
 
     @property
     def types(self) -> dict[str, int]:
-        """Of the initializers, by name, as numbers of TensorProto.DataType."""
+        """The types of the initializers, by name, as numbers of TensorProto.DataType."""
         return {name: one.type for name, one in self.graph.tensors.items()}
 
 
@@ -126,7 +129,7 @@ def read_onnx(path: str | Path) -> OnnxFile:
     """Reads a file.
 
     Raises:
-        ConfigError: it can't be read, or is no ONNX file.
+        ConfigError: the file cannot be read, or is not an ONNX file.
     """
     try:
         return _model(memoryview(Path(path).read_bytes()))
@@ -201,7 +204,7 @@ def _node(message: Buffer) -> Node:
 
 
 def _named(message: Buffer, names: Mapping[int, str]) -> Iterator[tuple[str, int | Buffer]]:
-    """The fields of a message whose numbers are in `names`."""
+    """Yields the fields of a message whose numbers are in `names`."""
     return ((names[number], value) for number, value in _fields(message) if number in names)
 
 
@@ -227,7 +230,7 @@ def _fields(message: Buffer) -> Iterator[tuple[int, int | Buffer]]:
 
 
 def _varint(message: Buffer, place: int) -> tuple[int, int]:
-    """Seven bits a byte, the least first; the highest bit says that more follow."""
+    """Reads a varint: seven bits per byte, lowest first; the highest bit says that more bytes follow."""
     value = shift = 0
     while True:
         byte = message[place]

@@ -1,4 +1,4 @@
-"""Two ONNX files on the same inputs: `qatkit-verify A.onnx B.onnx`, which writes parity_report.json."""
+"""Compares two ONNX files on the same inputs and writes parity_report.json: `qatkit-verify A.onnx B.onnx`."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ _IMAGES = 32
 
 @dataclass(frozen=True)
 class FileParity:
-    """How far B's outputs are from A's, over all of them.
+    """The distance of B's outputs from A's, over all outputs.
 
     Attributes:
-        max_abs_diff, mean_abs_diff: of all values.
-        cosine: of all values, as one vector.
-        same_top1: share of images whose first output has its largest value at the same place.
-        images: rows of the inputs.
-        abs_tol, mean_tol: the bounds on the first two; None: not checked.
-        passed: whether they are kept.
+        a, b: the paths of the files.
+        max_abs_diff, mean_abs_diff: maximum and mean absolute difference over all values.
+        cosine: cosine of all values as one vector.
+        same_top1: share of images whose first output has its largest value at the same position.
+        images: number of rows of the inputs.
+        abs_tol, mean_tol: bounds on the first two; None: not checked.
+        passed: whether both bounds are met.
     """
 
     a: str
@@ -54,16 +55,17 @@ def file_parity(
     mean_tol: float | None = None,
     threads: int = 2,
 ) -> FileParity:
-    """Runs both on the same inputs, in ONNX Runtime with all optimizations.
+    """Runs both files on the same inputs, in ONNX Runtime with all optimizations.
 
     Args:
-        a, b: files with as many inputs and outputs, of the same shapes.
+        a, b: files with the same number of inputs and outputs, of the same shapes.
         inputs: an npz file with arrays by the names of A's inputs; None: noise.
         abs_tol, mean_tol: bounds on the largest and the mean absolute difference.
-        threads: of ONNX Runtime.
+        threads: threads of ONNX Runtime.
 
     Raises:
-        ConfigError: a file that does not load, inputs that do not fit, outputs of other shapes or with NaN.
+        ConfigError: a file does not load, inputs do not fit, or outputs have other shapes or hold NaN or
+            infinity.
     """
     first, second = (open_session(path, threads=threads) for path in (a, b))
     given = (

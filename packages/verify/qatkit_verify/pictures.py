@@ -1,10 +1,10 @@
-"""Picture files, by Pillow: how one is read, within bounds, and which names in a folder are none at all.
+"""Reads picture files with Pillow, within bounds, and recognises names in a folder that are not pictures.
 
     path ── stat: a regular file? ── open, without waiting ── header: size, mode ── pixels ── grey or RGB, 8 bits
 
-A name may lead to anything: a pipe, on which reading waits for ever, a device without an end, a kilobyte that unpacks
-to gigabytes. So nothing but a regular file is opened, and nothing larger than `MOST_PIXELS` is unpacked. Pillow is an
-extra of this package (`qatkit-verify[pictures]`) and is imported when a picture is opened.
+A name may lead to anything: a pipe, on which reading waits for ever, an endless device, a kilobyte that
+unpacks to gigabytes. So only regular files are opened, and nothing larger than `MOST_PIXELS` is unpacked.
+Pillow is an extra of this package (`qatkit-verify[pictures]`) and is imported only when a picture is opened.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from qatkit_verify.errors import ConfigError, first_line
 if TYPE_CHECKING:
     from PIL import Image
 
-MOST_PIXELS = 89_478_485  # a quarter of a gigabyte in RGB: where Pillow warns of a bomb
-MOST_UNEVEN = 200  # one side over the other: the shorter one is brought to a few hundred pixels
-_NO_WAITING = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)  # each on its own systems
+MOST_PIXELS = 89_478_485  # a quarter of a gigabyte in RGB, where Pillow warns of a decompression bomb
+MOST_UNEVEN = 200  # ratio of the sides: the shorter one is scaled to a few hundred pixels
+_NO_WAITING = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)  # each exists only on some systems
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
     (stat.S_ISFIFO, "a named pipe"),
@@ -36,7 +36,7 @@ _KINDS = (
     (stat.S_ISCHR, "a device"),
     (stat.S_ISBLK, "a device"),
 )
-# What systems put beside images, besides hidden files: of macOS's archives, Windows and Synology.
+# Names that systems add next to images, besides hidden files: macOS archives, Windows and Synology.
 _LITTER = ("__macosx", "thumbs.db", "ehthumbs.db", "desktop.ini", "@eadir", "$recycle.bin")
 _EXTENSIONS = (
     ".jpg",
@@ -48,39 +48,41 @@ _EXTENSIONS = (
     ".tif",
     ".tiff",
     ".webp",
-)  # those of torchvision
+)  # as in torchvision
 
 
 def open_picture(path: Path, *, upright: bool) -> NDArray[np.uint8]:
-    """uint8 [H, W, 1] or [H, W, 3] of a picture file, as training opens it (`Preprocess.upright`).
+    """Returns uint8 [H, W, 1] or [H, W, 3] of a picture file, opened as in training (`Preprocess.upright`).
 
     Raises:
-        ConfigError: it can't be read as a picture, or there is no Pillow; names the file.
+        ConfigError: the file cannot be read as a picture, or Pillow is missing; names the file.
     """
     found = np.array(read_picture(str(path), "pictures", upright=upright))
     return found[..., None] if found.ndim == 2 else found
 
 
 def picture_files(folder: Path) -> list[Path]:
-    """Those in `folder` and in folders below it, sorted as torchvision has them.
+    """Returns the picture files in `folder` and in folders below it, sorted as in torchvision.
 
     Raises:
-        ConfigError: a folder that can't be listed.
+        ConfigError: a folder cannot be listed.
     """
     return [Path(path) for path in files_below(folder, is_image_name, "pictures")[0]]
 
 
 def read_picture(path: str, key: str, *, upright: bool = False) -> Image.Image:
-    """The image at `path`, grey or RGB; of several frames the first.
+    """Returns the image at `path`, grey or RGB; of several frames the first.
 
-    Transparent parts have the colour that the file gives them. 16 bits a pixel become the upper 8 of them.
+    Transparent parts have the colour that the file gives them. 16-bit pixels are reduced to their upper 8
+    bits.
 
     Args:
-        key: what named the path, for messages.
-        upright: turned as its EXIF data say.
+        path: the file.
+        key: the key that named the path, for messages.
+        upright: whether to rotate the image as its EXIF data say.
 
     Raises:
-        ConfigError: the file can't be read as an image, or there is no Pillow; names the file.
+        ConfigError: the file cannot be read as an image, or Pillow is missing; names the file.
     """
     try:
         from PIL import Image, ImageOps
@@ -91,17 +93,17 @@ def read_picture(path: str, key: str, *, upright: bool = False) -> Image.Image:
         with open_regular_file(path) as stream, Image.open(stream) as image:
             check_size(*image.size)
             return as_eight_bits(ImageOps.exif_transpose(image) if upright else image)
-    except Exception as error:  # of the disk, and whatever bytes make of Pillow's readers
+    except Exception as error:  # disk errors, and any error of Pillow's readers
         raise ConfigError(key, path, f"a readable image ({reason(error)})") from error
 
 
 @contextmanager
 def open_regular_file(path: str) -> Iterator[io.BufferedReader]:
-    """The regular file at `path`, for reading.
+    """Opens the regular file at `path` for reading.
 
     Raises:
-        OSError: there is none, or it can't be read.
-        ValueError: something else is there; it was not waited for.
+        OSError: the file does not exist or cannot be read.
+        ValueError: the path leads to something else, on which it does not wait.
     """
     with open(os.open(path, os.O_RDONLY | _NO_WAITING), "rb") as stream:
         check_kind(os.fstat(stream.fileno()).st_mode)
@@ -109,13 +111,13 @@ def open_regular_file(path: str) -> Iterator[io.BufferedReader]:
 
 
 def check_kind(mode: int) -> None:
-    """Raises ValueError with what is there, if it is no regular file."""
+    """Raises ValueError, naming what is there, unless it is a regular file."""
     if not stat.S_ISREG(mode):
         raise ValueError(next((name for is_one, name in _KINDS if is_one(mode)), "no file"))
 
 
 def check_size(width: int, height: int) -> None:
-    """Raises ValueError for an image that could not be unpacked, or resized, in the memory of a machine."""
+    """Raises ValueError for an image that a machine's memory could not hold unpacked or resized."""
     if min(width, height) < 1:
         raise ValueError("no pixels")
     if width * height > MOST_PIXELS:
@@ -125,7 +127,7 @@ def check_size(width: int, height: int) -> None:
 
 
 def reason(error: Exception) -> str:
-    """Why a file is no image, in words."""
+    """Returns in words why a file is not an image."""
     if type(error).__name__ == "UnidentifiedImageError":
         return "no image format that Pillow knows"
     if isinstance(error, OSError) and error.strerror:
@@ -135,17 +137,17 @@ def reason(error: Exception) -> str:
 
 @functools.cache
 def check_mode(mode: str) -> None:
-    """Raises ValueError for pixels that have no 8 bits of grey or colour."""
+    """Raises ValueError for pixel modes that cannot be reduced to 8 bits of grey or colour."""
     from PIL import Image
 
     as_eight_bits(Image.new(mode, (1, 1)))
 
 
 def as_eight_bits(image: Image.Image) -> Image.Image:
-    """The image, grey or RGB, by Pillow's own conversion, but where it would clip at 255 or warn.
+    """Returns the image in grey or RGB, by Pillow's own conversion except where it would clip at 255 or warn.
 
     Raises:
-        ValueError: pixels that have no 8 bits, or whatever reading the image raises.
+        ValueError: the pixels cannot be reduced to 8 bits; reading the image may raise other errors.
     """
     from PIL import Image
 
@@ -159,35 +161,35 @@ def as_eight_bits(image: Image.Image) -> Image.Image:
         return Image.fromarray((values >> 8).astype(np.uint8))
     if image.mode == "F":
         raise ValueError("float pixels, whose white is not known")
-    if image.mode in ("P", "PA"):  # by way of its colours: a palette may hold transparency too
+    if image.mode in ("P", "PA"):  # through its colours, since a palette may hold transparency too
         image = image.convert("RGBA")
     return image.convert("L" if image.mode in ("1", "LA", "La") else "RGB")
 
 
 def is_litter(name: str) -> bool:
-    """Whether a file or folder is hidden, or one that systems put beside images."""
+    """Returns whether a file or folder is hidden, or is one that systems add next to images."""
     return name.startswith(".") or name.lower() in _LITTER
 
 
 def is_image_name(name: str) -> bool:
-    """Whether torchvision takes a file for an image, by the end of its name."""
+    """Returns whether torchvision takes a file for an image, by its extension."""
     return name.lower().endswith(_EXTENSIONS)
 
 
 def class_folders(folder: Path) -> list[str]:
-    """Names of the folders in `folder`, sorted, as torchvision numbers classes."""
+    """Returns the names of the folders in `folder`, sorted, as torchvision numbers classes."""
     return sorted(name for name in os.listdir(folder) if not is_litter(name) and (folder / name).is_dir())
 
 
 def files_below(folder: Path, is_wanted: Callable[[str], bool], key: str) -> tuple[list[str], list[str]]:
-    """Files in `folder` and in folders below it, by folder and then by name as torchvision has them; and what was left
-    out, unwanted names and litter.
+    """Returns the wanted files in `folder` and in folders below it, and the paths that were left out.
 
-    Links are followed, but for a folder's to one that it lies in. What is neither file nor folder is among the files.
-    `key` is what named the folder, for messages.
+    Files are sorted by folder and then by name, as in torchvision. Unwanted names and litter are left out.
+    Links are followed, except from a folder to one that contains it. Anything that is neither a file nor a
+    folder counts as a file. `key` is the key that named the folder, for messages.
 
     Raises:
-        ConfigError: a folder that can't be listed.
+        ConfigError: a folder cannot be listed.
     """
     found, left_out, waiting = (
         list[tuple[str, str]](),

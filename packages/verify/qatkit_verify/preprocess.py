@@ -1,19 +1,20 @@
-"""From raw pixels to the model's input in NumPy, the training's bit for bit.
+"""Turns raw pixels into the model's input with NumPy, bit-identical to training.
 
     uint8 [H, W, C] ── grey or colour ── resized ── cropped or filled ── RGB or BGR ── (x / 255 - mean) / std ── axes
 
-Training does the same with torch (`qatkit.data.preprocessing`), and asks this module for weights and `fitting` for
-sizes. So that the two agree in every bit on every CPU, nothing here depends on the order of sums or on fused
-multiply-adds:
+Training does the same with torch (`qatkit.data.preprocessing`), and takes the weights from this module and
+the sizes from `fitting`. So that the two agree in every bit on every CPU, nothing here depends on the order
+of sums or on fused multiply-adds:
 
-- an image that shrinks is resized in 8 bits as Pillow and ATen do it: weights in whole steps of 2^-p that fit 16 bits,
-  sums of integers, rounded to a byte after the rows and again after the columns;
-- one of which a side grows is resized in float32, rows first: each product and each sum is rounded by itself, the taps
-  from left to right;
+- an image that shrinks is resized in 8 bits as in Pillow and ATen: weights in whole steps of 2^-p that fit
+  16 bits, sums of integers, rounded to a byte after the rows and again after the columns;
+- an image with a growing side is resized in float32, rows first: each product and each sum is rounded by
+  itself, the taps from left to right;
 - weights come from float64, one operation at a time.
 
-Weights are those of an antialiased resize: the filter is stretched by in/out where an axis shrinks, its taps are cut
-off at the border, and what is left is brought to a sum of 1 (Pillow's `Resample.c`, ATen's `UpSampleKernel.cpp`).
+Weights are those of an antialiased resize: the filter is stretched by in/out where an axis shrinks, its taps
+are cut off at the border, and the remaining ones are normalised to a sum of 1 (Pillow's `Resample.c`, ATen's
+`UpSampleKernel.cpp`).
 """
 
 from __future__ import annotations
@@ -47,10 +48,10 @@ from qatkit_verify.fitting import (
 from qatkit_verify.integer_ends import IntegerIO
 
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic")
-# Red, green and blue in grey, in parts of GREY_UNIT: ITU-R BT.601, with the digits that torchvision has.
+# Weights of red, green and blue in grey, in parts of GREY_UNIT: ITU-R BT.601, with torchvision's digits.
 GREY, GREY_UNIT = (2989, 5870, 1140), 10_000
 
-_MOST_BITS = 22  # of a weight's steps
+_MOST_BITS = 22  # for the steps of a weight
 _MOST_SIDE = 2**16
 
 Pixels = NDArray[np.uint8]
@@ -60,22 +61,22 @@ _Axis = Callable[[NDArray[Any], "Taps", int, int], NDArray[Any]]
 
 @dataclass(frozen=True)
 class Taps:
-    """How each value of a resized axis is made: the values it reads, [out, K], and their weights, 0 where fewer."""
+    """The values [out, K] that each value of a resized axis reads, and their weights, 0 for missing ones."""
 
     index: NDArray[np.int64]
     weight: NDArray[np.float64]
 
     def cut(self, start: int, length: int) -> Taps:
-        """Those of `length` values from `start` on."""
+        """Returns the taps of `length` values from `start` on."""
         return Taps(self.index[start : start + length], self.weight[start : start + length])
 
     @property
     def float32(self) -> Floats:
-        """The weights as an axis that grows has them, [out, K]."""
+        """The weights [out, K] as used for a growing axis."""
         return self.weight.astype(np.float32)
 
     def in_steps(self) -> tuple[NDArray[np.int32], int]:
-        """The weights in whole steps of 2^-p that fit 16 bits, [out, K], and p; of the whole axis, not of a cut."""
+        """Returns the weights [out, K] in whole steps of 2^-p that fit 16 bits, and p; not for a cut axis."""
         most = float(self.weight.max())
         bits = next((p for p in range(_MOST_BITS) if int(0.5 + most * 2 ** (p + 1)) >= 2**15), _MOST_BITS)
         scaled = self.weight * 2.0**bits
@@ -87,14 +88,14 @@ def _triangle(x: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _cubic(x: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Keys' cubic convolution with a = -1/2."""
+    """Returns Keys' cubic convolution kernel with a = -1/2."""
     a = -0.5
     near = ((a + 2.0) * x - (a + 3.0)) * x * x + 1.0
     far = ((a * x - 5.0 * a) * x + 8.0 * a) * x - 4.0 * a
     return np.where(x < 1.0, near, np.where(x < 2.0, far, 0.0))
 
 
-# A filter of the distance in pixels, and how far it reaches.
+# Filters as functions of the distance in pixels, and their reach.
 _FILTERS: dict[str, tuple[Callable[[NDArray[np.float64]], NDArray[np.float64]], float]] = {
     "bilinear": (_triangle, 1.0),
     "bicubic": (_cubic, 2.0),
@@ -103,7 +104,7 @@ _FILTERS: dict[str, tuple[Callable[[NDArray[np.float64]], NDArray[np.float64]], 
 
 @functools.lru_cache(64)
 def taps(size: int, wanted: int, interpolation: str) -> Taps:
-    """Of an axis of `size` values that becomes `wanted` ones, by one of `INTERPOLATIONS`."""
+    """Returns the taps to resize an axis of `size` values to `wanted` values, by one of `INTERPOLATIONS`."""
     if interpolation == "nearest":
         source = np.floor(np.arange(wanted, dtype=np.float32) * np.float32(size / wanted))
         return Taps(np.minimum(source.astype(np.int64), size - 1)[:, None], np.ones((wanted, 1)))
@@ -116,29 +117,30 @@ def taps(size: int, wanted: int, interpolation: str) -> Taps:
     index = first[:, None] + np.arange((end - first).max())
     weight = filter_of(np.abs((index - centre[:, None] + 0.5) * (1.0 / stretch)))
     weight[index >= end[:, None]] = 0.0
-    weight /= np.add.accumulate(weight, axis=1)[:, -1:]  # from left to right; np.sum has an order of its own
+    weight /= np.add.accumulate(weight, axis=1)[:, -1:]  # from left to right; np.sum has its own order
     return Taps(np.minimum(index, size - 1), weight)
 
 
 def unit_scale(values: Sequence[float], pixels: str) -> tuple[float, ...]:
-    """Returns mean or std of pixels in 0..1, given what they are of pixels in `pixels`."""
+    """Returns mean or std for pixels in 0..1, given those for pixels in `pixels`."""
     return tuple(value / 255 for value in values) if pixels == LEVELS else tuple(values)
 
 
 @dataclass(frozen=True)
 class Preprocess:
-    """What preprocess.json says is done to an image.
+    """The preparation of an image that preprocess.json describes.
 
     Args:
         image_size: height and width of the model's input, in pixels: one number, or both.
-        resize: of fit "crop": what an image covers before the centre crop, one number (its shorter side) or both.
-        mean, std: per channel (1 or 3) of the input, of pixels in `pixels`.
+        resize: for fit "crop", the size that an image covers before the centre crop: its shorter side, or
+            both.
+        mean, std: per channel (1 or 3) of the input, for pixels in `pixels`.
         interpolation: one of `INTERPOLATIONS`.
-        dtype: of the input, "float32" or "uint8" (pixels as they are; the file normalises).
-        upright: whether a picture file is turned as its EXIF data say when it is opened, before all this.
+        dtype: type of the input, "float32" or "uint8" (raw pixels; the file normalises).
+        upright: whether a picture file is rotated as its EXIF data say when it is opened, before all this.
         fit: one of `FITS`.
-        pad_value, align: of fit "letterbox": what fills, in 0..255, and one of `ALIGNMENTS`.
-        order: of the channels, one of `ORDERS`.
+        pad_value, align: for fit "letterbox": the fill value in 0..255, and one of `ALIGNMENTS`.
+        order: order of the channels, one of `ORDERS`.
         layout: axes of the input, one of `LAYOUTS`.
         pixels: one of `PIXELS`.
     """
@@ -159,10 +161,10 @@ class Preprocess:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Preprocess:
-        """What preprocess.json holds; files of older versions lack the keys of what they could not do.
+        """Reads the contents of preprocess.json; older files lack the keys of later features.
 
         Raises:
-            ConfigError: a value is missing or none that this version knows.
+            ConfigError: a value is missing or unknown to this version.
         """
         for key, (allowed, is_allowed) in _ALLOWED.items():
             found = values.get(key)
@@ -187,34 +189,34 @@ class Preprocess:
 
     @property
     def channels(self) -> int:
-        """Of the input."""
+        """The number of channels of the input."""
         return len(self.mean)
 
     def batch(self, images: Sequence[NDArray[Any]]) -> NDArray[Any]:
-        """[N, C, H, W], or [N, H, W, C], of images of any sizes, each as `__call__` takes it."""
+        """Returns [N, C, H, W] or [N, H, W, C] for images of any sizes, each as for `__call__`."""
         return np.concatenate([self(image) for image in images])
 
     def __call__(self, image: NDArray[Any]) -> NDArray[Any]:
-        """The input for one image.
+        """Returns the input for one image.
 
         Args:
-            image: uint8 [H, W, C] of 1 or 3 channels, or [H, W].
+            image: uint8 [H, W, C] with 1 or 3 channels, or [H, W].
 
         Returns:
-            [1, channels, height, width], or [1, height, width, channels], of `dtype`.
+            [1, channels, height, width] or [1, height, width, channels], of type `dtype`.
 
         Raises:
-            ConfigError: it is no such image.
+            ConfigError: the array is not such an image.
         """
         fitted = self._fitted(_of_channels(image, self.channels))
         normalised = self._normalised(fitted[..., ::-1] if self.order == "bgr" else fitted)
-        if self.dtype == "uint8":  # the way back is that of verification, which starts from normalised images
+        if self.dtype == "uint8":  # by verification's way back, which starts from normalised images
             mean, std = (unit_scale(one, self.pixels) for one in (self.mean, self.std))
             return IntegerIO(mean, std, "uint8", 1.0, 0).pixels(normalised)
         return np.ascontiguousarray(normalised.transpose(0, 2, 3, 1)) if self.layout == "nhwc" else normalised
 
     def _fitted(self, image: Pixels) -> Floats:
-        """[H, W, C] of the input's height and width, 0..255, of an image of any."""
+        """Returns [H, W, C] with the input's height and width, 0..255, from an image of any size."""
         size = sides(self.image_size)
         picture = (image.shape[0], image.shape[1])
         how = fitting(self.fit, picture, size, sides(self.resize), self.align)
@@ -227,7 +229,7 @@ class Preprocess:
         return found
 
     def _normalised(self, pixels: Floats) -> Floats:
-        """float32 [1, C, H, W] of [H, W, C]; each operation is rounded by itself."""
+        """Returns float32 [1, C, H, W] from [H, W, C]; each operation is rounded by itself."""
         mean, std = (np.asarray(value, np.float32).reshape(-1, 1, 1) for value in (self.mean, self.std))
         found = np.ascontiguousarray(pixels.transpose(2, 0, 1)[None])
         if self.pixels == UNIT:
@@ -250,7 +252,7 @@ def _one_of(*allowed: str) -> tuple[str, Callable[[Any], bool]]:
 
 
 _SIDE = f"a whole number of pixels, 1 to {_MOST_SIDE}, or [height, width]"
-# Of each key of preprocess.json: what it may be, in words, and as a question.
+# For each key of preprocess.json: the allowed values in words, and their test.
 _ALLOWED: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "image_size": (_SIDE, _is_side),
     "resize": (_SIDE, _is_side),
@@ -271,12 +273,12 @@ _ALLOWED: dict[str, tuple[str, Callable[[Any], bool]]] = {
         lambda value: isinstance(value, dict) and value.get("dtype") in ("float32", "uint8"),
     ),
 }
-# What bundles of older versions lack.
+# Keys that bundles of older versions lack.
 _LATER = frozenset({"upright", "fit", "pad_value", "align", "channel_order", "layout", "pixels"})
 
 
 def _of_channels(image: NDArray[Any], channels: int) -> Pixels:
-    """uint8 [H, W, channels]: grey is repeated, colour is turned grey where needed."""
+    """Returns uint8 [H, W, channels]: grey is repeated, and colour is turned grey where needed."""
     pixels = image[..., None] if image.ndim == 2 else image
     if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] not in (1, 3) or 0 in pixels.shape:
         raise ConfigError(
@@ -291,7 +293,7 @@ def _of_channels(image: NDArray[Any], channels: int) -> Pixels:
 
 
 def _resized(image: Pixels, how: Fitting, interpolation: str) -> Floats:
-    """float32 [H, W, C], 0..255: the part of a resized image that is kept."""
+    """Returns float32 [H, W, C], 0..255: the part of a resized image that is kept."""
     height, width = image.shape[:2]
     (top, left), (rows, columns) = how.start, how.kept
     if how.scaled == (height, width):
@@ -305,8 +307,8 @@ def _resized(image: Pixels, how: Fitting, interpolation: str) -> Floats:
 
 
 def _bytes_axis(image: NDArray[Any], axis: Taps, start: int, length: int) -> Pixels:
-    """The first axis of [size, ...] resized, `length` values from `start` on, in 8 bits."""
-    if axis.index.shape[1] == 1:  # nearest: nothing is computed
+    """Resizes the first axis of [size, ...] in 8 bits, for `length` values from `start` on."""
+    if axis.index.shape[1] == 1:  # nearest: nothing to compute
         return image[axis.index[start : start + length, 0]]
     steps, bits = axis.in_steps()
     flat, found = _rows(image), np.full((length, image[0].size), 1 << bits >> 1, np.int32)
@@ -317,7 +319,7 @@ def _bytes_axis(image: NDArray[Any], axis: Taps, start: int, length: int) -> Pix
 
 
 def _float_axis(image: NDArray[Any], axis: Taps, start: int, length: int) -> Floats:
-    """The first axis of [size, ...] resized, `length` values from `start` on, in float32."""
+    """Resizes the first axis of [size, ...] in float32, for `length` values from `start` on."""
     part, flat = axis.cut(start, length), _rows(image).astype(np.float32)
     weights = part.float32
     found = flat[part.index[:, 0]] * weights[:, :1]
@@ -327,5 +329,5 @@ def _float_axis(image: NDArray[Any], axis: Taps, start: int, length: int) -> Flo
 
 
 def _rows(image: NDArray[Any]) -> NDArray[Any]:
-    """[size, ...] as [size, rest], so that a tap reads whole rows of memory."""
+    """Reshapes [size, ...] to [size, rest], so that a tap reads whole rows of memory."""
     return np.ascontiguousarray(image).reshape(len(image), -1)

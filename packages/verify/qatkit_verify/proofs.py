@@ -1,13 +1,13 @@
-"""Sentences about files whose integers prove that no sum of two products leaves 16 bits (`qatkit_verify.pairs`)."""
+"""Sentences about files proven never to exceed 16 bits in a sum of two products (`qatkit_verify.pairs`)."""
 
 from __future__ import annotations
 
 
 def never_on_x86(operators: str) -> str:
-    """Says that uint8 x int8 products can't saturate; `operators` is how many of which kind: "20 operators"."""
+    """Says that uint8 x int8 products cannot saturate; `operators` is a number and kind: "20 operators"."""
     return f"cannot saturate on any x86: proven from the integers of {operators}"
 
 
 def never_on_arm(operators: int) -> str:
-    """Says that int8 x int8 products fit."""
+    """Says that sums of int8 x int8 products fit into 16 bits; `operators` is their number."""
     return f"int8 x int8: no sum of two products leaves 16 bits, proven from the integers of {operators} operators"

@@ -1,4 +1,7 @@
-"""What is measured of a file anywhere, as plain dataclasses. Units are in the names; agreement is a share 0..1."""
+"""Records of everything that is measured of a file, as plain dataclasses.
+
+Units are in the names; agreement is a share 0..1.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,10 @@ class Metric:
     """A figure that says how well a task is done.
 
     Attributes:
-        name: for people: "MAE".
-        value: in `unit`; None where it was not measured.
+        name: the name for people: "MAE".
+        value: the value in `unit`; None if it was not measured.
         unit: "%", "degrees"; "" for a plain number.
-        higher_is_better: its direction.
+        higher_is_better: whether larger values are better.
     """
 
     name: str
@@ -41,7 +44,7 @@ class Metric:
 
     @property
     def below(self) -> str:
-        """Where a worse value lies: "below"."""
+        """The side on which a worse value lies: "below"."""
         return "below" if self.higher_is_better else "above"
 
     @property
@@ -54,11 +57,11 @@ class Metric:
         return dataclasses.replace(self, value=value)
 
     def lost(self, before: float, now: float) -> float:
-        """Returns by how much `now` is worse than `before`; negative where it is better."""
+        """Returns by how much `now` is worse than `before`; negative if it is better."""
         return before - now if self.higher_is_better else now - before
 
     def change(self, lost: float) -> float:
-        """Returns the change of the value behind a loss: -1.5 points of a share, +1.5 of an error."""
+        """Returns the change of the value for a loss: -1.5 points of a share, +1.5 of an error."""
         return -lost if self.higher_is_better else lost
 
     def best(self, values: Iterable[float]) -> float:
@@ -68,16 +71,16 @@ class Metric:
 
 @dataclass(frozen=True)
 class TaskNames:
-    """How a task is named in reports; plain data, which report.json keeps.
+    """The names of a task in reports, as plain data that report.json keeps.
 
     Attributes:
-        name: "classification".
-        description: for model cards: "image classification".
-        metrics: without values, in the order of the table; the first one decides.
-        decision: what two models have the same of where they agree.
-        outputs: what a model gives.
-        compared: what two ways to compute an output have the same where they agree, if that is not the decision.
-        samples: what a model is given one of, in the plural.
+        name: the short name: "classification".
+        description: a description for model cards: "image classification".
+        metrics: the metrics without values, in the order of the table; the first one decides.
+        decision: the name of what is equal if two models agree.
+        outputs: the name of a model's outputs.
+        compared: the name of what is equal if two ways to compute an output agree, unless it is the decision.
+        samples: the name of a model's inputs, in the plural.
     """
 
     name: str
@@ -90,7 +93,7 @@ class TaskNames:
 
     @property
     def alike(self) -> str:
-        """The quantity that is the same where two ways to compute an output agree."""
+        """The quantity that is the same if two ways to compute an output agree."""
         return self.compared or self.decision
 
     @property
@@ -99,11 +102,11 @@ class TaskNames:
         return self.metrics[0]
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain containers; metrics without their values."""
+        """Returns plain containers; metrics have no values."""
         record = dataclasses.asdict(self)
         for metric in record["metrics"]:
             del metric["value"]
-        # Readers before them don't know these.
+        # Older readers do not know these keys.
         if not self.compared:
             del record["compared"]
         if self.samples == "images":
@@ -112,10 +115,10 @@ class TaskNames:
 
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any]) -> TaskNames:
-        """The inverse of `as_dict`.
+        """Reads names from the output of `as_dict`.
 
         Raises:
-            KeyError, TypeError: it is no such record.
+            KeyError, TypeError: the record is not such an output.
         """
         metrics = tuple(Metric(**metric) for metric in stored["metrics"])
         return cls(**{**stored, "metrics": metrics})
@@ -123,14 +126,15 @@ class TaskNames:
 
 @dataclass(frozen=True)
 class Scores:
-    """What the metrics of a task say of one file.
+    """The scores of a file by the metrics of a task.
 
     Attributes:
-        metrics: in the order of `TaskNames.metrics`.
-        images: on which they were measured.
-        class_images, class_right: images of each class in the order of the outputs, and how many of them were
-            classed right (of segmentation the pixels of union and intersection, of detection the labelled boxes and
-            their number times the average precision); empty for tasks without classes.
+        metrics: the metrics in the order of `TaskNames.metrics`.
+        images: number of images on which they were measured.
+        class_images, class_right: number of images of each class in the order of the outputs, and how many of
+            them were classified correctly (for segmentation the pixels of union and intersection, for
+            detection the labelled boxes and their number times the average precision); empty for tasks
+            without classes.
     """
 
     metrics: tuple[Metric, ...]
@@ -145,19 +149,19 @@ class Scores:
 
     @property
     def score(self) -> float:
-        """Value of the metric that decides."""
+        """The value of the metric that decides."""
         assert self.main.value is not None
         return self.main.value
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain containers: the value of each metric by its key, then the counts."""
+        """Returns plain containers: the value of each metric by its key, then the counts."""
         counts = {"images": self.images, "class_images": self.class_images, "class_right": self.class_right}
         return {metric.key: metric.value for metric in self.metrics} | counts
 
 
 @dataclass(frozen=True)
 class Latency:
-    """One file's time per run, and how it compares with the first file of the same measurement.
+    """The time of a file per run, compared with the first file of the same measurement.
 
     `ratio` is the median over rounds of (first file's time / this file's time): above 1 is faster.
     """
@@ -175,7 +179,7 @@ class Latency:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Outputs of ONNX Runtime against those of the converted module, over the same images."""
+    """A comparison of ONNX Runtime's outputs with those of the converted module, over the same images."""
 
     agreement: float  # share of images with the same decision, 0..1
     max_abs: float
@@ -188,13 +192,13 @@ class Comparison:
 
     @property
     def held(self) -> float:
-        """Share of images on which nothing was decided otherwise but ties."""
+        """The share of images on which all decisions agree except for ties."""
         return self.agreement + self.ties
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """Where it was measured."""
+    """The machine on which something was measured."""
 
     cpu: str
     cores: int

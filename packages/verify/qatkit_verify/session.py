@@ -1,6 +1,6 @@
-"""ONNX Runtime sessions with everything stated: threads, optimization level, config entries.
+"""Opens ONNX Runtime sessions with explicit settings: threads, optimization level, config entries.
 
-A session opened here is quiet, runs on the CPU, and fails with one line that names the file. Its config
+A session opened here prints nothing, runs on the CPU, and fails with one line that names the file. Its config
 entries are those of `SESSION_OPTIONS` and the backend's, whatever the version's own defaults are.
 """
 
@@ -31,14 +31,14 @@ RUNTIME_VERSION: str = ort.__version__
 # Level 0 computes in float. Graphs without such a product do not read the entry.
 ACCURACY_LEVEL = "session.qdq_matmulnbits_accuracy_level"
 SESSION_OPTIONS: Mapping[str, str] = MappingProxyType({ACCURACY_LEVEL: "0"})
-# What ONNX Runtime takes where nobody sets them: what a session has that was opened without `SESSION_OPTIONS`.
+# ONNX Runtime's defaults, as in a session that was opened without `SESSION_OPTIONS`.
 UNSET_OPTIONS: Mapping[str, str] = MappingProxyType({ACCURACY_LEVEL: "4"})
 
 
 def session_options(options: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The config entries of a session: `options` (a backend's) over `SESSION_OPTIONS`.
+    """Returns the config entries of a session: `options` (a backend's) over `SESSION_OPTIONS`.
 
-    Figures hold under these, so reports, bundles and the programs of a page state all of them.
+    Figures are valid only under these, so reports, bundles and the programs of a page state all of them.
     """
     return {**SESSION_OPTIONS, **(options or {})}
 
@@ -67,22 +67,23 @@ def open_session(
         threads: intra-op threads, at least 1.
         optimize: True for ORT_ENABLE_ALL, False for ORT_DISABLE_ALL, or a level.
         options: config entries of the backend ("session.qdqisint8allowed": "1"), over `SESSION_OPTIONS`.
-        optimized_path: where ONNX Runtime writes the graph that it really runs; its large weights go beside it, since
-            it would still refer to those beside `path`.
+        optimized_path: where ONNX Runtime writes the graph that it really runs; its large weights go next to
+            it, since it would otherwise refer to those next to `path`.
         profile_prefix: turns profiling on; the events are written to PREFIX_<time>.json.
-        arena: whether the session keeps the memory of a run for the next one, and more than the run took. It is ONNX
-            Runtime's default, and how files are timed; None: as `keep_memory_of_runs` says.
-        without: names of ONNX Runtime's optimizers that are left out; those that it does not have change nothing.
+        arena: whether the session keeps the memory of a run for the next one, and more than the run took.
+            This is ONNX Runtime's default, and files are timed with it; None: as set by
+            `keep_memory_of_runs`.
+        without: names of ONNX Runtime's optimizers that are disabled; unknown names have no effect.
 
     Raises:
-        ConfigError: the file is missing or ONNX Runtime refuses it (with all that it says).
+        ConfigError: the file is missing, or ONNX Runtime cannot load it (with its whole message).
     """
     if not Path(path).is_file():
         raise ConfigError("onnx file", path, reason="the file does not exist")
     if threads < 1:
         raise ConfigError("verify.threads", threads, "at least 1 thread")
     settings = ort.SessionOptions()
-    settings.log_severity_level = 4  # nothing: what fails is raised too, and the rest are warnings
+    settings.log_severity_level = 4  # nothing: errors are raised anyway, and the rest are warnings
     settings.intra_op_num_threads = threads
     settings.graph_optimization_level = _level(optimize)
     settings.enable_cpu_mem_arena = settings.enable_mem_pattern = (
@@ -109,17 +110,17 @@ def open_session(
 
 
 def keep_memory_of_runs(kept: bool) -> None:
-    """Sets whether sessions that are opened from now on keep the memory of a run; for large inputs they should not."""
+    """Sets whether sessions opened from now on keep the memory of a run; for large inputs they should not."""
     _DEFAULTS["arena"] = kept
 
 
 def use_library(path: str | Path) -> None:
     """Gives every session that is opened from now on in this process the custom operators of a library.
 
-    A library whose operators a file does not have changes nothing for it.
+    A library whose operators a file does not use has no effect on it.
 
     Raises:
-        ConfigError: the library is missing, or ONNX Runtime can't load it.
+        ConfigError: the library is missing, or ONNX Runtime cannot load it.
     """
     library = Path(os.path.expanduser(path)).resolve()
     if not library.is_file():
@@ -133,13 +134,13 @@ def use_library(path: str | Path) -> None:
 
 
 def add_libraries(settings: ort.SessionOptions) -> None:
-    """Registers the libraries of `use_library` with the options of a session that is not opened here."""
+    """Registers the libraries of `use_library` with the options of a session that is opened elsewhere."""
     for library in _LIBRARIES:
         settings.register_custom_ops_library(library)
 
 
 def refusal(error: Exception) -> str:
-    """All that ONNX Runtime says of a file that it can't load, on one line, but where the file is."""
+    """Returns ONNX Runtime's message about a file that it cannot load, on one line and without the path."""
     return " ".join(_LOADING.sub("", str(error), count=1).split()) or type(error).__name__
 
 
@@ -151,13 +152,13 @@ def _level(optimize: bool | ort.GraphOptimizationLevel) -> ort.GraphOptimization
 
 
 def session_file(session: ort.InferenceSession) -> str:
-    """The name of the file behind a session, for messages."""
-    path = getattr(session, "_model_path", None)  # ORT offers no public way back from a session to its file
+    """Returns the name of a session's file, for messages."""
+    path = getattr(session, "_model_path", None)  # ONNX Runtime has no public way from a session to its file
     return Path(path).name if path else "model"
 
 
 def fixed_batch(session: ort.InferenceSession) -> int | None:
-    """The batch size that the file was exported for, or None when it is dynamic."""
+    """Returns the batch size that the file was exported for, or None if it is dynamic."""
     shapes = [one.shape for one in session.get_inputs() if one.shape]
     if not shapes or any(not isinstance(shape[0], int) for shape in shapes):
         return None
@@ -165,25 +166,26 @@ def fixed_batch(session: ort.InferenceSession) -> int | None:
 
 
 def integer_io(session: ort.InferenceSession) -> IntegerIO | None:
-    """What the integers at both ends of the file mean; None for a file with float ends."""
+    """Returns the meaning of the integers at both ends of the file; None for a file with float ends."""
     return IntegerIO.from_metadata(session.get_modelmeta().custom_metadata_map)
 
 
 def run_images(session: ort.InferenceSession, images: Any) -> FloatArray:
-    """The first output of `run_outputs`, [N, ...], as float."""
+    """Returns the first output of `run_outputs`, [N, ...], as float."""
     return np.asarray(run_outputs(session, images)[0], np.float32)
 
 
 def run_outputs(session: ort.InferenceSession, batch: Any) -> tuple[Array, ...]:
-    """All outputs for a batch (`qatkit_verify.feeds`), normalised images or what else the file takes."""
+    """Returns all outputs for a batch (`qatkit_verify.feeds`) of images or the file's other inputs."""
     return outputs_by(lambda given: session.run(None, given), session, batch)
 
 
 def outputs_by(execute: Execute, session: ort.InferenceSession, batch: Any) -> tuple[Array, ...]:
-    """All outputs that `execute` computes for a batch, of the file whose inputs `session` knows.
+    """Returns all outputs that `execute` computes for a batch, for the file whose inputs `session` knows.
 
-    A fixed-batch file gets full batches: the last is padded with zeros and its padding's outputs dropped. A file with
-    integer ends gets the pixels behind the images, and its outputs come back as float.
+    A fixed-batch file gets full batches: the last one is padded with zeros, and the outputs of its padding
+    are dropped. A file with integer ends gets the pixels of the images, and its outputs are converted to
+    float.
     """
     ends = integer_io(session)
     given, fixed = feeds(session, batch, ends), fixed_batch(session)
@@ -192,9 +194,10 @@ def outputs_by(execute: Execute, session: ort.InferenceSession, batch: Any) -> t
 
 
 def in_its_batches(run: Execute, given: Mapping[str, Array], size: int | None) -> tuple[Array, ...]:
-    """Returns the outputs of `run` for `given`, computed `size` rows at a time where all inputs have equally many rows.
+    """Returns the outputs of `run` for `given`, `size` rows at a time if all inputs have equally many rows.
 
-    Several inputs of other lengths (a state [2, 1, 128] beside a frame [1, 512]) are one batch as they are.
+    Several inputs of different lengths (a state [2, 1, 128] and a frame [1, 512]) are a single batch as they
+    are.
     """
     lengths = {len(one) if one.ndim else 0 for one in given.values()}
     if size is None or (len(given) > 1 and (len(lengths) > 1 or lengths <= {0, size})):
@@ -203,7 +206,7 @@ def in_its_batches(run: Execute, given: Mapping[str, Array], size: int | None) -
 
 
 def in_full_batches(run: Execute, given: Mapping[str, Array], size: int) -> tuple[Array, ...]:
-    """Returns the outputs of `run` for `given`, computed `size` rows at a time, the last of them padded with zeros.
+    """Returns the outputs of `run` for `given`, `size` rows at a time; the last rows are zero-padded.
 
     An output without one row per image (a list of boxes, a number) is kept whole, and those of all runs are
     concatenated.

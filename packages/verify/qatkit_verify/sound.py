@@ -1,17 +1,18 @@
-"""From the samples of a recording to the model's input in NumPy, the training's bit for bit.
+"""Turns the samples of a recording into the model's input with NumPy, bit-identical to training.
 
-    float [T] in -1..1 ── cut, or zeros behind it ── int16 steps ── windows ── |DFT|^2 ── mel bands ── ln ── (DCT)
+    float [T] in -1..1 ── cut, or zero-padded ── int16 steps ── windows ── |DFT|^2 ── mel bands ── ln ── (DCT)
     ── (x - mean) / std ── float32 [1, 1, frames, bands]
 
-Training calls this very code. So that it gives the same in every bit on every CPU, with every version of NumPy and in
-JavaScript (`javascript/sound.mjs`), nothing depends on the order of a sum or on a library of mathematics:
+Training calls this very code. So that it gives the same in every bit on every CPU, with every version of
+NumPy and in JavaScript (`javascript/sound.mjs`), nothing depends on the order of a sum or on a mathematical
+library:
 
-- samples are whole steps of 2^-15 and the windowed cosines and sines whole steps of 2^-20, so each sum of the DFT is a
-  whole number below 2^53, which float64 holds exactly in whatever order it is added up;
+- samples are whole steps of 2^-15 and the windowed cosines and sines whole steps of 2^-20, so each sum of the
+  DFT is an integer below 2^53, which float64 holds exactly in any order of summation;
 - bands and the DCT are float64 sums, each product and each sum rounded by itself, in ascending order;
-- cosines and logarithms are `exact_math`'s.
+- cosines and logarithms are those of `exact_math`.
 
-Windows are Hann's (periodic) and lie within the recording. Bands are triangles over the mel scale of HTK,
+Windows are (periodic) Hann windows within the recording. Bands are triangles over the mel scale of HTK,
 1127 ln(1 + f / 700), without normalisation. The DCT is the orthonormal DCT-II.
 """
 
@@ -46,17 +47,19 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class SoundPreprocess:
-    """The preparation of a recording, as preprocess.json and model.json hold it.
+    """The preparation of a recording, as in preprocess.json and model.json.
 
     Args:
-        rate: samples per second that recordings have.
-        samples: that are kept: longer recordings are cut off behind them, shorter ones get zeros.
-        features: one of `FEATURES`; "waveform": the samples themselves, of which the model computes its features.
-        window, hop: samples of a window, and from the start of one to that of the next.
-        mels: bands from 0 to half of `rate`.
-        coefficients: of "mfcc", the first ones of the DCT.
+        rate: samples per second of the recordings.
+        samples: number of samples that are kept: longer recordings are cut off, shorter ones are padded with
+            zeros.
+        features: one of `FEATURES`; "waveform": the samples themselves, from which the model computes its
+            features.
+        window, hop: samples of a window, and from the start of one window to that of the next.
+        mels: number of bands from 0 to half of `rate`.
+        coefficients: for "mfcc", the number of first coefficients of the DCT.
         log_offset: added to a band's power before the logarithm.
-        mean, std: of the features; those of "waveform" are not normalised.
+        mean, std: normalisation of the features; those of "waveform" are not normalised.
     """
 
     rate: int
@@ -72,10 +75,10 @@ class SoundPreprocess:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SoundPreprocess:
-        """Returns what `as_dict` described; other keys are left out.
+        """Reads a preparation from the output of `as_dict`; other keys are ignored.
 
         Raises:
-            ConfigError: a value is missing or none that this version knows.
+            ConfigError: a value is missing or unknown to this version.
         """
         kind = values.get("features")
         if kind not in FEATURES:
@@ -95,17 +98,17 @@ class SoundPreprocess:
         return made
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns plain values for JSON, without those that the features don't use."""
+        """Returns plain values for JSON, without those that the features do not use."""
         return {"features": self.features} | {key: asdict(self)[key] for key in _KEYS[self.features]}
 
     @property
     def frames(self) -> int:
-        """Returns the number of windows."""
+        """The number of windows."""
         return 1 + (self.samples - self.window) // self.hop
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Returns the axes of one recording as the model takes it: [samples], or [1, frames, bands]."""
+        """The axes of one recording as the model takes it: [samples], or [1, frames, bands]."""
         if self.features == WAVEFORM:
             return (self.samples,)
         return (1, self.frames, self.mels if self.features == LOG_MEL else self.coefficients)
@@ -114,10 +117,10 @@ class SoundPreprocess:
         """Returns the input for one recording, [1, *shape].
 
         Args:
-            recording: samples [T] at `rate`, in -1..1; of integers in -32768..32767.
+            recording: samples [T] at `rate`, in -1..1; for integers in -32768..32767.
 
         Raises:
-            ConfigError: it is no such array.
+            ConfigError: the array is not such a recording.
         """
         return self.batch([recording])
 
@@ -150,7 +153,7 @@ class SoundPreprocess:
         """Returns the power of each band, [N, frames, mels], of samples [N, samples]."""
         windows = np.lib.stride_tricks.sliding_window_view(steps, self.window, axis=1)[:, :: self.hop]
         transform, powers = waves(self.window), list[Doubles]()
-        for part in transform:  # whole numbers, so the matrix product is exact
+        for part in transform:  # integers, so the matrix product is exact
             found = (np.ascontiguousarray(windows) @ part) * (1 / (_STEPS * _WEIGHT_STEPS))
             powers.append(found * found)
         return _gathered(powers[0] + powers[1], *triangles(self.rate, self.window, self.mels))
@@ -162,7 +165,7 @@ def waves(window: int) -> tuple[Doubles, Doubles]:
     times, bins = np.arange(window), np.arange(window // 2 + 1)
     hann = 0.5 - 0.5 * cosine_of_turns(times, window)
     turns = np.outer(times, bins) * 4
-    # sin(x) = cos(x - a quarter of a turn); a turn is 4 windows, so a quarter is a whole number of parts.
+    # sin(x) = cos(x - a quarter of a turn); a turn is 4 windows, so a quarter is an integer number of parts.
     found = (cosine_of_turns(turns - shift, 4 * window) for shift in (0, window))
     cosine, sine = (np.rint(hann[:, None] * one * _WEIGHT_STEPS) for one in found)
     return cosine, sine
@@ -170,12 +173,12 @@ def waves(window: int) -> tuple[Doubles, Doubles]:
 
 @functools.lru_cache(4)
 def triangles(rate: int, window: int, mels: int) -> tuple[NDArray[np.int64], Doubles]:
-    """Returns the bins that each band adds up, [mels, K] in ascending order, and their weights, 0 where fewer."""
+    """Returns the bins of each band, [mels, K] ascending, and their weights, with 0 for missing bins."""
     bins = window // 2 + 1
     hertz: Doubles = np.arange(bins, dtype=np.float64) * (rate / window)
     place = natural_log(1.0 + hertz / 700.0) * 1127.0
     step = natural_log(np.array([1.0 + (rate / 2) / 700.0]))[0] * 1127.0 / (mels + 1)
-    edges = np.arange(mels)[:, None] * step  # where each band begins
+    edges = np.arange(mels)[:, None] * step  # the start of each band
     rising, falling = (place - edges) / step, (edges + 2.0 * step - place) / step
     weight = np.maximum(0.0, np.minimum(rising, falling))
     first = np.where(weight.any(1), (weight > 0).argmax(1), 0)
@@ -230,7 +233,7 @@ def _is_offset(value: Any) -> bool:
     return _is_number(value) and LEAST_OFFSET <= value <= 1
 
 
-# Of each key: what it may be, in words, and as a question.
+# For each key: the allowed values in words, and their test.
 _ALLOWED: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "rate": _whole(400_000),
     "samples": _whole(LONGEST),

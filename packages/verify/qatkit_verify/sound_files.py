@@ -1,9 +1,9 @@
-"""WAV and FLAC files as samples of one channel, in [-1, 1].
+"""Reads WAV and FLAC files as samples of one channel, in [-1, 1].
 
     chunks of a WAV file ── integers / 2 ** (bits - 1), or floats as they are ──┐
     frames of a FLAC file (package soundfile) ──────────────────────────────────┴── mean of the channels ── [T]
 
-What a file is, its first bytes say. Both ways give the same values for the same integers, bit for bit.
+The first bytes tell the kind of file. Both ways give the same values for the same integers, bit for bit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from qatkit_verify.pictures import open_regular_file
 
 SUFFIXES = (".wav", ".wave", ".flac")
 _PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE
-# Lengths from here on are those of programs that write into a pipe and don't know how much will come.
+# Larger lengths are those of programs that write into a pipe and do not know the total length.
 _UNKNOWN = 0x7FFFF000
 _BLOCK = 2**20  # samples of a FLAC file that are decoded at a time
 
@@ -50,9 +50,9 @@ def read_sound(path: str) -> Sound:
     """Reads a file.
 
     Raises:
-        OSError: there is no such file, or it can't be opened.
-        ValueError: it has no samples that can be read; the message says why, as the end of a sentence.
-        ImportError: a FLAC file, without the package soundfile.
+        OSError: the file does not exist or cannot be opened.
+        ValueError: it has no readable samples; the message says why, as the end of a sentence.
+        ImportError: it is a FLAC file, and the package soundfile is missing.
     """
     with open_regular_file(path) as stream:
         start = stream.read(12)
@@ -76,7 +76,7 @@ def read_sound(path: str) -> Sound:
 
 
 def _flac(stream: io.BufferedReader) -> tuple[int, Samples]:
-    """The rate and the samples [T, channels]."""
+    """Returns the rate and the samples [T, channels]."""
     import soundfile
 
     with soundfile.SoundFile(stream) as file:
@@ -85,13 +85,13 @@ def _flac(stream: io.BufferedReader) -> tuple[int, Samples]:
             parts.append(part)
         rate, channels, length = file.samplerate, file.channels, file.frames
     found = np.concatenate(parts) if parts else np.empty((0, channels), np.float32)
-    if len(found) < length < 2**60:  # a file of unknown length says the largest number
+    if len(found) < length < 2**60:  # a file of unknown length declares the largest number
         raise ValueError(f"cut off after {len(found):,} of {length:,} samples")
     return int(rate), found
 
 
 def _wav(stream: io.BufferedReader) -> tuple[int, Samples]:
-    """The rate and the samples [T, channels]."""
+    """Returns the rate and the samples [T, channels]."""
     form: _Format | None = None
     size, length_64 = os.fstat(stream.fileno()).st_size, None
     while len(head := stream.read(8)) == 8:
@@ -129,7 +129,7 @@ def _format(raw: bytes) -> _Format:
 
 
 def _values(raw: bytes, form: _Format) -> Samples:
-    """The samples [T, channels] in [-1, 1]; integers that are narrower than their bytes lie at the upper end."""
+    """Returns the samples [T, channels] in [-1, 1]; narrower integers are in the upper bits."""
     raw = raw[: len(raw) // (form.channels * form.width) * form.channels * form.width]
     found: NDArray[Any]
     if form.kind == _FLOAT:

@@ -1,4 +1,4 @@
-"""Names and limits of the features of recordings, for whoever has no NumPy."""
+"""Names and limits of the features of recordings, for code without NumPy."""
 
 from __future__ import annotations
 

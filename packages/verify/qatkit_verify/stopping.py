@@ -1,12 +1,13 @@
-"""Signals that end a run at its next safe point, with what was done kept.
+"""Handles signals that end a run at its next safe point and keep what was done.
 
     any of SIGNALS ─ the first ──> raises Stopped where the program is; in training, once the step is done
-                   a SIGINT behind it ──> ends the process at once, as a kill would
+                   a later SIGINT ──> ends the process at once, as a kill would
 
-Only the command line serves them (`served`): a library must not take an application's signals, nor those that a
-launcher of clusters has handlers for already. Safe points ask `wanted`, so that a signal whose exception somebody
-swallowed is not lost. Files are whole or absent at any moment (`qatkit_verify.files`), so stopping anywhere is
-safe; training alone waits, since the step that it is in can be kept. No torch here.
+Only the command line handles signals (`served`): a library must not take an application's signals, nor those
+for which a cluster's launcher has handlers already. Safe points check `wanted`, so that a signal is not lost
+if someone swallowed its exception. Files are whole or absent at any moment (`qatkit_verify.files`), so
+stopping anywhere is safe. Only training waits, since its current step can be kept. This module needs no
+torch.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from types import FrameType
 
 SIGNALS = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)
-)  # clusters send one of the last two before they take a machine back
+)  # clusters send one of the last two before they reclaim a machine
 
 
 class Stopped(SystemExit):
-    """A signal ends the run; the exit status is 128 and its number, as a shell has it.
+    """A signal ends the run; the exit status is 128 plus its number, as in a shell.
 
     Attributes:
-        where: how far the run had come, for people; "" where nothing is known of it.
-        again: what the same command would do, for people; "" as always.
+        where: how far the run had come, for people; "" if that is unknown.
+        again: what the same command would do, for people; "" by default.
     """
 
     def __init__(self, number: int, where: str = "") -> None:
@@ -38,18 +39,18 @@ class Stopped(SystemExit):
 
 
 class _State:
-    """Of this process, since a signal is sent to processes."""
+    """The state of this process, since signals are sent to processes."""
 
-    server: int | None = None  # the process whose command line serves signals
-    wanted: int | None = None  # the signal that is being served
-    waits = False  # whether the program itself looks at `wanted`
+    server: int | None = None  # the process whose command line handles signals
+    wanted: int | None = None  # the signal that is being handled
+    waits = False  # whether the program itself checks `wanted`
 
 
 @contextmanager
 def served() -> Iterator[None]:
-    """Within, a signal ends the run at its next safe point. Signals that have a handler already keep it.
+    """Makes a signal within the block end the run at its next safe point, unless it has a handler already.
 
-    Behind a signal the handlers stay, until the process ends.
+    After a signal the handlers stay until the process ends.
     """
     own = [number for number in SIGNALS if _is_free(number)]
     before = {number: signal.signal(number, _serve) for number in own}
@@ -64,7 +65,7 @@ def served() -> Iterator[None]:
 
 
 def _is_free(number: int) -> bool:
-    in_main = threading.current_thread() is threading.main_thread()  # where alone handlers can be set
+    in_main = threading.current_thread() is threading.main_thread()  # only there can handlers be set
     return in_main and signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler)
 
 
@@ -81,25 +82,26 @@ def _serve(number: int, _: FrameType | None) -> None:
 
 
 def serving() -> bool:
-    """Whether signals are served in this process."""
+    """Returns whether signals are handled in this process."""
     return _State.server == os.getpid()
 
 
 def wanted() -> int | None:
-    """The signal that asks the run to end."""
+    """Returns the signal that asks the run to end, if any."""
     return _State.wanted
 
 
 def check(where: str = "") -> None:
-    """A safe point: raises Stopped where a signal asks for it."""
+    """Marks a safe point: raises Stopped if a signal asks for it."""
     if _State.wanted is not None:
         raise Stopped(_State.wanted, where)
 
 
 def wait(waits: bool) -> None:
-    """From now on signals wait for `check`, or no more.
+    """Sets whether signals wait for `check` from now on.
 
-    Lightning puts a handler of its own in front of ours, which ends training without a checkpoint: ours is put back.
+    Lightning puts a handler of its own in front of ours, which ends training without a checkpoint, so ours is
+    restored.
     """
     _State.waits = waits and serving()
     if _State.waits:
@@ -110,16 +112,16 @@ def wait(waits: bool) -> None:
 
 
 def waits() -> bool:
-    """Whether the program itself looks for signals at its safe points, as training does."""
+    """Returns whether the program itself checks for signals at its safe points, as training does."""
     return _State.waits
 
 
 @contextmanager
 def heard(tell: Callable[[int], None]) -> Iterator[None]:
-    """Within, a thread calls `tell` with each of SIGNALS, wherever the program is.
+    """Makes a thread call `tell` with each of SIGNALS within the block, wherever the program is.
 
-    Python calls handlers between its own instructions alone: a process that waits for others in a library's code, for
-    ever if they are gone, would serve none. Nothing happens where signals are not served.
+    Python calls handlers only between its own instructions. A process that waits for others in a library's
+    code, for ever if they are gone, would handle none. Nothing happens where signals are not handled.
     """
     if not serving() or threading.current_thread() is not threading.main_thread():
         yield
@@ -133,7 +135,7 @@ def heard(tell: Callable[[int], None]) -> Iterator[None]:
         yield
     finally:
         signal.set_wakeup_fd(before)
-        theirs.shutdown(socket.SHUT_WR)  # a copy in a process that loads images would keep it open
+        theirs.shutdown(socket.SHUT_WR)  # a copy in an image-loading process would keep it open
         thread.join()
         ours.close()
         theirs.close()
@@ -141,14 +143,16 @@ def heard(tell: Callable[[int], None]) -> Iterator[None]:
 
 def _tell_of_each(signals: socket.socket, tell: Callable[[int], None]) -> None:
     while number := signals.recv(1):
-        if number[0] in SIGNALS:  # others have handlers, too: torch's of SIGCHLD, once processes load images
+        if number[0] in SIGNALS:  # others have handlers too: torch's of SIGCHLD, once processes load images
             tell(number[0])
 
 
 def leave_to_parent(_: int = 0) -> None:
-    """In a process that loads images: a terminal and a cluster signal all processes, and the first one decides.
+    """Leaves signals to the parent in an image-loading process.
 
-    Of SIGTERM the first is passed over; another is from the parent, which wants the process to end.
+    A terminal and a cluster signal all processes, and the parent decides.
+
+    The first SIGTERM is ignored; a second one is from the parent, which wants the process to end.
     """
     signal.set_wakeup_fd(-1)  # its signals are not its parent's
     for number in SIGNALS:

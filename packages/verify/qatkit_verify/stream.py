@@ -1,4 +1,4 @@
-"""A file that takes its input in chunks: what it says of itself, and where it lies."""
+"""Describes a file that takes its input in chunks: its metadata, and its path."""
 
 from __future__ import annotations
 
@@ -13,33 +13,34 @@ from qatkit_verify.errors import ConfigError
 if TYPE_CHECKING:
     import onnxruntime as ort
 
-METADATA_KEY = "qatkit.stream"  # of the file
+METADATA_KEY = "qatkit.stream"  # in the metadata of the file
 KEY = "export.stream"
-LEAST_DB = 30.0  # a step of an 8-bit output, which a rounding may move, is 40 dB or more below its range
+LEAST_DB = 30.0  # a step of an 8-bit output, which rounding may cause, is 40 dB or more below its range
 
 
 @dataclass(frozen=True)
 class Stream:
-    """How the chunks of a file follow each other.
+    """The way in which the chunks of a file follow each other.
 
     Attributes:
-        axis: of the input, along which it is cut.
-        states: by input, the output that is this input of the next chunk; zeros before the first one.
+        axis: the axis of the input along which it is cut.
+        states: for each state input, the output that feeds it in the next chunk; zeros before the first
+            chunk.
     """
 
     axis: int
     states: Mapping[str, str]
 
     def to_text(self) -> str:
-        """Returns JSON, as the file's metadata hold it."""
+        """Returns JSON, as in the file's metadata."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_text(cls, text: str) -> Stream:
-        """Returns what `to_text` wrote.
+        """Reads a stream from the output of `to_text`.
 
         Raises:
-            ValueError: the text is no such JSON.
+            ValueError: the text is not such JSON.
         """
         stored = json.loads(text)
         if not isinstance(stored, dict) or not isinstance(stored.get("states"), dict):
@@ -54,9 +55,9 @@ def stream_of(session: ort.InferenceSession) -> Stream:
     """Returns how the chunks of a file with states follow each other.
 
     Raises:
-        ConfigError: the file does not say it, or names inputs, outputs or an axis that it does not have.
+        ConfigError: the file does not say so, or names inputs, outputs or an axis that it does not have.
     """
-    from qatkit_verify.session import session_file  # with ONNX Runtime
+    from qatkit_verify.session import session_file  # needs ONNX Runtime
 
     told = session.get_modelmeta().custom_metadata_map.get(METADATA_KEY)
     allowed = f"a file with states: its metadata entry '{METADATA_KEY}'"
@@ -83,5 +84,5 @@ def stream_of(session: ort.InferenceSession) -> Stream:
 
 
 def stream_file(path: Path) -> Path:
-    """Returns the path of the file that takes chunks beside the whole one: model.int8.stream.onnx."""
+    """Returns the path of the file that takes chunks, next to the whole one: model.int8.stream.onnx."""
     return path.with_suffix(f".stream{path.suffix}")

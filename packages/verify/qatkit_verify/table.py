@@ -1,4 +1,4 @@
-"""Columns of text."""
+"""Formats columns of text."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ def drawn(rows: Sequence[Sequence[str]], *, figures: bool = False) -> list[str]:
     """Returns rows of cells as lines, each column as wide as its widest cell.
 
     Args:
-        rows: all of the same length.
-        figures: whether all columns but the first are aligned to the right.
+        rows: rows of the same length.
+        figures: whether all columns except the first are right-aligned.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [

@@ -1,4 +1,4 @@
-"""What is typed behind the flags of the commands here."""
+"""Parses the values of the commands' flags."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ import argparse
 
 
 def count(text: str) -> int:
-    """A whole number from 1 on, as argparse's `type`."""
+    """Parses an integer from 1 on, as argparse's `type`.
+
+    Raises:
+        argparse.ArgumentTypeError: the text is not such an integer, or is 2**20 or larger.
+    """
     if not text.isdecimal() or not 0 < int(text) < 2**20:
         raise argparse.ArgumentTypeError(f"{text!r}: a whole number from 1 on")
     return int(text)

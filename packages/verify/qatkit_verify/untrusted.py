@@ -1,8 +1,8 @@
-"""Text, JSON and YAML that others wrote: read without harm, or refused with a reason.
+"""Reads text, JSON and YAML that others wrote without harm, or rejects it with a reason.
 
-A file of a few bytes can take a machine's memory (YAML's aliases multiply), Python's stack (10,000 brackets) or its
-time (a pipe that nobody writes to). Here they are bounded before a parser builds anything. Everything raises
-`ValueError` (or `OSError`), whose message is the reason.
+A file of a few bytes can exhaust a machine's memory (YAML's aliases multiply), Python's stack (10,000
+brackets) or its time (a pipe that nobody writes to). These are bounded here before a parser builds anything.
+Everything raises `ValueError` (or `OSError`), whose message is the reason.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ import json
 from pathlib import Path
 from typing import Any
 
-_BYTES = 64 * 2**20  # of a text; the largest report of a run has less than 1 MB
+_BYTES = 64 * 2**20  # maximum of a text; the largest report of a run has less than 1 MB
 _DEPTH = 64
-_NODES = 1_000_000  # once every alias is written out
+_NODES = 1_000_000  # with every alias expanded
 
 
 def read_text(path: Path) -> str:
-    """The UTF-8 text of a plain file.
+    """Returns the UTF-8 text of a plain file.
 
     Raises:
-        OSError: it can't be read.
-        ValueError: it is no plain file (a pipe is never opened), is too large, or is not UTF-8.
+        OSError: the file cannot be read.
+        ValueError: it is not a plain file (a pipe is never opened), is too large, or is not UTF-8.
     """
     if path.exists() and not path.is_file():
         raise ValueError("not a plain file")
@@ -31,10 +31,10 @@ def read_text(path: Path) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """What a JSON file holds.
+    """Returns the contents of a JSON file.
 
     Raises:
-        OSError, ValueError: as `read_text`, or no JSON.
+        OSError, ValueError: see `read_text`, or the text is not JSON.
     """
     try:
         return json.loads(read_text(path))
@@ -43,12 +43,13 @@ def read_json(path: Path) -> Any:
 
 
 def read_yaml(path: Path) -> str:
-    """The text of a YAML file that is harmless to load; whether it is YAML at all is left to the loader.
+    """Returns the text of a YAML file that is harmless to load; whether it is YAML is left to the loader.
 
     Raises:
-        OSError, ValueError: as `read_text`, or one nested deeply, or whose aliases multiply or hold themselves.
+        OSError, ValueError: see `read_text`, or the text is nested deeply, or its aliases multiply or contain
+            themselves.
     """
-    import yaml  # the files of a bundle are read where there is no YAML
+    import yaml  # the files of a bundle are also read without YAML
 
     text = read_text(path)
     sizes, open_nodes, names = dict[str, int](), [0], [""]
@@ -73,5 +74,5 @@ def read_yaml(path: Path) -> str:
                     f"more than {_DEPTH} levels deep, or than {_NODES:,} values with its aliases"
                 )
     except yaml.YAMLError:
-        pass  # the loader says where
+        pass  # the loader reports where
     return text

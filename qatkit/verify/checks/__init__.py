@@ -1,1 +1,1 @@
-"""What is asked of an exported file: each check a class of its own, listed in `verify.checks`."""
+"""The checks of an exported file: each check is a class of its own, listed in `verify.checks`."""

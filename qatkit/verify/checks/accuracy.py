@@ -1,4 +1,4 @@
-"""How well the task is done: by both files, by the simulation, by a float control."""
+"""Checks how well the task is done by both files, by the simulation and by a float control."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from qatkit.verify.accuracy import Predictor
     from qatkit_verify.records import Scores
 
-PAIRED = "paired"  # of the figures that are measured
-_FEWEST = 3  # classes: of two the worse one is no news
+PAIRED = "paired"  # the key of these measured figures
+_FEWEST = 3  # classes: with two, the worse one is no news
 
 
 class AccuracyCheck(Check):
-    """The task's metrics, and `verify.max_drop` of the first one; nothing without labels (`FidelityCheck` then)."""
+    """The task's metrics, and `verify.max_drop` of the first one; without labels see `FidelityCheck`."""
 
     name = "accuracy"
 
@@ -47,7 +47,7 @@ class AccuracyCheck(Check):
         return results
 
     def predictors(self, subject: Subject) -> Mapping[str, Predictor]:
-        """What else than the files has an accuracy."""
+        """Returns the predictors other than the files whose accuracy is measured."""
         return subject.predictors
 
     def lines(self, results: Results) -> list[str]:
@@ -78,7 +78,7 @@ class AccuracyCheck(Check):
 def _paired(
     values: Mapping[str, list[Any]], scores: Mapping[str, Scores], task: Task, key: str
 ) -> dict[str, float]:
-    """Returns by how much a file is worse than float, and two standard errors of that, image by image."""
+    """Returns how much worse a file is than float, and two standard errors of that, from per-image values."""
     import numpy as np
 
     exact, found = (np.concatenate(values[name]) for name in ("float", key))
@@ -87,7 +87,7 @@ def _paired(
 
 
 def _paired_line(results: Results) -> str:
-    """The difference from float and how sure it is; "" without labels."""
+    """Returns the difference from float and its uncertainty; "" without labels."""
     found, metric = results.measured.get(PAIRED), results.task.main
     if found is None:
         return ""
@@ -100,14 +100,14 @@ def _paired_line(results: Results) -> str:
 
 
 class FilesAccuracyCheck(AccuracyCheck):
-    """The same of the files alone: without the simulation, which takes most of the time."""
+    """The accuracy check of the files only, without the simulation, which takes most of the time."""
 
     def predictors(self, subject: Subject) -> Mapping[str, Predictor]:
         return {}
 
 
 def class_line(results: Results, count: int = 5) -> str:
-    """The classes that the file is worst at, in one line; "" without labels, or with too few classes."""
+    """Returns the worst classes of the file in one line; "" without labels or with too few classes."""
     int8, reference = results.accuracy.get("int8"), results.accuracy.get("float")
     if int8 is None or len(int8.class_images) < _FEWEST:
         return ""
@@ -122,6 +122,6 @@ def class_line(results: Results, count: int = 5) -> str:
 
 
 def _shares(scores: Scores) -> dict[int, float]:
-    """Percent of each class that has images."""
+    """Returns the percentage correct of each class that has images."""
     pairs = enumerate(zip(scores.class_right, scores.class_images, strict=True))
     return {label: 100 * right / images for label, (right, images) in pairs if images}

@@ -1,4 +1,4 @@
-"""Whether what is int8 in the file runs int8, operator by operator."""
+"""Checks whether what is int8 in the file runs in int8, operator by operator."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class AuditCheck(Check):
-    """The graph that really runs, and `verify.audit`."""
+    """An audit of the graph that really runs, and `verify.audit`."""
 
     name = "audit"
     early = True
@@ -53,13 +53,13 @@ class AuditCheck(Check):
             return [f"{audit_line(results.audit)}; no kernel computes {without}{rest}"]
         line = audit_line(results.audit, weights_alone=RequestedSettings(results).weights_alone)
         problems = results.audit.problems
-        if not results.output_dir:  # of a first export there is no report.json to hold the rest
+        if not results.output_dir:  # a first export has no report.json to hold the rest
             return [line, *(f"  problem: {problem}" for problem in problems)]
         return [line, *capped("problem: ", problems)]
 
 
 def audit_line(audit: Audit, *, weights_alone: bool = False) -> str:
-    """Returns the audit in one line; `weights_alone`: nothing else was asked to be quantized."""
+    """Returns the audit in one line; `weights_alone` means that only weights were to be quantized."""
     matrix = audit.matrix_nodes
     int8 = sum(node.precision == "int8" for node in matrix)
     share = f"({100 * audit.int8_share:.1f} % of multiply-accumulates)"
@@ -85,7 +85,7 @@ def audit_line(audit: Audit, *, weights_alone: bool = False) -> str:
 
 
 def _fix(audit: Audit, asked: RequestedSettings) -> str:
-    """The override that leaves the first operator with a problem in float, where overrides apply."""
+    """Returns the override that leaves the first operator with a problem in float, where overrides apply."""
     if asked.mode is not None:
         return "verify.audit=false (no override applies to a file that was made of a file: its float is reported)"
     node = next((node for node in audit.nodes if node.problem), None)
@@ -96,7 +96,7 @@ def _fix(audit: Audit, asked: RequestedSettings) -> str:
 
 
 def _given(subject: Subject) -> Sequence[int] | Mapping[str, Any] | None:
-    """Returns an input for a file that leaves axes open beside the batch; None where the file says them all."""
+    """Returns an input for a file with dynamic axes other than the batch; None if the file fixes them all."""
     import onnx_ir as ir
 
     inputs = ir.load(str(subject.files["int8"])).graph.inputs

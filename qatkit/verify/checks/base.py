@@ -1,11 +1,11 @@
-"""What a check is: something measured on the exported file, the bounds on it, and what is said of it.
+"""Defines a check: something measured on the exported file, the bounds on it, and the lines that report it.
 
     subject ── measure ──> Results ── shortfalls ──> lines for the exit status, each with its proposed fix
-                                   └─ lines ───────> what the terminal says, and the page
+                                   └─ lines ───────> lines for the terminal and the page
 
-A check of your own is a class in one file and a line in `verify.checks`. What no field of `Results` is made for,
-it keeps as plain figures by its name: `results.with_measured(self.name, {...})`, which report.json holds.
-Files that belong to no module are checked by the same classes: what needs one, `Subject` has not.
+To add a check, write a class in one file and add a line to `verify.checks`. Figures for which `Results` has
+no field are kept under the check's name: `results.with_measured(self.name, {...})`, which report.json holds.
+The same classes check files that belong to no module; `Subject` then lacks the fields that need one.
 """
 
 from __future__ import annotations
@@ -32,45 +32,46 @@ _SHOWN = 10  # lines of one kind before "and N more"
 
 
 class Reference(Protocol):
-    """The converted module: what the file was made of, and is held against."""
+    """The converted module, from which the file was made and with which it is compared."""
 
     def __call__(self, images: Any) -> NDArray[np.float32]:
-        """The first output [N, ...] of normalised images [N, C, H, W]."""
+        """Returns the first output [N, ...] of normalised images [N, C, H, W]."""
 
     def integers(self, images: Any, file: Path) -> Mapping[str, NDArray[Any]]:
-        """Its quantized tensors for `images`, by the names of the QuantizeLinear outputs of `file`."""
+        """Returns its quantized tensors for `images`, by the names of `file`'s QuantizeLinear outputs."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is checked.
+    """The files to check, their data and their settings.
 
     Attributes:
-        folder: of the run.
-        files: by name: "int8", the file to judge, "float", what it is compared with, and perhaps "dynamic", another
-            int8 file of the same float file.
-        batches: gives the test batches (images, labels) from the start.
-        timed: gives what files are timed with, for a size of batch: the shape of a batch of noise, or arrays by
-            the names of the inputs.
+        folder: the folder of the run.
+        files: the files by name: "int8", the file to judge, "float", the file to compare it with, and perhaps
+            "dynamic", another int8 file of the same float file.
+        batches: returns the test batches (images, labels) from the start.
+        timed: returns what files are timed with for a batch size: the shape of a batch of noise, or arrays by
+            input name.
         settings: the group `verify` of the configuration.
         options: session config entries of the backend.
-        predictors: what else has an accuracy, functions from images to outputs: "simulated", "control".
-        reference: the converted module; None for a file that was made of no module.
+        predictors: other functions from images to outputs whose accuracy is measured: "simulated", "control".
+        reference: the converted module; None for a file that was not made from a module.
         allow_float: operators left float on purpose, names or globs.
-        other_runtime: of a file that another runtime executes, the module that knows what that takes.
-        file_shape: an input that the files take, [N, C, H, W], or a batch by the names of the inputs; None: as the
-            file says.
-        label: what the file to judge is, in a word or two.
-        labelled: whether the labels of the batches say anything.
-        progress: whether bars are shown.
-        sample: gives so many test images with their labels, balanced over the classes.
-        held_out: gives the training images held out, (images, labels); None where there are none.
-        task: whose metrics are measured.
-        states: of a model with states, the output that such an input takes from the step before.
-        sizes: of a file with free axes, other sizes than the example's: by input and axis.
-        sequences: gives the sequences of steps that both files run through with their own states; None where there are
-            no states.
-        sound: the preparation of recordings as model.json has it; None of other samples.
+        other_runtime: for a file that another runtime executes, the module that knows what that runtime
+            accepts.
+        file_shape: an input that the files take, [N, C, H, W], or a batch by input name; None: as the file
+            declares.
+        label: a word or two that name the file to judge.
+        labelled: whether the labels of the batches are meaningful.
+        progress: whether to show progress bars.
+        sample: returns the given number of test images with their labels, balanced over the classes.
+        held_out: returns the held-out training images, (images, labels); None if there are none.
+        task: the task whose metrics are measured.
+        states: for a model with states, the output of the previous step that each state input takes.
+        sizes: for a file with free axes, sizes other than the example's, by input and axis.
+        sequences: returns the sequences of steps that both files run through with their own states; None if
+            there are no states.
+        sound: the preparation of recordings as in model.json; None for other samples.
     """
 
     folder: Path
@@ -96,11 +97,11 @@ class Subject:
     sound: Mapping[str, Any] | None = None
 
     def some(self, count: int) -> Batches:
-        """So many images with their labels, of all classes alike; without a `sample` the first batches."""
+        """Returns `count` labelled images, balanced over the classes; without `sample` the first batches."""
         return [*self._first(count)] if self.sample is None else self.sample(count)
 
     def first_images(self, count: int) -> Iterator[Any]:
-        """Whole batches of images, until there are `count`; a few at a time, as caches have room for."""
+        """Yields batches of images until there are `count`, a few images at a time, as fits the caches."""
         from qatkit.verify.accuracy import parts
 
         for images, _ in self._first(count):
@@ -123,7 +124,7 @@ class Shortfall:
 
     Attributes:
         line: what fell short; it begins with the key of the bound, "verify.max_drop=1.0: ...".
-        fix: the proposed fix, as it is typed; "" where none is known.
+        fix: the proposed fix, as it is typed; "" if none is known.
         explained: whether another check measured the cause, which `fix` then removes.
     """
 
@@ -133,12 +134,12 @@ class Shortfall:
 
 
 class Check(ABC):
-    """One thing that is measured. A class without arguments.
+    """A measurement, with its bounds. The class takes no arguments.
 
     Attributes:
-        name: the key of its figures, and what the page calls it.
-        early: it reads the files alone, and finds the same whatever their ranges are: its bounds are held at the
-            first export already, before anything long.
+        name: the key of its figures, and its name on the page.
+        early: whether it reads only the files and finds the same whatever their ranges are. Its bounds are
+            then checked at the first export already, before any long work.
     """
 
     name: ClassVar[str]
@@ -146,26 +147,26 @@ class Check(ABC):
 
     @abstractmethod
     def measure(self, subject: Subject, results: Results) -> Results:
-        """A copy of `results` with this check's part filled in; earlier checks' parts are there already."""
+        """Returns a copy of `results` with this check's part; the parts of earlier checks are present."""
 
     def shortfalls(self, bounds: VerifyConfig, results: Results) -> list[Shortfall]:
-        """The bounds that are not met; one whose measurement is absent is not met either."""
+        """Returns the bounds that are not met; a bound whose measurement is missing counts as not met."""
         return []
 
     def explains(self, shortfall: Shortfall, results: Results) -> str | None:
-        """The fix, as it is typed, where what was measured here causes another check's shortfall; else None."""
+        """Returns the fix, as typed, if this check found the cause of another's shortfall; else None."""
         return None
 
     def lines(self, results: Results) -> list[str]:
-        """What the terminal says of it, and the page; empty where it says enough in the table."""
+        """Returns the lines for the terminal and the page; empty if the table says enough."""
         return []
 
 
 def load_checks(paths: Iterable[str]) -> list[Check]:
-    """The checks at dotted paths, in their order.
+    """Loads the checks at dotted paths, in their order.
 
     Raises:
-        ConfigError: a path that leads nowhere, something else than a `Check`, or two of one name.
+        ConfigError: a path does not resolve, is not a `Check`, or two checks have the same name.
     """
     from qatkit_verify.dotted import resolve
     from qatkit_verify.errors import ConfigError
@@ -193,14 +194,14 @@ def load_checks(paths: Iterable[str]) -> list[Check]:
 
 
 def default_checks() -> list[Check]:
-    """Those that the configuration lists by itself."""
+    """Returns the checks that the configuration lists by default."""
     from qatkit.config.schema import VerifyConfig
 
     return load_checks(VerifyConfig().checks)
 
 
 def capped(title: str, items: Sequence[str]) -> list[str]:
-    """A line for each of the first items, and how many more there are."""
+    """Returns a line for each of the first items, and a line with the number of the others."""
     shown = [f"  {title}{item}" for item in items[:_SHOWN]]
     more = len(items) - len(shown)
     return [*shown, f"  ... and {more} more, see report.json"] if more else shown

@@ -1,8 +1,8 @@
-"""Measures whether INT8 outputs of a regression lie above or below float's, in all and range by range of the targets.
+"""Measures whether INT8 outputs of a regression are above or below float's, overall and by target range.
 
-    shift = mean(INT8 - float), beyond noise where it is more than three of its standard errors
+    shift = mean(INT8 - float); beyond noise if it is more than three of its standard errors
 
-An error that has one sign is no noise that averages out, and a metric of single samples hides it.
+An error with a constant sign does not average out like noise, and a metric of single samples hides it.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ FIX = "algorithm=bias_correction"
 _LOOKED_AT = 2048  # test samples
 _RANGES = 5  # quintiles
 _SURE = 3.0  # standard errors
-_MATTERS = 0.005  # of the targets' deviation: a shift below it is not worth a fix
-_HALF = 0.5  # of a drop that a shift explains
-_FEWEST = 20  # samples whose standard error says anything
-_LOOSE = 0.25  # of the targets' deviation: a larger bound hardly is one
+_MATTERS = 0.005  # of the targets' deviation: a smaller shift is not worth a fix
+_HALF = 0.5  # of a drop: a shift of at least this share explains it
+_FEWEST = 20  # samples for a meaningful standard error
+_LOOSE = 0.25  # of the targets' deviation: a larger bound is hardly one
 
 
 class BiasCheck(Check):
-    """The mean shift of `task=regression`, and of tasks derived from it; it has no bound."""
+    """The mean shift for `task=regression` and tasks derived from it; it has no bound."""
 
     name = NAME
 
@@ -41,7 +41,7 @@ class BiasCheck(Check):
         if not isinstance(subject.task, Regression):
             return results
         exact, found, targets = _outputs(subject)
-        if not np.isfinite(found).all():  # which accuracy or fidelity tells
+        if not np.isfinite(found).all():  # accuracy or fidelity reports it
             return results
         by = targets if subject.labelled else exact
         deviations = subject.task.deviations or tuple(exact.std(0))
@@ -76,7 +76,7 @@ class BiasCheck(Check):
 
 
 def fix_of(results: Results) -> str:
-    """Returns what takes the shifts back, as it is typed; "" where none matters, or it was asked for already."""
+    """Returns the setting that removes the shifts, as typed; "" if no shift matters or it is set already."""
     found, asked = results.measured.get(NAME), RequestedSettings(results)
     if found is None or not asked.has_module or asked.weights_alone:
         return ""
@@ -108,7 +108,7 @@ def rows_of(output: Mapping[str, Any], by: str) -> list[tuple[str, ...]]:
 
 
 def _outputs(subject: Subject) -> tuple[Array, Array, Array]:
-    """Outputs of both files and targets, each [N, K]."""
+    """Returns the outputs of both files and the targets, each [N, K]."""
     import numpy as np
 
     from qatkit.verify.accuracy import all_cores, file_predictor, in_parts
@@ -140,7 +140,7 @@ def _shift(difference: Array) -> dict[str, Any]:
 
 
 def _ranges(by: Array, difference: Array) -> list[dict[str, Any]]:
-    """The shift within each quintile of `by`; ties stay together, so that there may be fewer."""
+    """Returns the shift within each quintile of `by`; ties stay together, so there may be fewer."""
     import numpy as np
 
     edges = np.unique(np.quantile(by, np.linspace(0, 1, _RANGES + 1)))
@@ -156,13 +156,13 @@ def _ranges(by: Array, difference: Array) -> list[dict[str, Any]]:
 
 
 def _beyond(part: Mapping[str, Any], output: Mapping[str, Any]) -> bool:
-    """Returns whether a shift is more than noise; one that no float32 of the outputs' size holds is none."""
+    """Returns whether a shift is beyond noise; shifts below the outputs' float32 resolution do not count."""
     least = max(_SURE * part["error"], 1e-6 * output["deviation"])
     return bool(part["samples"] >= _FEWEST and abs(part["shift"]) > least)
 
 
 def _texts(output: Mapping[str, Any], by: str, label: str) -> list[str]:
-    """A line for each shift beyond noise."""
+    """Returns a line for each shift beyond noise."""
     told = []
     whose = f" of {output['name']}" if output["name"] else ""
     for part, (name, _, shift, error, share, beyond) in zip(
@@ -177,7 +177,7 @@ def _texts(output: Mapping[str, Any], by: str, label: str) -> list[str]:
 
 
 def _loose(found: Mapping[str, Any], results: Results) -> list[str]:
-    """A line where `verify.max_drop` is so large, in the unit of the targets, that it bounds little."""
+    """Returns a line if `verify.max_drop` is so large, in the unit of the targets, that it bounds little."""
     bound = RequestedSettings(results).get("verify.max_drop")
     deviation = sum(one["deviation"] for one in found["outputs"]) / len(found["outputs"])
     if bound is None or not results.labelled or bound < _LOOSE * deviation:

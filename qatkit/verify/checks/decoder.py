@@ -1,4 +1,4 @@
-"""The check of a language model's decoder against its file of whole windows, token by token."""
+"""Checks a language model's decoder against its file of whole windows, token by token."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from qatkit.config.schema import VerifyConfig
 
 _WINDOWS, _STEPS, _GENERATED = 4, 16, 32
-_PERPLEXITY = 1e-3  # that two files of the same weights may differ by, as a share
+_PERPLEXITY = 1e-3  # maximum allowed relative difference between two files of the same weights
 
 
 class DecoderCheck(Check):
-    """Perplexity with keys and values of earlier tokens and without, a greedy text, and tokens per second."""
+    """Perplexity with cached keys and values and without, greedy text, and tokens per second."""
 
     name = "decoder"
 
@@ -69,7 +69,7 @@ class DecoderCheck(Check):
             )
         if least is not None and found["agreement"] < least:
             wrong.append(f"the same next token in {100 * found['agreement']:.2f} % of {found['tokens']:,}")
-        # One token at a time is the only part that reads keys and values of earlier ones.
+        # Only steps of one token read the cached keys and values.
         alone = {"one by one": found["steps"], "of a greedy text": found["greedy"]}
         wrong += [
             f"{min(counts)} of {max(counts)} tokens {how} right"
@@ -105,7 +105,7 @@ def _line(found: dict[str, Any]) -> str:
 
 
 def _level_text(found: dict[str, Any]) -> str:
-    """The price of an accuracy level above 0, at which the other figures were measured; "" at level 0."""
+    """Returns the cost of the accuracy level; "" at level 0, at which the other figures were measured."""
     at = found.get("levels")
     if at is None:
         return ""

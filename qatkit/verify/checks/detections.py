@@ -1,4 +1,4 @@
-"""The check of a detector's file with non-maximum suppression, against PyTorch's for the boxes of the file without."""
+"""Checks a detector's file with non-maximum suppression against PyTorch's on the file without it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from qatkit.config.schema import VerifyConfig
     from qatkit.tasks.decisions.matched_boxes import Boxes
 
-_SAME = 0.99  # overlap of boxes that are the same, and the share of boxes that has to be
+_SAME = 0.99  # overlap of boxes that count as the same, and the required share of such boxes
 
 
 class DetectionsCheck(Check):
@@ -74,7 +74,7 @@ def _share(found: dict[str, Any]) -> float:
 
 
 def _suppressed(boxes: NDArray[Any], scores: NDArray[Any], how: Suppression) -> Boxes:
-    """The boxes of one picture that PyTorch keeps, best first."""
+    """Returns the boxes of one picture that PyTorch keeps, best first."""
     import numpy as np
     import torch
     from torchvision.ops import nms

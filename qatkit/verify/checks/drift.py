@@ -1,4 +1,4 @@
-"""Checks whether the error of a model with states accumulates where both files run with their own."""
+"""Checks whether the error of a model with states accumulates if both files run with their own states."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAME = "drift"
 class DriftCheck(Check):
     """Agreement and SQNR of free runs, over growing numbers of steps; nothing for a model without states.
 
-    `FidelityCheck` holds their agreement against `verify.min_float_agreement`.
+    `FidelityCheck` compares their agreement with `verify.min_float_agreement`.
     """
 
     name = NAME
@@ -50,7 +50,7 @@ class DriftCheck(Check):
 
 
 def heading(found: Mapping[str, Any], label: str) -> str:
-    """Returns what was compared, in words."""
+    """Returns a description of what was compared."""
     count, steps = found["sequences"], found["horizons"][-1]["counted"]
     return (
         f"drift: float and {label} each with their own states, {steps:,} steps of {count:,}"
@@ -59,13 +59,13 @@ def heading(found: Mapping[str, Any], label: str) -> str:
 
 
 def columns(found: Mapping[str, Any], task: TaskNames) -> tuple[str, ...]:
-    """The heads of the table of horizons."""
+    """Returns the column heads of the table of horizons."""
     outputs = found["horizons"][-1]["outputs"]
     return ("first steps", f"same {task.decision} %", *(f"{one['name']} dB" for one in outputs))
 
 
 def cells(found: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """One tuple of cells a horizon, as `columns`."""
+    """Returns one tuple of cells per horizon, in the order of `columns`."""
     return [
         (f"{one['steps']:,}", f"{100 * one['agreement']:.2f}", *map(_decibel, one["outputs"]))
         for one in found["horizons"]

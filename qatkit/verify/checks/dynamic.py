@@ -1,7 +1,7 @@
-"""ONNX Runtime's dynamic int8 of the same float file (`verify.dynamic`): would it have been enough?
+"""Compares with ONNX Runtime's dynamic int8 of the same float file (`verify.dynamic`): is it enough?
 
-It is one of the files that are measured, so its figures are rows of the table, in the same rounds and on the same
-images as the others'.
+The dynamic file is one of the measured files, so its figures are rows of the table, from the same rounds and
+the same images as the others'.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from qatkit.verify.checks.requested import RequestedSettings
 
 
 def dynamic_line(results: Results) -> str:
-    """Returns how the dynamic file compares, and which bounds it would not have met; "" where there is none."""
+    """Returns how the dynamic file compares, and which bounds it would not have met; "" if there is none."""
     found, metric = results.measured.get(DYNAMIC), results.task.main
     if found is None:
         return ""
@@ -29,16 +29,16 @@ def dynamic_line(results: Results) -> str:
 
 
 def _speed(results: Results) -> float | None:
-    """Returns the speed in multiples of that of the file that is judged."""
+    """Returns the speed as a multiple of that of the judged file."""
     mine, other = results.latency.get("int8"), results.latency.get(DYNAMIC)
     return None if mine is None or other is None else other.ratio / mine.ratio
 
 
 def _verdict(results: Results, found: dict[str, Any]) -> str:
-    """Which of the bounds on accuracy, size and speed it meets, as they are typed; "" where none is set."""
+    """Returns which bounds on accuracy, size and speed it meets, as they are typed; "" if none is set."""
     asked, latency, sizes = RequestedSettings(results), results.latency.get(DYNAMIC), results.sizes
     ratio = sizes[DYNAMIC] / sizes["float"] if DYNAMIC in sizes and sizes.get("float") else None
-    # Each as a value that must not be above its bound.
+    # Each is a value that must not exceed its bound.
     figures = {
         "max_drop": (round(found["lost"], 6), 1),
         "max_size_ratio": (ratio, 1),

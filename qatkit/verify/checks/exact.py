@@ -1,7 +1,7 @@
-"""The file that a module is held against: at accuracy level 0, which computes what the module does.
+"""Provides the file at accuracy level 0, which computes what the module does, for comparison with the module.
 
-A file that ships at level 4 rounds the activations of its products with packed weights to 8 bits; what that costs is
-measured by itself (`qatkit.verify.accuracy_levels`).
+A file shipped at level 4 rounds the activations of its products with packed weights to 8 bits. The cost of
+that is measured separately (`qatkit.verify.accuracy_levels`).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ LEVEL = "accuracy_level"  # the key of what was measured, in reports and manifes
 
 
 def is_rounded(results: Results) -> bool:
-    """Returns whether the file of these results is at another level than 0."""
+    """Returns whether the file of these results has an accuracy level other than 0."""
     return bool(results.measured.get(LEVEL, {}).get("level", 0))
 
 
 @contextmanager
 def exact(subject: Subject, results: Results) -> Iterator[Subject]:
-    """Gives the subject with the file at level 0 in place of one at another level."""
+    """Yields the subject with the file at level 0 in place of one at another level."""
     if subject.reference is None or not is_rounded(results):
         yield subject
         return

@@ -1,4 +1,4 @@
-"""Draws the test samples in which the two files differ most, of a task that says how (`Task.drawing`)."""
+"""Draws the test samples in which the two files differ most, for tasks with a drawing (`Task.drawing`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ExamplesCheck(Check):
-    """`verify.examples` of the test samples that are looked at, those that differ most first; it has no bound."""
+    """A drawing of `verify.examples` inspected test samples, the largest differences first; no bound."""
 
     name = "examples"
 
@@ -35,7 +35,7 @@ class ExamplesCheck(Check):
 
 
 def _samples(subject: Subject, drawing: Drawing, results: Results) -> Iterator[tuple[float, Sample]]:
-    """Yields how far the files differ on each of the test samples that are looked at, and the sample."""
+    """Yields how much the files differ on each of the inspected test samples, and the sample."""
     import numpy as np
 
     from qatkit.verify.accuracy import all_cores, file_predictor
@@ -74,7 +74,7 @@ def _samples(subject: Subject, drawing: Drawing, results: Results) -> Iterator[t
 
 
 def _pictures(inputs: Any, preprocessing: Mapping[str, Any] | None) -> NDArray[Any] | None:
-    """Returns the pixels behind a batch, uint8 [N, H, W, 3], by what model.json says; None of what is no picture."""
+    """Returns the pixels of a batch, uint8 [N, H, W, 3], as in model.json; None for other samples."""
     import numpy as np
 
     from qatkit_verify.fitting import UNIT

@@ -1,4 +1,4 @@
-"""How near the file's outputs are to the float file's: the accuracy of those who have no labels."""
+"""Measures how close the file's outputs are to the float file's, in place of accuracy without labels."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ if TYPE_CHECKING:
     from qatkit.config.schema import VerifyConfig
 
 
-_DRIFTS = 3.0  # dB by which errors of states make more than half of the error
+_DRIFTS = 3.0  # dB: above it, errors of the states make up more than half of the error
 
 
 class FidelityCheck(Check):
     """Agreement of the decisions, divergence and SQNR against float.
 
-    Without labels over all test images, of the simulation too, with the bounds `verify.min_float_agreement`,
-    `verify.max_float_kl` and `verify.min_float_sqnr`. With labels accuracy has the bound, and the first
-    `verify.parity_images` tell the rest. Where states are fed back, agreement and SQNR are those of `DriftCheck`.
+    Without labels, all test images are used, the simulation is measured too, and the bounds are
+    `verify.min_float_agreement`, `verify.max_float_kl` and `verify.min_float_sqnr`. With labels, the bound is
+    on accuracy, and the first `verify.parity_images` give these figures. Where states are fed back, agreement
+    and SQNR are those of `DriftCheck`.
     """
 
     name = "fidelity"
@@ -76,7 +77,7 @@ class FidelityCheck(Check):
 
 
 def _kept(results: Results, found: Mapping[str, Fidelity]) -> Results:
-    """The results with these figures, and why they say nothing where they do not."""
+    """Returns the results with these figures, and with a note where a figure is not meaningful."""
     near = found.get("int8")
     if near is None or not near.doubt:
         return replace(results, fidelity=found)
@@ -85,7 +86,7 @@ def _kept(results: Results, found: Mapping[str, Fidelity]) -> Results:
 
 
 def _broken(bounds: dict[str, float], found: Fidelity, results: Results) -> dict[str, str]:
-    """By the key of each bound that is not met, what was found instead."""
+    """Returns what was found instead, by the key of each bound that is not met."""
     told, label, task = {}, results.label, results.task
     free = results.fidelity.get(FREE)
     decided, over = (found, task.samples) if free is None else (free, "steps, each file with its own states")
@@ -103,7 +104,7 @@ def _broken(bounds: dict[str, float], found: Fidelity, results: Results) -> dict
 
 
 def _without_drift(results: Results) -> str:
-    """The overrides that leave recurrent weights float where most of the error is in the states; "" where it is not."""
+    """Returns overrides that keep recurrent weights float if most of the error is in the states; else ""."""
     near, free = results.fidelity.get("int8"), results.fidelity.get(FREE)
     recurrent = [site for site, reason in results.skipped if reason == RECURRENT_WEIGHTS]
     if near is None or free is None or not recurrent or free.sqnr_db is None:
@@ -119,7 +120,7 @@ def _without_drift(results: Results) -> str:
 
 
 def fidelity_text(found: Fidelity, task: TaskNames) -> str:
-    """The figures in words; the divergence where there is one."""
+    """Returns the figures as text, with the divergence if there is one."""
     decibel = "equal" if found.sqnr_db is None else f"SQNR {found.sqnr_db:.1f} dB"
     divergence = "" if found.kl is None else f"KL {found.kl:.2e}, "
     remark = f" ({found.remark})" if found.remark else ""

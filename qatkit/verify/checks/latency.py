@@ -1,4 +1,4 @@
-"""How fast the file runs, against the float file, round by round."""
+"""Measures how fast the file runs compared with the float file, round by round."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FAST = ("avx512_vnni", "avx_vnni", "amx_int8", "asimddp", "i8mm")  # instructio
 
 
 class LatencyCheck(Check):
-    """Milliseconds a run, and `verify.min_speedup`."""
+    """Milliseconds per run, and `verify.min_speedup`."""
 
     name = "latency"
 
@@ -48,7 +48,7 @@ class LatencyCheck(Check):
         return [Shortfall(line, _fix(bounds.min_speedup, int8, results))]
 
     def lines(self, results: Results) -> list[str]:
-        """Reports a file slower than float, where no bound asks for more, with the proposed fix."""
+        """Reports a file slower than float, with the proposed fix, where no bound asks for more."""
         int8, asked = results.latency.get("int8"), RequestedSettings(results)
         if int8 is None or int8.ratio >= 1 or asked.get("verify.min_speedup") is not None:
             return []
@@ -92,14 +92,17 @@ def _fix(bound: float, int8: Latency, results: Results) -> str:
 
 
 def _why_float(asked: RequestedSettings) -> str:
-    """Why the file computes in float whatever it is asked for; "" where it does not."""
+    """Returns why the file computes in float whatever the settings; "" if it does not."""
     if without := asked.without_kernels:
         return f"no kernel computes {without}: such a file runs in float"
     return "weights of few bits make a file small; its products are of floats" if asked.weights_alone else ""
 
 
 def _placement(asked: RequestedSettings, results: Results) -> list[str]:
-    """To measure where int8 pays, of a module for ONNX Runtime whose operators nobody has measured or all asked for."""
+    """Proposes to measure where int8 pays off.
+
+    This applies to a module for ONNX Runtime whose operators were neither measured nor all requested.
+    """
     elsewhere = results.audit is not None and not results.audit.for_onnxruntime
     elsewhere = elsewhere or asked.simulated
     fixed = asked.has_module and asked.get("placement") == "fixed" and not asked.get("backend.every_operator")

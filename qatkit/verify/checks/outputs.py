@@ -1,4 +1,4 @@
-"""How near each output is to the float file's, output by output: SQNR, cosine and L2 distance."""
+"""Measures how close each output is to the float file's: SQNR, cosine and L2 distance."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from qatkit.verify.checks.base import Check, Subject
 class OutputsCheck(Check):
     """Figures of all outputs, by name, over `verify.parity_images` test samples. They have no bounds.
 
-    With `verify.outputs`; without labels also of a task for which every output counts.
+    They are measured if `verify.outputs` is set, and without labels also for a task in which every output
+    counts.
     """
 
     name = "outputs"

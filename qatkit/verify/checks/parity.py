@@ -1,4 +1,4 @@
-"""Whether the file computes what was trained, and if not, where it begins not to."""
+"""Checks whether the file computes what was trained, and if not, where it starts to differ."""
 
 from __future__ import annotations
 
@@ -18,15 +18,13 @@ if TYPE_CHECKING:
     from qatkit.config.schema import VerifyConfig
 
 _RARELY = 0.05
-_RESOLVED = (
-    10  # images that may differ, where a value at the bound is to be distinguished from one a little below
-)
+_RESOLVED = 10  # images that may differ, to distinguish a value at the bound from one a little below
 
 
 class ParityCheck(Check):
-    """Agreement of the outputs, `verify.min_agreement`, and the first tensor that differs where it is not met.
+    """Agreement of the outputs, `verify.min_agreement`, and the first tensor that differs if it is not met.
 
-    Where the first images fall short of the bound by no more than chance would have it, more of them decide.
+    If the first images fall short of the bound by no more than chance would explain, more images decide.
     """
 
     name = "parity"
@@ -51,7 +49,9 @@ class ParityCheck(Check):
             return results
         try:
             return replace(results, divergence=_divergence(subject, found, wanted.min_agreement))
-        except Exception as error:  # whatever it is: the figures are worth more than where they come from
+        except (
+            Exception
+        ) as error:  # of any kind: the figures are worth more than knowing where they come from
             kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
             note = f"tensor by tensor: not compared ({kind}{' '.join(str(error).split())[:200]})"
             return replace(results, notes=(*results.notes, note))
@@ -83,7 +83,7 @@ class ParityCheck(Check):
 
 
 def _measured(subject: Subject, count: int) -> Parity:
-    """On the first so many images, or all where there are no more."""
+    """Returns the parity on the first `count` images, or on all if there are fewer."""
     from qatkit.verify.parity import file_parity, parity
 
     file, images = subject.files["int8"], subject.first_images(count)
@@ -96,13 +96,15 @@ def _measured(subject: Subject, count: int) -> Parity:
 
 
 def in_doubt(found: Parity, least: float) -> bool:
-    """Whether a file that keeps the share `least` of all images would, one time in twenty or oftener, differ on as many
-    of these.
+    """Returns whether chance may explain that a file falls short of the share `least`.
+
+    A file that keeps the share `least` of all images differs on at least as many of these with a probability
+    above 5 %.
     """
     differing, rate = _otherwise(found), 1 - least
     if found.held >= least or rate == 0:
         return False
-    fewer = 0.0  # by the binomial distribution: the probability of fewer
+    fewer = 0.0  # the probability of fewer, by the binomial distribution
     for count in range(differing):
         ways = math.lgamma(found.images + 1) - math.lgamma(count + 1) - math.lgamma(found.images - count + 1)
         fewer += math.exp(ways + count * math.log(rate) + (found.images - count) * math.log(least))
@@ -110,12 +112,15 @@ def in_doubt(found: Parity, least: float) -> bool:
 
 
 def _otherwise(found: Parity) -> int:
-    """Images that were decided otherwise, ties left out."""
+    """Returns the number of images that were decided differently, without ties."""
     return round((1 - found.held) * found.images)
 
 
 def _divergence(subject: Subject, parity: Parity, least: float) -> Divergence:
-    """On images that are classed differently: the file against the module, or what the optimizer makes of it."""
+    """Finds the first differing tensor on images that are classified differently.
+
+    Compares the file with the module, or the optimized file with the file as it is.
+    """
     from qatkit.verify.divergence import closest, disagreeing, first_divergence, optimizer_divergence
     from qatkit.verify.parity import between_ends, file_predictors, whole_pixels
     from qatkit_verify.session import integer_io, open_session
@@ -137,18 +142,18 @@ def _divergence(subject: Subject, parity: Parity, least: float) -> Divergence:
 
 
 def but_for_ties(found: Parity | Comparison) -> str:
-    """What the share that is held to a bound leaves out, where it does."""
+    """Returns what the share that is compared with a bound leaves out, or "" if it leaves out nothing."""
     return "" if found.held == found.agreement else f" but for ties ({100 * found.agreement:.2f} % with them)"
 
 
 def agreement(comparison: Comparison) -> str:
-    """In percent, of all images, and of those that are no ties where there are some."""
+    """Returns the agreement in percent on all images, and without ties if there are any."""
     share = f"{100 * comparison.agreement:.2f} %"
     return f"{share} ({100 * comparison.held:.2f} % but for ties)" if comparison.ties else share
 
 
 def parity_lines(parity: Parity, task: TaskNames = NAMES) -> list[str]:
-    """The comparisons with the reference, and what a step is."""
+    """Returns the comparisons with the reference, and the size of a step."""
     width = max(len(label) for label, _ in parity.compared) + 1
     return [
         f"parity on {parity.images:,} {task.samples} against {parity.reference}"
@@ -166,7 +171,7 @@ def _text(comparison: Comparison, task: TaskNames) -> str:
 
 
 def divergence_line(divergence: Divergence) -> str:
-    """Where the file first leaves the converted module, or itself without optimizations, tensor by tensor."""
+    """Describes where the file first differs from the converted module, or from itself unoptimized."""
     count, tolerance = len(divergence.tensors), divergence.tolerance
     against = "" if divergence.reference == "the converted module" else f", against {divergence.reference}"
     if divergence.first is None:

@@ -1,4 +1,4 @@
-"""What a run was asked for, read off the configuration in its results: a fix must not propose what was done."""
+"""Reads a run's settings from the configuration in its results: a fix must not propose what was done."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from qatkit_verify.dotted import resolve
 from qatkit_verify.errors import ConfigError
 
 _REAL_DATA = "data=arrays, data=audio or data=pictures, data.root=DIR"
-_FILES = "onnx/"  # what the names of models that are files begin with
-_UNQUOTED = re.compile(r"[\w./-]+")  # keys that Hydra reads as they are
-# The modes that lose less than another one does, of what is done to the float model as it is.
+_FILES = "onnx/"  # the prefix of the names of models that are files
+_UNQUOTED = re.compile(r"[\w./-]+")  # keys that Hydra reads unquoted
+# For each mode of converting the float model as it is, the modes that lose less.
 _MORE_ACCURATE = {
     "dynamic": ("weight_only", "float16"),
     "static": ("weight_only", "float16"),
@@ -24,13 +24,13 @@ _MORE_ACCURATE = {
 
 
 class RequestedSettings:
-    """The settings of the run behind `results`; a hand-made `Results` without any has no fix."""
+    """The settings of the run that produced `results`; a hand-made `Results` without settings has no fix."""
 
     def __init__(self, results: Results) -> None:
         self._config, self._labelled = results.config, results.labelled
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value at a dotted key, or `default` where the run has no such group or key."""
+        """Returns the value at a dotted key, or `default` if the run has no such group or key."""
         value: Any = self._config
         for part in key.split("."):
             if not isinstance(value, dict) or part not in value:
@@ -40,7 +40,7 @@ class RequestedSettings:
 
     @property
     def has_module(self) -> bool:
-        """Whether the file was made of a module that was calibrated, and perhaps trained, here."""
+        """Returns whether the file was made from a module that was calibrated, and perhaps trained, here."""
         return "schedule" in self._config and self.get("export.mode") == "static"
 
     @property
@@ -50,7 +50,7 @@ class RequestedSettings:
 
     @property
     def simulated(self) -> bool:
-        """Returns whether the file computes in float what number formats hold (`Backend.simulated`)."""
+        """Returns whether the file simulates number formats in float (`Backend.simulated`)."""
         return self._backend_is("simulated")
 
     def _backend_is(self, name: str) -> bool:
@@ -58,14 +58,15 @@ class RequestedSettings:
             return False
         try:
             backend = resolve(str(self.get("backend.target")), "backend.target")
-        except ConfigError:  # of a package that is not here
+        except ConfigError:  # of a package that is not installed
             return False
         return bool(getattr(backend, name, False))
 
     @property
     def without_kernels(self) -> str:
-        """What makes the file one that ONNX Runtime computes in float, for want of kernels, as it is typed; "" if
-        nothing does, or an override of some operators alone.
+        """The setting, as typed, for which ONNX Runtime has no int8 kernels and computes in float.
+
+        It is "" if there is none, or if an override concerns only some operators.
         """
         if self.simulated:
             return "backend=simulated"
@@ -81,7 +82,7 @@ class RequestedSettings:
 
     @property
     def mode_key(self) -> str:
-        """What chooses the mode of a file without a module, as it is typed."""
+        """The key that sets the mode of a file without a module, as it is typed."""
         return "export.mode" if "schedule" in self._config else "mode"
 
     @property
@@ -90,12 +91,12 @@ class RequestedSettings:
         return None if self.has_module else self.get(self.mode_key)
 
     def other_modes(self) -> str:
-        """Modes that keep more of the float model, as they are typed; "" with a module."""
+        """Returns the modes that keep more of the float model, as they are typed; "" with a module."""
         names = _MORE_ACCURATE.get(self.mode or "", ())
         return " or ".join(f"{self.mode_key}={name}" for name in names)
 
     def closer(self) -> str:
-        """What brings the file closer to float, of what was not done yet."""
+        """Returns the settings that bring the file closer to float and were not used yet."""
         if not self.has_module:
             return self.other_modes()
         if self.weights_alone:
@@ -119,7 +120,7 @@ class RequestedSettings:
         return either(ways)
 
     def _closer_weights(self) -> str:
-        """Returns the settings that bring weights of few bits closer to float, of those not used yet."""
+        """Returns the settings that bring weights of few bits closer to float and were not used yet."""
         drawn, of_file = self.get("data.source") == DRAWN, self.get("weights.bits") is not None
         ways = [f"real data ({_REAL_DATA})"] if drawn else []
         if not drawn and "gptq" not in (self.get("algorithm") or {}):
@@ -136,7 +137,7 @@ class RequestedSettings:
 
     @property
     def _could_mix(self) -> bool:
-        """Returns whether precision=auto is a setting that this run could have had and did not."""
+        """Returns whether this run could have used precision=auto and did not."""
         searched = self.get("precision.search") != "none" or self.get("precision.front") is not None
         refused = self.get("calibration.random") or self.get("rescue.climb")
         refused = refused or self.get("backend.activation_dtype") in WIDE
@@ -144,8 +145,8 @@ class RequestedSettings:
         return not searched and not refused
 
     def _longer(self) -> str:
-        """More fine-tuning than there was."""
-        if self.get("mode") is not None:  # of export.py, which trains nothing
+        """Returns the setting for more fine-tuning than there was."""
+        if self.get("mode") is not None:  # export.py, which trains nothing
             file = str(self.get("model.name")).removeprefix(_FILES)
             backend = " backend=weight_only" if self.weights_alone else ""
             return f"train.py recipe=onnx_qat onnx={file}{backend}, which fine-tunes"
@@ -166,22 +167,25 @@ class RequestedSettings:
         return override((operator or "").rpartition("/")[0].removesuffix("_quant"))
 
     def gentler(self, lost: float) -> str:
-        """Less of a fine-tuning by which float itself lost so many points: nothing that quantization could fix."""
+        """Returns settings for less fine-tuning, where float itself lost `lost` points by it.
+
+        Quantization settings could not fix such a loss.
+        """
         slower = f"schedule.lr={self.get('schedule.lr') / 10:g}"
         why = f"float, fine-tuned alike as the control, is {lost:.2f} points below itself, too"
         return either([f"{slower} ({why})", "schedule=calibrate_only, which trains nothing"])
 
     def left_float(self) -> list[str]:
-        """The selectors that leave operators in float."""
+        """Returns the selectors that leave operators in float."""
         return [one for listed in self._floats().values() for one in listed]
 
     def without_float(self) -> str:
-        """To take those selectors back, in words: how they were typed is not known."""
+        """Proposes in words to remove those selectors: how they were typed is not known."""
         keys = " or ".join(key for key, listed in self._floats().items() if listed)
         return f"no {keys} that leave {', '.join(self.left_float())} in float"
 
     def _floats(self) -> dict[str, list[str]]:
-        """Those selectors by the key that has them."""
+        """Returns those selectors by their configuration key."""
         overrides = self.get("backend.overrides", {})
         return {
             "backend.overrides": [name for name, one in overrides.items() if one.get("float")],
@@ -191,10 +195,10 @@ class RequestedSettings:
 
 
 def override(site: str) -> str:
-    """Returns the override, quoted for a shell, that leaves a site in float; "" for a name that Hydra can't take."""
+    """Returns the shell-quoted override that keeps a site in float; "" for a name that Hydra cannot parse."""
     return f"'+backend.overrides={{{site}:{{float:true}}}}'" if _UNQUOTED.fullmatch(site) else ""
 
 
 def either(ways: list[str]) -> str:
-    """Several ways as one line; "" for none."""
+    """Joins several alternatives into one line; "" for none."""
     return ", or ".join(way for way in ways if way)

@@ -1,4 +1,4 @@
-"""The same file in other runtimes than ONNX Runtime: how fast, how accurate, and whether they agree."""
+"""Measures the same file in other runtimes than ONNX Runtime: how fast, how accurate, how much they agree."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _ABSENT = "-"
 
 
 class RuntimesCheck(Check):
-    """Latency, accuracy and agreement in each further runtime of `verify.runtimes`; nothing for ONNX Runtime alone.
+    """Latency, accuracy and agreement in each further runtime of `verify.runtimes`, if there is one.
 
-    At the first export, without images, each has to run the file once.
+    At the first export there are no images, and each runtime only has to run the file once.
     """
 
     name = "runtimes"
@@ -51,7 +51,7 @@ class RuntimesCheck(Check):
                     found[runtime.name] = (
                         _compared(subject, runtime, one) if whole else _tried(subject, runtime, one)
                     )
-            except Exception as error:  # whatever a runtime raises: the rest of the report is worth keeping
+            except Exception as error:  # whatever a runtime raises, the rest of the report is worth keeping
                 found[runtime.name] = replace(one, failed=described(error))
         return replace(results, runtimes=found)
 
@@ -74,13 +74,13 @@ class RuntimesCheck(Check):
 
 
 def columns(task: TaskNames) -> tuple[str, ...]:
-    """The heads of the table."""
+    """Returns the column heads of the table."""
     times = ("runtime", "INT8 ms [p10-p90]", "float ms", "speed-up")
     return (*times, task.main.title, f"same {task.alike}: module", "ONNX Runtime")
 
 
 def rows(results: Results) -> list[tuple[str, ...]]:
-    """The cells of `columns`, the fastest runtime first, those that failed last."""
+    """Returns the cells of `columns`, the fastest runtime first and failed ones last."""
     names = [*results.runtime_latency, *(name for name, one in results.runtimes.items() if not one.latency)]
     return [_row(name, results) for name in names]
 
@@ -90,7 +90,7 @@ def _row(name: str, results: Results) -> tuple[str, ...]:
     latency = results.latency if one is None else one.latency
     accuracy = results.accuracy.get("int8") if one is None else one.accuracy
     parity = results.parity
-    trained = parity is not None and parity.unoptimized is not None  # else there is no module
+    trained = parity is not None and parity.unoptimized is not None  # without it there is no module
     module = (parity.optimized if trained and parity else None) if one is None else one.with_module
     versions = results.versions.get(name, "") if one is None else " ".join(one.versions.values())
     int8, exact = latency.get("int8"), latency.get("float")
@@ -106,7 +106,7 @@ def _row(name: str, results: Results) -> tuple[str, ...]:
 
 
 def notes(results: Results) -> list[str]:
-    """Which runtime is the fastest, and where one parts from ONNX Runtime."""
+    """Returns which runtime is the fastest, and where a runtime differs from ONNX Runtime."""
     said = []
     ranking = [(name, found["int8"]) for name, found in results.runtime_latency.items()]
     if len(ranking) > 1:
@@ -122,7 +122,7 @@ def notes(results: Results) -> list[str]:
 
 
 def _where(divergence: Divergence) -> str:
-    """The first tensor that differs, and what that says."""
+    """Describes the first tensor that differs, and what that implies."""
     alone = divergence.reference == ALONE
     if divergence.first is None:
         return "each operator alone agrees with ONNX Runtime to a step, and so does every tensor that was exposed"
@@ -135,7 +135,7 @@ def _where(divergence: Divergence) -> str:
 
 
 def _times(subject: Subject, others: Mapping[str, Runtime]) -> dict[str, dict[str, Latency] | str]:
-    """By dotted path: latency of float and INT8, or why there is none."""
+    """Returns the latency of float and INT8 by dotted path, or why there is none."""
     from qatkit_verify.feeds import noise_feeds
     from qatkit_verify.latency import from_times
     from qatkit_verify.runtimes.timing import times_in_turns
@@ -153,7 +153,7 @@ def _times(subject: Subject, others: Mapping[str, Runtime]) -> dict[str, dict[st
 
 
 def _tried(subject: Subject, runtime: Runtime, one: InRuntime) -> InRuntime:
-    """One run on noise, which raises what is wrong."""
+    """Runs the file once on noise, so that any error is raised."""
     from qatkit_verify.feeds import noise_feeds
 
     ports = _ports(subject, "int8")
@@ -163,7 +163,7 @@ def _tried(subject: Subject, runtime: Runtime, one: InRuntime) -> InRuntime:
 
 
 def _compared(subject: Subject, runtime: Runtime, one: InRuntime) -> InRuntime:
-    """Accuracy, agreement, and where it is below `verify.min_agreement` the first tensor that differs."""
+    """Measures accuracy and agreement; below `verify.min_agreement` also the first tensor that differs."""
     from qatkit.verify.accuracy import module_accuracy
     from qatkit.verify.parity import against, between_ends
     from qatkit_verify.session import open_session, outputs_by, run_outputs
@@ -197,14 +197,14 @@ def _compared(subject: Subject, runtime: Runtime, one: InRuntime) -> InRuntime:
         return replace(
             one, divergence=_divergence(subject, runtime, session, lambda x: subject.task.joined(outputs(x)))
         )
-    except Exception as error:  # as in parity: the figures are worth more than where they come from
+    except Exception as error:  # as in parity: the figures are worth more than knowing where they come from
         return replace(one, note=f"tensor by tensor: not compared ({described(error)})")
 
 
 def _divergence(
     subject: Subject, runtime: Runtime, session: ort.InferenceSession, predict: Any
 ) -> Divergence:
-    """On images that ONNX Runtime and the other one class differently."""
+    """Finds the first differing tensor on images that the two runtimes classify differently."""
     from qatkit.verify.accuracy import file_predictor
     from qatkit.verify.divergence import disagreeing
     from qatkit.verify.runtime_divergence import runtime_divergence
@@ -216,7 +216,7 @@ def _divergence(
 
 
 def _ports(subject: Subject, name: str) -> ort.InferenceSession:
-    """A session that knows what a file takes."""
+    """Opens a session that knows the inputs of a file."""
     from qatkit_verify.session import open_session
 
     return open_session(subject.files[name], threads=1, optimize=False, options=subject.options)
@@ -240,7 +240,7 @@ def _shortfall(name: str, one: InRuntime, bounds: VerifyConfig, results: Results
 
 
 def _fix(name: str, divergence: Divergence | None, near: Comparison, asked: RequestedSettings) -> str:
-    """An operator that is computed wrongly may stay float; rounding otherwise is nobody's fault."""
+    """Proposes to keep a wrongly computed operator in float; different rounding is no operator's fault."""
     way = f"verify.min_agreement={math.floor(10_000 * near.held) / 10_000} (the agreement of {name})"
     if divergence is not None and divergence.reference == ALONE:
         line = asked.override(divergence.operator) if asked.has_module else ""

@@ -1,7 +1,7 @@
-"""Whether the file computes the same on every x86 processor: without VNNI, uint8 x int8 kernels saturate.
+"""Checks whether the file computes the same on every x86: without VNNI, uint8 x int8 kernels saturate.
 
-Where the integers in the file rule that out, it is proven for all inputs. Where they do not, what it costs is emulated
-on real images if `verify.target_isa` asks for it, and by itself on a processor that saturates.
+Where the integers in the file rule out saturation, that is proven for all inputs. Elsewhere its cost is
+emulated on real images, if `verify.target_isa` asks for it or if this processor saturates.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ if TYPE_CHECKING:
     from qatkit.verify.emulation import Emulation
     from qatkit.verify.saturation import Saturation
 
-GUARDS = "guarded_weights"  # what the run says of its weights, among the measured
+GUARDS = "guarded_weights"  # the key of the run's figures about its weights, among the measured ones
 _ELSEWHERE = "saturation: not looked at, since another runtime executes the file"
-# How much of the error against float saturation makes up where it is the cause: half of its power.
+# How close the noise of saturation must be to the whole error against float to be its cause: half of its
+# power.
 _MOSTLY_DB = 3.0
 
 
@@ -41,7 +42,7 @@ class SaturationCheck(Check):
             return results.with_measured(self.name, {"elsewhere": True}) if asked else results
         try:
             return results.with_measured(self.name, _measured(subject))
-        except Exception as error:  # whatever graph can't be cut: the other figures are worth more
+        except Exception as error:  # some graphs cannot be cut: the other figures are worth more
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             return replace(results, notes=(*results.notes, f"saturation: not measured ({reason})"))
 
@@ -88,7 +89,7 @@ class SaturationCheck(Check):
 
 
 def _measured(subject: Subject) -> dict[str, Any]:
-    """The figures: of all operators what their integers say, and on images what saturation costs."""
+    """Returns the figures: what the integers of all operators prove, and the cost of saturation on images."""
     from qatkit.verify.emulation import Emulation
     from qatkit.verify.saturation import Saturation, measure_saturation
     from qatkit_verify.int8_operators import int8_operators
@@ -114,7 +115,7 @@ def _measured(subject: Subject) -> dict[str, Any]:
 
 
 def _figures(emulation: Emulation, found: Saturation, metric: Metric) -> dict[str, Any]:
-    """Plain figures for report.json: every int8 operator, those with a proof too."""
+    """Returns plain figures for report.json about every int8 operator, including the proven ones."""
     layers: dict[str, dict[str, float]] = {}
     for kernel in emulation.kernels:
         layers[kernel.name] = {"channels": kernel.channels, "can_saturate": kernel.overflowing}
@@ -135,7 +136,7 @@ def _figures(emulation: Emulation, found: Saturation, metric: Metric) -> dict[st
 
 
 def _causes(key: str, found: Mapping[str, Any], results: Results) -> bool:
-    """Whether saturation on this processor explains that a bound of `verify` is not met."""
+    """Returns whether saturation on this processor explains an unmet bound of `verify`."""
     exact, emulated = found["exact"], found["emulated"]
     if key == "min_agreement":
         return bool(emulated["agreement"] < 1)
@@ -152,7 +153,7 @@ def _causes(key: str, found: Mapping[str, Any], results: Results) -> bool:
 
 
 def saturation_lines(found: Mapping[str, Any], task: TaskNames = NAMES) -> list[str]:
-    """Which operators saturate, how much that moves them, and what becomes of the answers."""
+    """Describes which operators saturate, how far off that makes them, and how the answers change."""
     layers = found["layers"]
     open_ones = [name for name, one in layers.items() if one["can_saturate"]]
     proven, others = len(layers) - len(open_ones), found["others"]
@@ -183,7 +184,7 @@ def saturation_lines(found: Mapping[str, Any], task: TaskNames = NAMES) -> list[
 
 
 def _signed_lines(signed: Mapping[str, int | None]) -> list[str]:
-    """Describes a file with int8 activations: on ARM, twice -128 by -128 does not fit into 16 bits."""
+    """Describes a file with int8 activations: on ARM, the sum of two products -128 * -128 exceeds 16 bits."""
     open_ones = [name for name, channels in signed.items() if channels != 0]
     if not signed:
         return []
@@ -197,7 +198,7 @@ def _signed_lines(signed: Mapping[str, int | None]) -> list[str]:
 
 
 def guard_line(guards: Mapping[str, Any]) -> str:
-    """Says how many operators are guarded and what that costs, from the figures of `qatkit.graph.guarded`."""
+    """Describes how many operators are guarded and the cost, from figures of `qatkit.graph.guarded`."""
     operators = guards["operators"]
     if guards["choice"] == "auto" and not guards["hazard"]:
         return (
@@ -224,7 +225,7 @@ def _layer(name: str, one: Mapping[str, Any]) -> str:
 
 
 def _fix(results: Results) -> str:
-    """Returns the setting that keeps products from saturating and that this run does not have yet."""
+    """Returns the setting that prevents saturating products and that this run does not use yet."""
     asked, guarded = RequestedSettings(results), not results.measured.get(GUARDS, {}).get("asymmetric")
     if asked.get("export.weights_for_amx"):
         return "export.weights_for_amx=false (weights that are stored for AMX saturate without VNNI)"

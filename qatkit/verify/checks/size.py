@@ -1,4 +1,4 @@
-"""How large the file is, against the float file."""
+"""Measures how large the file is compared with the float file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class SizeCheck(Check):
-    """Bytes, and `verify.max_size_ratio`."""
+    """File sizes in bytes, and `verify.max_size_ratio`."""
 
     name = "size"
     early = True

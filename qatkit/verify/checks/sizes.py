@@ -1,4 +1,4 @@
-"""Parity with the module and latency at other sizes than the example's."""
+"""Measures parity with the module and latency at sizes other than the example's."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class SizesCheck(Check):
 
 
 def shown(sizes: Mapping[str, Mapping[int, int]]) -> str:
-    """Returns sizes as a line names them: "input 65 (axis 2), 97 (axis 3)"."""
+    """Returns sizes as a line reports them: "input 65 (axis 2), 97 (axis 3)"."""
     return "; ".join(
         f"{name} " + ", ".join(f"{size} (axis {axis})" for axis, size in axes.items())
         for name, axes in sizes.items()
@@ -62,7 +62,7 @@ def shown(sizes: Mapping[str, Mapping[int, int]]) -> str:
 
 
 def _inputs_of(file: Path, subject: Subject) -> dict[str, Sequence[int | str]]:
-    """Returns the shapes of a file's inputs by their names; an axis of any size has a name for it."""
+    """Returns the shapes of a file's inputs by name; a dynamic axis is given by its name."""
     from qatkit_verify.session import open_session
 
     session = open_session(file, threads=subject.settings.threads, options=subject.options)
@@ -70,7 +70,7 @@ def _inputs_of(file: Path, subject: Subject) -> dict[str, Sequence[int | str]]:
 
 
 def _are_free(inputs: Mapping[str, Sequence[int | str]], sizes: Mapping[str, Mapping[int, int]]) -> bool:
-    """Returns whether the axes that get other sizes are free in a file."""
+    """Returns whether the axes that get other sizes are dynamic in a file."""
     return not any(isinstance(inputs[name][axis], int) for name, axes in sizes.items() for axis in axes)
 
 
@@ -103,7 +103,7 @@ def _measured(subject: Subject, sizes: Mapping[str, Mapping[int, int]]) -> dict[
 
 
 def _resized(names: Sequence[str], batch: Any, sizes: Mapping[str, Mapping[int, int]]) -> Any:
-    """A batch with its values repeated, or cut, to other sizes."""
+    """Repeats or cuts the values of a batch to other sizes."""
     if isinstance(batch, Mapping):
         return {name: _of_size(one, sizes.get(name, {})) for name, one in batch.items()}
     if isinstance(batch, (tuple, list)):

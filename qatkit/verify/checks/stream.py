@@ -1,4 +1,4 @@
-"""The check of the file that takes a recording in chunks: behind the last one it says what the whole file says."""
+"""Checks that the file that takes a recording in chunks agrees with the whole file after the last chunk."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class StreamCheck(Check):
-    """The share of decisions that are the same, and the ratio in dB, of `verify.parity_images` test samples."""
+    """The share of identical decisions, and the SQNR in dB, over `verify.parity_images` test samples."""
 
     name = "stream"
 

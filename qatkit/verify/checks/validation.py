@@ -1,4 +1,4 @@
-"""How good the file is on training images held out: what may choose between files, as test images may not."""
+"""Measures quality on held-out training images, which may choose between files; test images may not."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from qatkit.verify.checks.fidelity import fidelity_text
 
 
 class ValidationCheck(Check):
-    """Accuracy and fidelity of both files on images that neither trained nor calibrated; nothing where none are held
-    out (`verify.validation`). Without labels there is no accuracy.
+    """Accuracy and fidelity of both files on images used neither for training nor for calibration.
+
+    The check is skipped if no images are held out (`verify.validation`). Without labels there is no accuracy.
     """
 
     name = VALIDATION

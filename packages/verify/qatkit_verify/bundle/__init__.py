@@ -1,3 +1,3 @@
-"""The bundle, which leaves the house: its files (`manifest`), as a folder or a zip (`archive`), who made it
-(`signature`), and what the model must answer (`golden`).
+"""The bundle that is handed over: its files (`manifest`), as a folder or a zip (`archive`), its maker
+(`signature`), and the expected answers of the model (`golden`).
 """

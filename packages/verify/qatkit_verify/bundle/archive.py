@@ -1,7 +1,8 @@
-"""A bundle as a folder or as a zip: the same files give the same zip, and nothing in a zip is trusted.
+"""Reads and writes a bundle as a folder or a zip: same files, same zip, and no zip is trusted.
 
-A zip's entries are plain, not compressed, of one date, in the order of their names. One that others sent may name files
-outside of its folder, links, or unpack to a thousand times its size: it is looked through before a byte is written.
+Entries of a zip are uncompressed, have a fixed date and are sorted by name. A zip from others may name files
+outside its folder, contain links, or unpack to a thousand times its size, so it is checked before a byte is
+written.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ _FILES, _BYTES, _RATIO = (
     4096,
     16 * 2**30,
     200,
-)  # of an archive that is unpacked: files, bytes, bytes over packed ones
+)  # limits of an archive: files, unpacked bytes, ratio of unpacked to packed bytes
 _BLOCK = 1 << 20
 
 
 def write_zip(folder: Path, path: Path) -> None:
-    """Every file of `folder` as a zip, whole or not at all."""
+    """Writes every file of `folder` to a zip, whole or not at all."""
     with whole(path) as new, zipfile.ZipFile(new, "w", zipfile.ZIP_STORED) as archive:
         for file in sorted(one for one in folder.rglob("*") if one.is_file()):
             told = zipfile.ZipInfo(file.relative_to(folder).as_posix(), _DATE)
@@ -44,10 +45,10 @@ def write_zip(folder: Path, path: Path) -> None:
 
 @contextmanager
 def unpacked_bundle(path: str | Path) -> Iterator[Path]:
-    """The folder of a bundle: itself, or where its zip is unpacked meanwhile.
+    """Yields the folder of a bundle: the given one, or a temporary one into which the zip is unpacked.
 
     Raises:
-        ConfigError: neither, or a zip that is not what `write_zip` writes.
+        ConfigError: `path` is neither, or the zip is not one that `write_zip` writes.
     """
     given = Path(path)
     if given.is_dir():
@@ -87,7 +88,7 @@ def _unpack(path: Path, folder: Path) -> None:
 
 
 def _check(path: Path, entries: list[zipfile.ZipInfo]) -> None:
-    """Refuses what no bundle has, before anything is written."""
+    """Rejects what no bundle contains, before anything is written."""
     names = [told.filename for told in entries]
     if len(names) > _FILES or sum(told.file_size for told in entries) > _BYTES:
         raise ConfigError("bundle", path, f"at most {_FILES} files and {_BYTES >> 30} GiB unpacked")

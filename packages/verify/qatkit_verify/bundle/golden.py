@@ -1,17 +1,17 @@
-"""golden.npz: a few samples, what the file is given for them, and what it must answer.
+"""Reads and writes golden.npz: a few samples, the file's inputs for them, and its expected answers.
 
-    pixels_0 ..        uint8 [H, W, C], before any preprocessing (of models of images)
-    samples_0 ..       float32 [T], before any preprocessing (of models of recordings)
-    input:NAME         what the file takes, [N, ...], by the names of its inputs
-    off:NAME, on:NAME  its outputs where it was made: ONNX Runtime without optimizations, and with all
-    runs               integer: of a model of arrays, which may have the batch on any axis or on none, and other sizes
-                       in each run: so many runs; NAME is then RUN/NAME, and arrays are what one run takes and gives
-    step:NAME          float: what a quantization step of that output is worth
+    pixels_0 ..        uint8 [H, W, C], before any preprocessing (for models of images)
+    samples_0 ..       float32 [T], before any preprocessing (for models of recordings)
+    input:NAME         the file's inputs, [N, ...], by name
+    off:NAME, on:NAME  its outputs where it was made: ONNX Runtime without optimizations, and with all of them
+    runs               integer: number of runs, for a model of arrays. The batch may then be on any axis or on
+                       none, and sizes may differ between runs. NAME is then RUN/NAME, with arrays of one run
+    step:NAME          float: the size of a quantization step of that output
     tolerance          float: steps by which ONNX Runtime may differ
-    tolerance_other    float: steps by which another runtime may, which rounds elsewhere
+    tolerance_other    float: steps by which another runtime may differ, since it rounds elsewhere
 
-Where the answers of ONNX Runtime differ by themselves (float residual streams of transformers), with optimizations and
-without, the tolerance is a step more than twice that.
+If ONNX Runtime's answers with and without optimizations differ already (float residual streams of
+transformers), the tolerance is one step more than twice that difference.
 """
 
 from __future__ import annotations
@@ -27,22 +27,23 @@ from qatkit_verify.feeds import Array
 from qatkit_verify.files import whole
 from qatkit_verify.npz import read_npz
 
-STEPS, STEPS_OTHER = 1.0, 8.0  # the least tolerances
-_LARGEST = 2**31  # bytes of the file: golden vectors are few
+STEPS, STEPS_OTHER = 1.0, 8.0  # the minimum tolerances
+_LARGEST = 2**31  # maximum bytes of the file: golden vectors are few
 
 
 @dataclass(frozen=True)
 class Golden:
-    """What golden.npz holds.
+    """The contents of golden.npz.
 
     Attributes:
-        pixels: of each image, uint8 [H, W, C]; empty where the inputs are no images.
-        inputs, off, on: arrays [N, ...] by the names of the file's inputs and outputs; of a model of arrays the inputs
-            of its first run, and the outputs of all by RUN/NAME, run after run in the file's order.
-        steps: of each output.
-        tolerance, tolerance_other: steps.
-        runs: of a model of arrays, the inputs of each run by name; else empty.
-        sounds: samples of each recording [T]; empty where the inputs are no recordings.
+        pixels: the pixels of each image, uint8 [H, W, C]; empty if the inputs are not images.
+        inputs, off, on: arrays [N, ...] by the names of the file's inputs and outputs; for a model of arrays
+            the inputs of its first run, and the outputs of all runs by RUN/NAME, run after run in the file's
+            order.
+        steps: the step of each output.
+        tolerance, tolerance_other: tolerances in steps.
+        runs: for a model of arrays, the inputs of each run by name; else empty.
+        sounds: the samples of each recording [T]; empty if the inputs are not recordings.
     """
 
     pixels: tuple[Array, ...]
@@ -57,13 +58,13 @@ class Golden:
 
     @property
     def raw(self) -> tuple[Array, ...]:
-        """Returns pictures or recordings before any preprocessing; none of a model of arrays."""
+        """The pictures or recordings before any preprocessing; empty for a model of arrays."""
         return self.pixels or self.sounds
 
 
 @dataclass(frozen=True)
 class Away:
-    """How far answers are from the golden ones: the worst, in steps of its output, and how many decide alike."""
+    """The distance from the golden answers: the largest in steps, and the number of equal decisions."""
 
     steps: float
     same: int
@@ -73,17 +74,17 @@ class Away:
 def tolerances(
     off: Mapping[str, Array], on: Mapping[str, Array], steps: Mapping[str, float]
 ) -> tuple[float, float]:
-    """Of ONNX Runtime, and of other runtimes."""
+    """Returns the tolerances in steps for ONNX Runtime and for other runtimes."""
     apart = max(_apart(on[name], off[name], steps[name]) for name in on)
     own = STEPS + 2 * apart
     return own, max(STEPS_OTHER, own)
 
 
 def away(golden: Mapping[str, Array], steps: Mapping[str, float], found: Sequence[Array]) -> Away:
-    """Answers, in the order of the outputs, against golden ones.
+    """Compares answers, in the order of the outputs, with the golden ones.
 
     Raises:
-        ConfigError: another shape, or values that are no numbers.
+        ConfigError: an answer has another shape.
     """
     worst, same, images = 0.0, 0, 0
     for index, ((name, wanted), got) in enumerate(zip(golden.items(), found, strict=True)):
@@ -103,7 +104,7 @@ def _apart(one: Array, other: Array, step: float) -> float:
 
 
 def _alike(one: Array, other: Array) -> bool:
-    """Whether the largest values stand at the same places along the first axis of an image's output."""
+    """Returns whether the largest values along the first axis of an image's output are at equal positions."""
     return bool((one.argmax(0) == other.argmax(0)).all()) if one.ndim else bool(one == other)
 
 
@@ -113,7 +114,7 @@ def run_named(runs: Sequence[Mapping[str, Array]]) -> dict[str, Array]:
 
 
 def write_golden(path: Path, golden: Golden) -> None:
-    """Writes golden.npz: the same arrays give the same bytes."""
+    """Writes golden.npz; the same arrays give the same bytes."""
     arrays = {f"pixels_{index}": one for index, one in enumerate(golden.pixels)}
     arrays |= {f"samples_{index}": one for index, one in enumerate(golden.sounds)}
     inputs = run_named(golden.runs) or golden.inputs
@@ -132,10 +133,10 @@ def write_golden(path: Path, golden: Golden) -> None:
 
 
 def read_golden(path: Path) -> Golden:
-    """Reads it.
+    """Reads golden.npz.
 
     Raises:
-        ConfigError: no such file, or not what `write_golden` wrote.
+        ConfigError: the file does not exist, or is not one that `write_golden` wrote.
     """
     try:
         if path.stat().st_size > _LARGEST:
@@ -184,7 +185,7 @@ def _runs(arrays: Mapping[str, Array]) -> int:
 
 
 def _check_runs(found: Golden) -> None:
-    """Refuses, by ValueError, runs that have other inputs or outputs than the first."""
+    """Rejects, by ValueError, runs with other inputs or outputs than the first."""
     names = [name.partition("/")[2] for name in found.on if name.startswith("0/")]
     wanted = [f"{place}/{name}" for place in range(len(found.runs)) for name in names]
     if list(found.on) != wanted or any(run.keys() != found.runs[0].keys() for run in found.runs):

@@ -1,12 +1,15 @@
-"""manifest.json: every file of a bundle with its size and SHA-256. Nothing that differs, lacks or is added is used.
+"""Reads, writes and checks manifest.json: every file of a bundle with its size and SHA-256.
 
     {"format": 1, "name": ..., "made_by": {package: version}, "requires": {"onnxruntime", "opset", "ir_version"},
      "onnxruntime": version that gave the golden answers, "session_options": {entry: value},
      "signer": null or the public key, "files": [{"name", "size", "sha256"}, ...], "sha256": of this text itself}
 
-Format 2 is that of a model of arrays, which a qatkit-verify that knows 1 alone refuses. The last digest is of the
-manifest's own bytes with 64 zeros in its place. The session options are all config entries under which the figures of
-the bundle hold; bundles of older versions of qatkit have neither these nor the version.
+A bundle with a file that differs, is missing or was added is not used.
+
+Format 2 is for a model of arrays; a qatkit-verify that knows only format 1 rejects it. The last digest is
+that of the manifest's own bytes with 64 zeros in its place. The session options are all config entries under
+which the figures of the bundle are valid. Bundles of older versions of qatkit have neither these nor the
+version.
 """
 
 from __future__ import annotations
@@ -26,10 +29,10 @@ FORMAT, FORMAT_OF_ARRAYS = 1, 2
 MANIFEST, SIGNATURE = "manifest.json", "manifest.sig"
 INT8_FILE, FLOAT_FILE = "model.onnx", "float.onnx"
 PREPROCESS_FILE, LABELS_FILE, GOLDEN_FILE = "preprocess.json", "labels.txt", "golden.npz"
-TOKENIZER_FILE = "tokenizer.json"  # of a model of texts
-ARRAYS_FILE = "model.json"  # of a model of arrays: its inputs and outputs
+TOKENIZER_FILE = "tokenizer.json"  # for a model of texts
+ARRAYS_FILE = "model.json"  # for a model of arrays: its inputs and outputs
 REPORT_FILE, PAGE_FILE, CONFIG_FILE, CARD_FILE = "report.json", "report.html", "config.yaml", "card.md"
-# Without these nothing can be judged.
+# Without these, nothing can be checked.
 NEEDED = (INT8_FILE, GOLDEN_FILE)
 _KEY = "bundle"
 _NOTHING = "0" * 64
@@ -37,7 +40,7 @@ _NOTHING = "0" * 64
 
 @dataclass(frozen=True)
 class Entry:
-    """One file: its name below the bundle (with slashes), bytes, and digest."""
+    """A file: its name relative to the bundle (with slashes), its bytes, and its digest."""
 
     name: str
     size: int
@@ -46,20 +49,20 @@ class Entry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A bundle's contents.
+    """The contents of a bundle.
 
     Attributes:
-        name: of the run.
-        made_by: versions of what made it.
-        requires: "onnxruntime" (least version that reads the file), "opset", "ir_version".
-        files: all but manifest.json and manifest.sig.
+        name: the name of the run.
+        made_by: versions of the packages that made it.
+        requires: "onnxruntime" (oldest version that reads the file), "opset", "ir_version".
+        files: all files except manifest.json and manifest.sig.
         signer: base64 of the Ed25519 public key that signed it; None for an unsigned bundle.
-        onnxruntime: the version that gave the golden answers; None where the manifest does not say.
-        session_options: config entries under which the figures hold; None where the manifest does not say.
-        format: of the bundle; an older qatkit-verify refuses a newer one.
-        drawn_data: whether the file was calibrated on, and the golden answers are of, random data.
-        accuracy_level: how products with packed weights are computed ("level"), and what was measured of both levels;
-            None where no level was chosen.
+        onnxruntime: the version that gave the golden answers; None if the manifest does not say.
+        session_options: config entries under which the figures are valid; None if the manifest does not say.
+        format: the format of the bundle; an older qatkit-verify rejects a newer one.
+        drawn_data: whether calibration and golden answers used random data.
+        accuracy_level: how products with packed weights are computed ("level"), and the figures of both
+            levels; None if no level was chosen.
     """
 
     name: str
@@ -75,7 +78,10 @@ class Manifest:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Writes it: the last file of a bundle but for its signature, so that one without it is not whole."""
+    """Writes the manifest.
+
+    It is the last file of a bundle except for its signature, so that a bundle without it is incomplete.
+    """
     stored = {
         "format": manifest.format,
         "name": manifest.name,
@@ -102,10 +108,10 @@ def _runtime(manifest: Manifest) -> dict[str, Any]:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Reads it, without looking at the files.
+    """Reads the manifest, without looking at the files.
 
     Raises:
-        ConfigError: there is none, it is damaged, or of a newer format.
+        ConfigError: the manifest does not exist, is damaged, or has a newer format.
     """
     path = folder / MANIFEST
     try:
@@ -164,7 +170,7 @@ def _options(stored: Any) -> dict[str, str] | None:
 
 
 def check_name(name: str) -> None:
-    """Refuses a name that leads out of the bundle, by ValueError."""
+    """Rejects, by ValueError, a name that leads out of the bundle."""
     path = PurePosixPath(name)
     bad = path.is_absolute() or ".." in path.parts or "\\" in name or ":" in name or "\0" in name
     if bad or not name or str(path) != name or not name.isprintable():
@@ -172,13 +178,13 @@ def check_name(name: str) -> None:
 
 
 def check_files(folder: Path, manifest: Manifest) -> int:
-    """Holds every file against the manifest.
+    """Compares every file with the manifest.
 
     Returns:
-        The bytes of all.
+        The total number of bytes.
 
     Raises:
-        ConfigError: a file that is missing, another, a link, or not listed; each is named.
+        ConfigError: a file is missing, differs, is a link, or is not listed; the first ones are named.
     """
     wrong = [*_wrong(folder, manifest.files), *_unlisted(folder, manifest.files)]
     if wrong:
@@ -207,12 +213,12 @@ def _unlisted(folder: Path, files: Iterable[Entry]) -> Iterable[str]:
 
 
 def entry(folder: Path, name: str) -> Entry:
-    """A file as it is now."""
+    """Returns the entry of a file as it is now."""
     path = folder / name
     return Entry(name, path.stat().st_size, sha256(path))
 
 
 def sha256(path: Path) -> str:
-    """Of a file's bytes, in hexadecimal."""
+    """Returns the SHA-256 of a file's bytes, in hexadecimal."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()

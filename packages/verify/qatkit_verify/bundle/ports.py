@@ -1,8 +1,8 @@
-"""model.json of a bundle of arrays: what its file takes and gives, by name.
+"""Describes the inputs and outputs of a file by name, as in model.json of a bundle of arrays.
 
     {"format": 1, "inputs": [{"name", "type", "shape", "batch_axis"}, ...], "outputs": [the same, ...]}
 
-Types are NumPy's names, an open axis is null, and so is the batch axis of an input that has none.
+Types are NumPy's names. A dynamic axis is null, and so is the batch axis of an input without one.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class Port:
     """An input or an output of a file.
 
     Attributes:
-        name: as the file has it.
+        name: the name in the file.
         type: NumPy's name of its type.
-        shape: its axes; None where one is open.
-        batch_axis: the axis that holds the batch; None for none, or an unknown one.
+        shape: its axes; None for a dynamic one.
+        batch_axis: the batch axis; None if there is none or it is unknown.
     """
 
     name: str
@@ -35,16 +35,16 @@ class Port:
 
     @classmethod
     def of(cls, declared: Any, batch_axis: int | None = None) -> Port:
-        """Returns one as a session declares it (ONNX Runtime's NodeArg)."""
+        """Returns a port from a session's declaration (ONNX Runtime's NodeArg)."""
         shape = tuple(size if isinstance(size, int) else None for size in declared.shape or ())
         return cls(declared.name, np.dtype(numpy_type(declared.type)).name, shape, batch_axis)
 
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any]) -> Port:
-        """The inverse of `as_dict`.
+        """Reads a port from the output of `as_dict`.
 
         Raises:
-            ConfigError: it is no such record.
+            ConfigError: the record is not such an output.
         """
         try:
             shape = tuple(None if size is None else int(size) for size in stored["shape"])
@@ -61,7 +61,7 @@ class Port:
             ) from error
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain containers."""
+        """Returns plain containers."""
         return {**asdict(self), "shape": list(self.shape)}
 
     def __str__(self) -> str:
@@ -72,11 +72,11 @@ class Port:
         return f"{self.name} {self.type} [{', '.join(axes)}]"
 
     def declares(self, own: Port) -> bool:
-        """Returns whether a file declares the same."""
+        """Returns whether a file declares the same port."""
         return (self.name, self.type, self.shape) == (own.name, own.type, own.shape)
 
     def takes(self, given: Array) -> bool:
-        """Returns whether an array has the type and the shape."""
+        """Returns whether an array has this type and shape."""
         fits = len(given.shape) == len(self.shape) and all(
             size in (None, has) for size, has in zip(self.shape, given.shape, strict=True)
         )

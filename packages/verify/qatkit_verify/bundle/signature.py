@@ -1,9 +1,9 @@
-"""manifest.sig: an Ed25519 signature (RFC 8032) of manifest.json, which has the digest of every other file.
+"""Writes and checks manifest.sig: an Ed25519 signature (RFC 8032) of manifest.json with all digests.
 
-    openssl genpkey -algorithm ed25519 -out key.pem        # signs: stays at home
-    openssl pkey -in key.pem -pubout -out public.pem       # checks: goes to those who receive
+    openssl genpkey -algorithm ed25519 -out key.pem        # signs: keep it private
+    openssl pkey -in key.pem -pubout -out public.pem       # checks: give it to recipients
 
-`cryptography` (the extra `sign`) is imported when something is signed or checked.
+`cryptography` (the extra `sign`) is imported only when something is signed or checked.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _INSTALL = "the extra that checks signatures: pip install 'qatkit-verify[sign]'"
 
 
 def private_key(path: str | Path, key: str = "export.sign") -> Any:
-    """An Ed25519 private key of a PEM file without a password.
+    """Reads an Ed25519 private key from a PEM file without a password.
 
     Raises:
-        ConfigError: no such file, another kind of key, or `cryptography` is not installed.
+        ConfigError: the file does not exist or has another kind of key, or `cryptography` is not installed.
     """
     serialization, ed25519 = _library(key, path)
     try:
@@ -39,7 +39,7 @@ def private_key(path: str | Path, key: str = "export.sign") -> Any:
 
 
 def public_of(private: Any) -> str:
-    """base64 of its public key's 32 bytes."""
+    """Returns the 32 bytes of its public key in base64."""
     return base64.b64encode(private.public_key().public_bytes_raw()).decode()
 
 
@@ -53,16 +53,16 @@ def check_signature(folder: Path, signer: str | None, public: str | Path | None)
     """Checks manifest.sig.
 
     Args:
-        folder: of the bundle.
+        folder: the folder of the bundle.
         signer: the public key that the manifest names; None for an unsigned bundle.
-        public: a PEM file of the key that is trusted; None: the signature is held against the named one, which says
-            that nobody changed the bundle without that key, and not whose it is.
+        public: a PEM file of the trusted key. None: the signature is checked with the named key, which proves
+            that nobody without that key changed the bundle, but not whose key it is.
 
     Returns:
-        What there is to say.
+        A text that reports the signature.
 
     Raises:
-        ConfigError: a wrong key, or a signature that is missing, damaged, or not of this manifest.
+        ConfigError: the key is wrong, or the signature is missing, damaged, or not of this manifest.
     """
     if signer is None:
         return _unsigned(folder, public)
@@ -120,7 +120,7 @@ def _public(serialization: Any, ed25519: Any, path: str | Path) -> Any:
 
 
 def _decoded(path: Path, text: str, size: int) -> bytes:
-    """base64, in its one spelling: spare bits and other signs would be bytes that change and mean the same."""
+    """Decodes base64 in its canonical form only: other spellings would mean the same bytes."""
     try:
         found = base64.b64decode(text, validate=True)
     except ValueError:

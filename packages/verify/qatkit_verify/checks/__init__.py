@@ -1,1 +1,1 @@
-"""What `qatkit-verify` asks of a bundle on this machine, a question a file. Each yields one `base.Found`."""
+"""The questions that `qatkit-verify` asks of a bundle here, one per file. Each yields `base.Found`."""

@@ -1,6 +1,7 @@
-"""Does the file answer here what it answered where it was made? Pixels or samples to tensor, and tensor to answer.
+"""Checks whether the file gives the same answers here as where it was made.
 
-A model of arrays has no preprocessing: there its inputs are held against model.json.
+Checks both steps: from pixels or samples to the input tensor, and from the tensor to the answer. A model of
+arrays has no preprocessing, so its inputs are compared with model.json instead.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from qatkit_verify.untrusted import read_json
 
 
 def preprocessing(asked: CheckInputs) -> Found:
-    """The golden pixels or samples through the preprocessing, bit for bit."""
+    """Runs the golden pixels or samples through the preprocessing, and compares bit for bit."""
     golden, path = asked.golden, asked.folder / PREPROCESS_FILE
     if golden.runs:
         return _inputs(asked)
@@ -39,7 +40,7 @@ def preprocessing(asked: CheckInputs) -> Found:
 
 
 def _prepared(golden: Golden, path: Path) -> tuple[Array, str]:
-    """The golden pixels or samples as preprocess.json says, and what they are in words."""
+    """Returns the golden pixels or samples prepared as in preprocess.json, and a description of them."""
     how = read_json(path)
     if golden.sounds:
         from qatkit_verify.sound import SoundPreprocess
@@ -54,7 +55,7 @@ def _prepared(golden: Golden, path: Path) -> tuple[Array, str]:
 
 
 def _inputs(asked: CheckInputs) -> Found:
-    """The golden arrays and the file's own inputs against model.json."""
+    """Compares the golden arrays and the file's own inputs with model.json."""
     told = [Port.from_dict(one) for one in read_json(asked.folder / ARRAYS_FILE)["inputs"]]
     session = open_session(asked.int8, threads=1, optimize=False, options=asked.options)
     seen = f"{len(told)} inputs, as model.json says: {', '.join(map(str, told))}"
@@ -70,7 +71,7 @@ def _inputs(asked: CheckInputs) -> Found:
 
 
 def answers(asked: CheckInputs, *, optimize: bool) -> Found:
-    """The golden inputs in ONNX Runtime, without its optimizations or with all."""
+    """Runs the golden inputs in ONNX Runtime, without its optimizations or with all of them."""
     golden = asked.golden
     found = asked.answers[optimize]
     name = "answers, optimized" if optimize else "answers, as written"
@@ -80,10 +81,10 @@ def answers(asked: CheckInputs, *, optimize: bool) -> Found:
 
 
 def answers_elsewhere(asked: CheckInputs) -> list[Found]:
-    """The golden inputs in the other runtimes that were asked for."""
+    """Runs the golden inputs in the other requested runtimes."""
     golden, all_found = asked.golden, list[Found]()
     for runtime in load_runtimes(asked.runtimes).values():
-        if runtime.name == REFERENCE:  # with the session's options, which others do not have
+        if runtime.name == REFERENCE:  # with the session's options, which other runtimes do not have
             outputs = asked.answers[True]
         else:
             outputs = asked.outputs(runtime.open(asked.int8, asked.threads))
@@ -97,7 +98,7 @@ def _judged(asked: CheckInputs, name: str, found: Away, tolerance: float) -> Fou
     names = names_of(asked.report)
     if asked.golden.runs:
         same = f"{len(asked.golden.runs)} runs"
-    elif names.name == "outputs":  # whose decisions need more than this package
+    elif names.name == "outputs":  # its decisions need more than this package
         same = f"{found.images} samples"
     else:
         same = f"{found.same} of {found.images} the same {names.decision}"

@@ -22,14 +22,14 @@ OK, SHORT, OPEN = "ok", "falls short", "not judged"
 
 @dataclass(frozen=True)
 class Found:
-    """The answer to one question.
+    """The result of a check.
 
     Attributes:
-        check: its name.
-        verdict: OK, SHORT, or OPEN where nothing here can tell.
-        seen: in words, with the figures.
-        fix: where the check falls short, the proposed fix.
-        figures: for programs.
+        check: the name of the check.
+        verdict: OK, SHORT, or OPEN if it cannot be judged here.
+        seen: the result in words, with the figures.
+        fix: the proposed fix if the check falls short.
+        figures: the figures for programs.
     """
 
     check: str
@@ -39,22 +39,22 @@ class Found:
     figures: Mapping[str, Any] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns plain containers for JSON, where the fix has the key "mend" as in earlier records."""
+        """Returns plain containers for JSON, in which the fix has the key "mend" as in earlier records."""
         return {"mend" if key == "fix" else key: value for key, value in asdict(self).items()}
 
 
 @dataclass(frozen=True)
 class CheckInputs:
-    """What is checked, and how.
+    """The bundle to check, and the settings of the checks.
 
     Attributes:
-        folder: of the bundle, whose files are those of the manifest.
-        manifest: read.
-        threads, runs: of ONNX Runtime; timed runs of each file.
+        folder: the folder of the bundle, whose files match the manifest.
+        manifest: the manifest that was read.
+        threads, runs: threads of ONNX Runtime, and timed runs of each file.
         runtimes: dotted paths of other runtimes.
         pictures, recordings: a folder of pictures, or of WAV and FLAC files, in class folders, or None.
-        min_speedup: over float.onnx; None: the run's own bound, where it has one.
-        max_drop: points that pictures or recordings may give less than the report says.
+        min_speedup: minimum speed-up over float.onnx; None: the run's own bound, if it has one.
+        max_drop: points that pictures or recordings may lose compared with the report.
     """
 
     folder: Path
@@ -79,20 +79,20 @@ class CheckInputs:
 
     @cached_property
     def report(self) -> Mapping[str, Any]:
-        """report.json; empty where the bundle has none."""
+        """The contents of report.json; empty if the bundle has none."""
         path = self.folder / REPORT_FILE
         found = read_json(path) if path.is_file() else {}
         return found if isinstance(found, dict) else {}
 
     @cached_property
     def batch(self) -> int | None:
-        """The batch that the file was exported for; None where it is open."""
-        from qatkit_verify.session import fixed_batch, open_session  # ONNX Runtime may not be there
+        """The batch size that the file was exported for; None if it is dynamic."""
+        from qatkit_verify.session import fixed_batch, open_session  # ONNX Runtime may not be installed
 
         return fixed_batch(open_session(self.int8, threads=1, options=self.options))
 
     def outputs(self, execute: Execute) -> list[Array]:
-        """What a function that runs the file gives for the golden inputs."""
+        """Returns the outputs for the golden inputs of a function that runs the file."""
         from qatkit_verify.session import in_its_batches
 
         if self.golden.runs:
@@ -101,7 +101,7 @@ class CheckInputs:
 
     @property
     def one_batch(self) -> dict[str, Array]:
-        """Golden inputs as the file takes them at once, some of them again where it takes more than there are."""
+        """The golden inputs as one batch for the file, repeated if it takes more than there are."""
         if self.golden.runs:
             return dict(self.golden.inputs)
         rows = self.batch or 1
@@ -109,7 +109,7 @@ class CheckInputs:
 
     @property
     def bound(self) -> float | None:
-        """On the speed over float: as typed; else the run's own; 1 of an INT8 file whose run has none."""
+        """The bound on the speed-up over float: as typed, else the run's own, else 1 for an INT8 file."""
         if self.min_speedup is not None:
             return self.min_speedup
         own = ((self.report.get("config") or {}).get("verify") or {}).get("min_speedup")
@@ -118,9 +118,9 @@ class CheckInputs:
 
     @property
     def options(self) -> dict[str, str]:
-        """Session config entries under which the figures hold, all of them.
+        """The session config entries under which the figures are valid, all of them.
 
-        A bundle of an older qatkit has those of the backend alone, in its report; the others were unset.
+        A bundle of an older qatkit has only those of the backend, in its report; the others were unset.
         """
         from qatkit_verify.session import UNSET_OPTIONS
 
@@ -129,11 +129,11 @@ class CheckInputs:
 
     @cached_property
     def answers(self) -> dict[bool, list[Array]]:
-        """The outputs of ONNX Runtime here for the golden inputs, with optimizations (True) and without (False)."""
+        """ONNX Runtime's outputs here for the golden inputs, optimized (True) and as written (False)."""
         return {optimize: self.answers_with(self.options, optimize=optimize) for optimize in (False, True)}
 
     def answers_with(self, options: Mapping[str, str], *, optimize: bool = True) -> list[Array]:
-        """Returns the outputs of ONNX Runtime here for the golden inputs, with these session config entries."""
+        """Returns ONNX Runtime's outputs here for the golden inputs, with these session config entries."""
         from qatkit_verify.session import open_session
 
         session = open_session(self.int8, threads=self.threads, optimize=optimize, options=options)
@@ -141,7 +141,7 @@ class CheckInputs:
 
 
 def _answers(execute: Execute, run: Mapping[str, Array]) -> list[Array]:
-    """The outputs for the arrays of a run, which the runtime may refuse."""
+    """Returns the outputs for the arrays of a run, which the runtime may refuse."""
     try:
         return [np.asarray(one) for one in execute(run)]
     except Exception as error:  # ONNX Runtime's exceptions have no public common base

@@ -1,4 +1,4 @@
-"""Does the file that takes a recording in chunks give behind the last one what the whole file gives?"""
+"""Checks whether the file that takes chunks of a recording agrees with the whole file after the last one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAME = "answers, in chunks"
 
 
 def answers_in_chunks(asked: CheckInputs) -> list[Found]:
-    """The golden inputs in chunks, with states that start as zeros; no answer where the bundle has no such file."""
+    """Runs the golden inputs in chunks, with zero initial states; returns [] if there is no such file."""
     path = stream_file(asked.int8)
     if not path.is_file():
         return []
@@ -30,7 +30,7 @@ def answers_in_chunks(asked: CheckInputs) -> list[Found]:
 
 
 def _outputs(asked: CheckInputs, path: Path) -> dict[str, list[tuple[Array, Array]]]:
-    """Returns by name of an output what each golden sample gives in the whole file, and behind its last chunk."""
+    """Returns by output name the values for each golden sample: whole file, and after the last chunk."""
     whole, stream = (
         open_session(one, threads=asked.threads, options=asked.options) for one in (asked.int8, path)
     )
@@ -49,7 +49,7 @@ def _outputs(asked: CheckInputs, path: Path) -> dict[str, list[tuple[Array, Arra
 
 
 def _lone(given: Mapping[str, Array]) -> Array:
-    """Returns the one input, which is cut."""
+    """Returns the single input, which is cut into chunks."""
     if len(given) != 1:
         raise ConfigError("golden", ", ".join(given), "one input, which is cut into chunks")
     return next(iter(given.values()))

@@ -1,4 +1,4 @@
-"""Does the ONNX Runtime that is installed here read the file?"""
+"""Checks whether the ONNX Runtime that is installed here reads the file."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from qatkit_verify.session import open_session
 
 
 def loading(asked: CheckInputs) -> Found:
-    """Whether it loads.
+    """Returns the result if the file loads.
 
     Raises:
-        ConfigError: it does not: the version that is needed, of an older one, or ONNX Runtime's reason.
+        ConfigError: it does not load; names the required version if this one is older, else ONNX Runtime's
+            reason.
     """
     needed = str(asked.manifest.requires.get("onnxruntime", "0"))
     told = read_onnx(asked.int8)

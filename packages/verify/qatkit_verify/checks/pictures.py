@@ -1,4 +1,4 @@
-"""Accuracy on a folder of pictures or recordings on this machine, compared with the report's on the test images."""
+"""Measures accuracy on a folder of pictures or recordings, compared with the report's on the test images."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _BATCH = 32
 
 
 def pictures(asked: CheckInputs) -> Found:
-    """The pictures of `asked.pictures`, one folder per class (named as in labels.txt).
+    """Judges the pictures of `asked.pictures`, one folder per class (named as in labels.txt).
 
     Raises:
-        ConfigError: no such folder, no class folders, one that labels.txt does not have, or a picture that can't be
-            opened.
+        ConfigError: the folder or its class folders do not exist, labels.txt lacks a class, a picture cannot
+            be opened, or the bundle's model takes no pictures.
     """
     assert asked.pictures is not None
     if not (asked.folder / PREPROCESS_FILE).is_file():
@@ -47,10 +47,10 @@ def pictures(asked: CheckInputs) -> Found:
 
 
 def recordings(asked: CheckInputs) -> Found:
-    """The WAV and FLAC files of `asked.recordings`, one folder per class (named as in labels.txt).
+    """Judges the WAV and FLAC files of `asked.recordings`, one folder per class (named as in labels.txt).
 
     Raises:
-        ConfigError: as `pictures`, or a file of another sampling rate.
+        ConfigError: as in `pictures`, or a file has another sampling rate.
     """
     assert asked.recordings is not None
     path = asked.folder / PREPROCESS_FILE
@@ -83,7 +83,7 @@ def _samples(path: Path, rate: int) -> Samples:
 def _judged(
     asked: CheckInputs, kind: str, files: Sequence[tuple[Path, int]], tensor: Callable[[Path], Array]
 ) -> Found:
-    """Classes all files, prepared by `tensor`, and compares with the report."""
+    """Classifies all files, prepared by `tensor`, and compares the accuracy with the report."""
     session = open_session(asked.int8, threads=asked.threads, options=asked.options)
     (port,) = session.get_inputs()
     right, images = 0, len(files)
@@ -116,7 +116,7 @@ def _compared(asked: CheckInputs, kind: str, right: int, images: int) -> Found:
 def _labelled(
     asked: CheckInputs, kind: str, root: Path, files_of: Callable[[Path], list[Path]]
 ) -> list[tuple[Path, int]]:
-    """The files in the folders of classes, with their labels."""
+    """Returns the files in the class folders, with their labels."""
     known = asked.folder / LABELS_FILE
     labels = read_text(known).splitlines() if known.is_file() else []
     if not root.is_dir():

@@ -1,17 +1,17 @@
-"""Does ONNX Runtime compute here what it computed where the file was verified? In decibels, not decisions alone.
+"""Checks, in dB and not only by decisions, whether ONNX Runtime still computes what was verified.
 
-A version can give a file another meaning without a word. ONNX Runtime 1.32 turns products of 16-bit
-activations, exact before, into MatMulNBits, which quantizes the activations to 8 bits: 39 dB, and mostly the
-same decisions. So what the golden inputs give here is held against what they gave there, as noise, a share of the
+A version can silently change what a file computes. ONNX Runtime 1.32 turns products of 16-bit activations,
+exact before, into MatMulNBits, which quantizes the activations to 8 bits: 39 dB, and mostly the same
+decisions. So the outputs for the golden inputs here are compared with those there, as noise relative to the
 answers' own power:
 
-    optimized here       against optimized there     what is judged
-    optimized there      against as written there    what optimizations alone may move
-    as written here      against as written there    what versions and processors may move in float
+    optimized here       against optimized there     the noise that is judged
+    optimized there      against as written there    noise that optimizations alone may cause
+    as written here      against as written there    noise that versions and processors may cause in float
 
-The first may be ten times the sum of the other two. A file that rounds to 8 bits may also move by whole steps,
-which is more than that: there the tolerance of the golden vectors decides, unless the optimized graph shows
-the cause.
+The first may be ten times the sum of the other two. A file that rounds to 8 bits may also move by whole
+steps, which is more than that. The tolerance of the golden vectors then decides, unless the optimized graph
+shows the cause.
 """
 
 from __future__ import annotations
@@ -37,27 +37,27 @@ from qatkit_verify.session import (
     open_session,
 )
 
-_TIMES = 10.0  # the noise that is explained, 10 dB
-_FLOOR = 1e-8  # 80 dB: float32 in another order, and 16-bit values on the other side of a rounding
-_INT8_LEVEL = 4  # of MatMulNBits: its activations become 8 bits
+_TIMES = 10.0  # factor over the explained noise, 10 dB
+_FLOOR = 1e-8  # 80 dB: float32 in another order, and 16-bit values that round the other way
+_INT8_LEVEL = 4  # of MatMulNBits: its activations are rounded to 8 bits
 _WIDE = frozenset({4, 5, 6, 12})  # uint16, int16, int32 and uint32 of TensorProto.DataType
 _ROUNDS = (
     "QLinear",
     "QGemm",
     "MatMulIntegerToFloat",
     "Dynamic",
-)  # how names of operators begin that round to 8 bits
+)  # prefixes of the names of operators that round to 8 bits
 
 
 @dataclass(frozen=True)
 class _Noise:
-    """Noise between golden answers and those here, as shares of the answers' power.
+    """The noise between the golden answers and those here, as shares of the answers' power.
 
     Attributes:
         here: optimized, here against there.
         there: where the file was verified, optimized against as written.
         written: as written, here against there.
-        steps: the farthest of the optimized answers, in steps of its output.
+        steps: the largest distance of the optimized answers, in steps of the output.
     """
 
     here: float
@@ -67,12 +67,12 @@ class _Noise:
 
     @property
     def explained(self) -> bool:
-        """Returns whether optimizations there, or the versions without optimizations, explain the noise."""
+        """Returns whether optimizations there, or versions without optimizations, explain the noise."""
         return self.here <= _TIMES * (self.there + self.written) + _FLOOR
 
 
 def runtime(asked: CheckInputs) -> Found:
-    """The answers of the ONNX Runtime here to the golden inputs against those of the one that verified the file."""
+    """Compares this ONNX Runtime's answers to the golden inputs with those of the version that verified."""
     there = (
         asked.manifest.onnxruntime or asked.manifest.made_by.get("onnxruntime") or "the one that verified it"
     )
@@ -113,9 +113,9 @@ def _measured(asked: CheckInputs, optimized: Sequence[Array]) -> _Noise:
 
 
 def noise(wanted: Iterable[Array], found: Iterable[Array]) -> float:
-    """The power of the difference as a share of that of `wanted`, of the output where it is largest.
+    """Returns the power of the difference relative to that of `wanted`, for the output where it is largest.
 
-    0 where they are equal in every bit; infinite where one is no number, or where only zeros are wanted.
+    It is 0 if they are equal in every bit, and infinite if a value is not finite or only zeros are wanted.
     """
     worst = 0.0
     for one, other in zip(wanted, found, strict=True):
@@ -128,7 +128,7 @@ def noise(wanted: Iterable[Array], found: Iterable[Array]) -> float:
 
 
 def rounds_to_8_bits(file: OnnxFile) -> bool:
-    """Returns whether the file rounds a value to 8 bits or fewer: near a tie, versions may round it differently."""
+    """Returns whether the file rounds a value to 8 bits or fewer: near a tie, versions may differ."""
     return any(_rounds(node, file.types) for node in file.nodes)
 
 
@@ -140,7 +140,7 @@ def _rounds(node: Node, types: Mapping[str, int]) -> bool:
 
 
 def _made_here(asked: CheckInputs) -> list[Node]:
-    """The MatMulNBits nodes that ONNX Runtime makes of the file here, without those that the file itself holds."""
+    """Returns the MatMulNBits nodes that ONNX Runtime adds to the file here, without the file's own."""
     with tempfile.TemporaryDirectory() as folder:
         saved = Path(folder) / "optimized.onnx"
         open_session(asked.int8, threads=asked.threads, options=asked.options, optimized_path=saved)
@@ -152,7 +152,7 @@ def _made_here(asked: CheckInputs) -> list[Node]:
 
 
 def _without_options(asked: CheckInputs, nodes: Sequence[Node]) -> str:
-    """Says how far the answers move without the session option that keeps `nodes` in float."""
+    """Returns how far the answers move without the session option that keeps `nodes` in float, as text."""
     level = asked.options[ACCURACY_LEVEL]
     if not nodes or level == UNSET_OPTIONS[ACCURACY_LEVEL]:
         return ""
@@ -175,5 +175,5 @@ def _db(share: float) -> str:
 
 
 def _finite(share: float) -> float | None:
-    """Decibels; None of equal answers, which have none, and of those that are nothing alike."""
+    """Returns decibels; None for equal answers and for completely different ones."""
     return -10 * math.log10(share) if 0 < share < math.inf else None

@@ -1,4 +1,4 @@
-"""How fast is it here, and does it run in int8 here? Saturation, too, is this processor's."""
+"""Measures how fast the file is here, and checks whether it runs in int8 and saturates on this processor."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from qatkit_verify.latency import latency
 from qatkit_verify.proofs import never_on_arm, never_on_x86
 from qatkit_verify.saturation import saturates_here
 
-_LESS = 0.01  # of the multiply-accumulates: by how much less may run in int8 here
-_NAMED = 1  # of the operators that can saturate; all are in the figures
+_LESS = 0.01  # of the multiply-accumulates: maximum decrease of the int8 share here
+_NAMED = 1  # operators that can saturate and are named; the figures have all
 
 
 def speed(asked: CheckInputs) -> Found:
-    """The INT8 file's time here, and the float file's where the bundle has one, in turns."""
+    """Times the INT8 file here, alternating with the float file if the bundle has one."""
     both = {"float": asked.folder / FLOAT_FILE, "int8": asked.int8}
     files = {name: path for name, path in both.items() if path.is_file()}
     inputs, batch = asked.golden.inputs, asked.batch or 1
@@ -49,7 +49,7 @@ def speed(asked: CheckInputs) -> Found:
 
 
 def kernels(asked: CheckInputs) -> Found:
-    """Which operators ONNX Runtime runs in int8 here, against where the bundle was made."""
+    """Checks which operators ONNX Runtime runs in int8 here, compared with where the bundle was made."""
     ran = executed(asked.int8, options=asked.options, threads=asked.threads,
                    given=asked.one_batch,
                    images=asked.batch or 1)  # fmt: skip
@@ -71,7 +71,7 @@ def kernels(asked: CheckInputs) -> Found:
 
 
 def saturation(asked: CheckInputs) -> Found:
-    """Judges from the integers in the file whether it can saturate on x86 without VNNI, and if so, here."""
+    """Judges from the file's integers whether it can saturate on x86 without VNNI, and whether here."""
     found = int8_operators(asked.int8, options=asked.options)
     open_ones = [one for one in found if one.saturating != 0]
     here = saturates_here()
@@ -94,7 +94,7 @@ def saturation(asked: CheckInputs) -> Found:
 
 
 def _signed_products(asked: CheckInputs, figures: dict[str, Any]) -> Found:
-    """Judges a file without uint8 x int8: on ARM, twice -128 by -128 does not fit into 16 bits."""
+    """Judges a file without uint8 x int8 products: on ARM, the sum of two -128 * -128 exceeds 16 bits."""
     found = int8_operators(asked.int8, options=asked.options, signed=True)
     open_ones = [one for one in found if one.saturating != 0]
     figures |= {

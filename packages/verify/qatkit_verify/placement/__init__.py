@@ -1,1 +1,1 @@
-"""Measured placement as a file: what it says (`record`), who decides (`decide`), and `qatkit-measure` (`measure`)."""
+"""Measured placement as a file: contents (`record`), decision (`decide`), `qatkit-measure` (`measure`)."""

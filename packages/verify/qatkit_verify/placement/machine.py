@@ -1,4 +1,4 @@
-"""This machine, as placements tell of it."""
+"""Describes this machine, as in placements."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from qatkit_verify.placement.record import Machine
 
 
 def this_machine(threads: int, batch: int) -> Machine:
-    """The machine, ONNX Runtime's version, and how is measured."""
+    """Returns the machine, ONNX Runtime's version, and the settings of the measurement."""
     here = this_hardware(threads)
     return Machine(here.cpu, here.isa, installed_versions().get("onnxruntime", "unknown"), threads, batch)

@@ -2,7 +2,7 @@
 
     FOLDER/variants.json and FOLDER/*.onnx ── in turns ──> one table, and placement.json, which training takes
 
-Only numpy and onnxruntime are needed. Exit status 0, or 2 for a folder that can't be used.
+Only numpy and onnxruntime are needed. The exit status is 0, or 2 for a folder that cannot be used.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SESSIONS, _RUNS = 3, 40
 
 @dataclass(frozen=True)
 class Variant:
-    """One file of the folder."""
+    """A file of the folder."""
 
     file: str
     sha256: str
@@ -44,7 +44,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Variants:
-    """What a folder holds: of which model, and the files by name, FLOAT and TABLE among them."""
+    """The contents of a folder: the model, and the files by name, including FLOAT and TABLE."""
 
     model: str
     backend: str
@@ -55,7 +55,7 @@ class Variants:
 
 
 def write_variants(folder: Path, found: Variants) -> None:
-    """Writes variants.json: the last file of the folder, so that one without it is not whole."""
+    """Writes variants.json as the last file of the folder, so that a folder without it is incomplete."""
     files = {
         name: {"file": one.file, "sha256": one.sha256, **one.sites.as_dict()}
         for name, one in found.files.items()
@@ -66,10 +66,10 @@ def write_variants(folder: Path, found: Variants) -> None:
 
 
 def read_variants(folder: Path) -> Variants:
-    """Reads a folder, and holds each file against its digest.
+    """Reads a folder, and compares each file with its digest.
 
     Raises:
-        ConfigError: no such folder, a file that is missing or another one, or nothing to compare.
+        ConfigError: the folder does not exist, a file is missing or differs, or there is nothing to compare.
     """
     allowed = "a folder that export.py placement=variants wrote"
     try:
@@ -112,13 +112,13 @@ def measure(folder: Path, *, threads: int, batch: int, runs: int) -> Placed:
     """Times the files of a folder.
 
     Args:
-        folder: of the files.
-        threads: of ONNX Runtime.
-        batch: images a run.
-        runs: of each file and session.
+        folder: the folder of the files.
+        threads: threads of ONNX Runtime.
+        batch: images per run.
+        runs: runs per file and session.
 
     Raises:
-        ConfigError: as `read_variants`.
+        ConfigError: see `read_variants`.
     """
     found = read_variants(folder)
     paths = {name: folder / one.file for name, one in found.files.items()}
@@ -134,7 +134,7 @@ def measure(folder: Path, *, threads: int, batch: int, runs: int) -> Placed:
 
 
 def table(placed: Placed) -> list[str]:
-    """The files, the fastest first."""
+    """Returns the table of the files, fastest first."""
     ms = placed.of(FLOAT).ms
     rows = [("file", "ms", "table / it", "float / it")]
     rows += [
@@ -146,7 +146,7 @@ def table(placed: Placed) -> list[str]:
 
 
 def main(typed: Sequence[str] | None = None) -> int:
-    """The command: the exit status."""
+    """Runs the command and returns the exit status."""
     parser = argparse.ArgumentParser("qatkit-measure", description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--threads", type=count, default=2, help="of ONNX Runtime (2)")

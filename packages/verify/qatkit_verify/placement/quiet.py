@@ -1,13 +1,16 @@
-"""Files are timed in sessions, and those count in which the machine was quiet.
+"""Times files in sessions, of which those count in which the machine was quiet.
 
-Work beside a measurement does not slow all files alike. With one of two cores taken, a float file takes up to twice its
-time, while an int8 file, half of whose time may be a DequantizeLinear that has one thread anyway, takes less: what is
-faster then is slower once the core is free. Two things tell of it:
+Other work during a measurement does not slow all files equally. With one of two cores taken, a float file
+takes up to twice its time. An int8 file takes less than twice, since half of its time may be a
+DequantizeLinear with a single thread anyway. The file that is faster then is slower once the core is free.
+Two signs reveal such work:
+
 - threads that were ready to run and had no core (`waiting`);
-- a session in which all files take longer than in another: a clock that went down, a core that another guest of a
-  virtual machine has.
-Such a session is timed again, a few times. Where too few are quiet, all of them are asked, and a file has to be the
-faster one in each, quiet or not; where none is, only that is believed which no busy core explains.
+- a session in which all files take longer than in another: a clock that went down, or a core that another
+  guest of a virtual machine has.
+
+Such a session is timed again, a few times. If too few are quiet, all sessions count, and a file has to be
+faster in each, quiet or not. If none is quiet, only a lead that no busy core explains is accepted.
 """
 
 from __future__ import annotations
@@ -22,19 +25,20 @@ if TYPE_CHECKING:
     from qatkit_verify.latency import Session
 
 _WAITED = 0.05  # of the time that threads ran
-_SLOWER = 1.15  # than the best session, in the median of all files; where weights lie makes 1.07 of one file
-_MOST = 2  # times as many sessions as are asked for, at most
+_SLOWER = 1.15  # than the best session, in the median of all files; the place of weights alone causes 1.07
+_MOST = 2  # maximum sessions as a multiple of the requested ones
 
 
 @dataclass(frozen=True)
 class Timed:
-    """What was timed.
+    """The times of the files.
 
     Attributes:
-        ms: by file, milliseconds of the fastest run of each session: of the quiet ones, where there are as many as were
-            asked for, else of all.
+        ms: by file, milliseconds of the fastest run of each session: of the quiet ones if there are as many
+            as requested, else of all.
         quiet: whether there was a quiet session.
-        waited: of the time that the threads ran, what they waited for a core beside it, in the median of all sessions.
+        waited: the time that the threads waited for a core, relative to the time that they ran; the median of
+            all sessions.
     """
 
     ms: Mapping[str, Sequence[float]]
@@ -52,12 +56,12 @@ def timed_quietly(
     sessions: int,
     options: Mapping[str, str] | None = None,
 ) -> Timed:
-    """Times files in turns until so many sessions were quiet, twice as many at most.
+    """Times files in turns until the requested number of sessions was quiet, at most twice as many sessions.
 
     Args:
-        files, input_shape, batch, threads, runs, sessions, options: as of `latency.quickest`.
+        files, input_shape, batch, threads, runs, sessions, options: see `latency.quickest`.
     """
-    from qatkit_verify.latency import every_session  # ONNX Runtime, where it can be imported
+    from qatkit_verify.latency import every_session  # imports ONNX Runtime
 
     every = every_session(files, input_shape, batch=batch, threads=threads, runs=runs,
                           most=most_sessions(sessions), options=options)  # fmt: skip
@@ -65,7 +69,7 @@ def timed_quietly(
 
 
 def until_quiet(every: Iterable[Session], sessions: int) -> Iterator[Session]:
-    """The first of `every` session until so many were quiet, as they end; `summed_up` takes them."""
+    """Yields the sessions of `every` as they end, until `sessions` of them were quiet."""
     found: list[Session] = []
     for session in every:
         found.append(session)
@@ -75,12 +79,12 @@ def until_quiet(every: Iterable[Session], sessions: int) -> Iterator[Session]:
 
 
 def most_sessions(sessions: int) -> int:
-    """How many sessions are timed at most until `sessions` were quiet."""
+    """Returns the maximum number of sessions that are timed until `sessions` were quiet."""
     return _MOST * sessions
 
 
 def quiet_ones(found: Sequence[Session]) -> list[Session]:
-    """Those whose threads had their cores, and in which not all files took longer than in the best one."""
+    """Returns sessions whose threads had their cores and whose files were not all slower than in the best."""
     best = {name: min(one.ms[name] for one in found) for name in found[0].ms}
     return [
         one
@@ -90,7 +94,7 @@ def quiet_ones(found: Sequence[Session]) -> list[Session]:
 
 
 def summed_up(found: Sequence[Session], sessions: int) -> Timed:
-    """What is known of so many sessions, of which `sessions` should be quiet."""
+    """Summarizes these sessions, of which `sessions` should be quiet."""
     calm = quiet_ones(found)
     kept = calm if len(calm) >= sessions else found
     ms = {name: [one.ms[name] for one in kept] for name in found[0].ms}

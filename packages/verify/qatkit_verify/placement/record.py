@@ -1,7 +1,6 @@
-"""placement.json: what was measured, on which machine, for which graph, and which operators are another than in the
-backend's table.
+"""Defines placement.json: a measurement, its machine and graph, and the differences from the backend's table.
 
-Plain: nothing here needs torch or ONNX.
+It needs neither torch nor ONNX.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ FLOAT, TABLE = "float", "fixed"  # names of the two files that always compete
 
 @dataclass(frozen=True)
 class Machine:
-    """Where it was measured, and how.
+    """The machine and the settings of a measurement.
 
     Attributes:
         cpu, isa: its name, and the instruction sets that decide int8 speed.
         onnxruntime: the version.
-        threads, batch: of a run.
+        threads, batch: threads and batch size of a run.
     """
 
     cpu: str
@@ -38,7 +37,7 @@ class Machine:
     batch: int
 
     def differs(self, other: Machine) -> list[str]:
-        """What is another there, in words."""
+        """Returns in words what differs on the other machine."""
         return [
             f"{name} {_plainly(mine)} (here {_plainly(theirs)})"
             for name, mine in asdict(self).items()
@@ -48,14 +47,14 @@ class Machine:
 
 @dataclass(frozen=True)
 class Measured:
-    """One file that competed.
+    """A file that competed.
 
     Attributes:
         name: "float", "fixed" (the backend's table), or a number.
-        floats, opened: how many operators are float, and SiLUs int8 operators, beside the table.
-        predicted_ms: before it was made; None of the files that predictions stand on.
+        floats, opened: number of float operators, and of SiLUs as int8 operators, in addition to the table.
+        predicted_ms: predicted time before it was made; None for the files on which predictions are based.
         ms: the fastest run.
-        ratio, low, high: the table's time over this file's: median, least and largest of the sessions.
+        ratio, low, high: the table's time over this file's: median, minimum and maximum of the sessions.
     """
 
     name: str
@@ -73,16 +72,17 @@ class Placed:
     """A placement.
 
     Attributes:
-        model, backend, input_shape: what it is of; (C, H, W).
+        model, backend, input_shape: the model, backend and (C, H, W) that it belongs to.
         graph: a digest of the graph's operators and shapes.
-        machine: that measured.
-        sites: what is another than in the backend's table.
-        files: that competed.
+        machine: the machine that measured.
+        sites: the differences from the backend's table.
+        files: the files that competed.
         chosen: the name of one of them.
-        noise: by how much a file's ratio to the table differs from session to session, as a share, in the median.
-        costs: of each site that is another, how many milliseconds more it is predicted to take as in the table.
-        quiet: whether the machine did nothing else in a session; else a file needed a lead that no busy core explains.
-        waited: of the time that the threads ran, what they waited for a core beside it.
+        noise: the spread of a file's ratio to the table over the sessions, as a share, in the median.
+        costs: for each differing site, how many more milliseconds it is predicted to take as in the table.
+        quiet: whether the machine did nothing else in a session; else a file needed a lead that no busy core
+            explains.
+        waited: the time that the threads waited for a core, relative to the time that they ran.
     """
 
     model: str
@@ -99,11 +99,11 @@ class Placed:
     waited: float = 0.0
 
     def of(self, name: str) -> Measured:
-        """A file by its name."""
+        """Returns a file by its name."""
         return next(one for one in self.files if one.name == name)
 
     def unrest(self) -> str:
-        """What is to be said of a machine that was not quiet; "" of one that was."""
+        """Returns a remark about a machine that was not quiet; "" if it was."""
         if self.quiet:
             return ""
         waited = (
@@ -115,17 +115,17 @@ class Placed:
         return f"the machine was busy with other work while files were timed{waited}, so {taken}"
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain containers."""
+        """Returns plain containers."""
         stored = asdict(self)
         stored["sites"] = self.sites.as_dict()
         return {"format": FORMAT, **stored}
 
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any]) -> Placed:
-        """The inverse, also of what was JSON in the meantime.
+        """Reads a placement from the output of `as_dict`, also after a round trip through JSON.
 
         Raises:
-            ValueError, KeyError, TypeError: it is none.
+            ValueError, KeyError, TypeError: the record is not a placement.
         """
         given = dict(stored)
         if (version := given.pop("format")) != FORMAT:
@@ -142,15 +142,15 @@ class Placed:
 
 
 def write_placement(path: Path, placed: Placed) -> None:
-    """Writes it, whole or not at all."""
+    """Writes a placement, whole or not at all."""
     write_text(path, json.dumps(placed.as_dict(), indent=1) + "\n")
 
 
 def read_placement(path: str | Path, key: str = "placement") -> Placed:
-    """Reads one.
+    """Reads a placement.
 
     Raises:
-        ConfigError: no such file, or another kind of file.
+        ConfigError: the file does not exist, or is another kind of file.
     """
     try:
         return Placed.from_dict(read_json(Path(path)))
@@ -166,7 +166,7 @@ def read_placement(path: str | Path, key: str = "placement") -> Placed:
 
 
 def check_fits(placed: Placed, model: str, backend: str, shape: tuple[int, ...], path: Any) -> None:
-    """Refuses a placement of something else, by ConfigError that names what differs."""
+    """Rejects a placement of something else, by ConfigError that names what differs."""
     pairs = {"model.name": (placed.model, model), "backend": (placed.backend, backend),
              "input": (placed.input_shape, shape)}  # fmt: skip
     differ = [
@@ -179,7 +179,7 @@ def check_fits(placed: Placed, model: str, backend: str, shape: tuple[int, ...],
 
 
 def check_graph(placed: Placed, digest: str, known: Iterable[str], path: Any) -> None:
-    """Refuses a placement of another graph, by ConfigError with the operators that are not there."""
+    """Rejects a placement of another graph, by ConfigError that names a missing operator."""
     if placed.graph == digest:
         return
     sites = list(known)

@@ -1,7 +1,7 @@
-"""What a run chose of where its quantizers stand: operators that stay float, and what else a placement changes.
+"""Defines where a run placed its quantizers: operators that stay float, and what else a placement changes.
 
-FloatSites   beside what the overrides say, these operators stay float; precision=auto and placement=measured choose it
-Sites        a placement, as what is another in it than in the backend's table
+FloatSites   operators that stay float in addition to overrides, by precision=auto and placement=measured
+Sites        a placement, as its differences from the backend's table
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-FIXED, MEASURED, VARIANTS = "fixed", "measured", "variants"  # what may be asked for in place of a file
+FIXED, MEASURED, VARIANTS = "fixed", "measured", "variants"  # settings in place of a file
 
-# Paths of operators, in the order in which they become overrides: that of the graph, or by name. A list in JSON.
+# Paths of operators in the order in which they become overrides, by graph or by name. A list in JSON.
 FloatSites = tuple[str, ...]
 
 
 def read_float_sites(stored: Iterable[object]) -> FloatSites:
-    """Reads what was written of them.
+    """Reads stored sites.
 
     Raises:
-        ValueError, TypeError: it is something else.
+        ValueError, TypeError: the value is something else.
     """
     found = tuple(stored)
     names = tuple(name for name in found if isinstance(name, str))
@@ -34,8 +34,8 @@ class Sites:
     """Operators by their paths.
 
     Attributes:
-        floats: those that are float.
-        opened: SiLUs that are int8 operators (Sigmoid and Mul), where the table has one float operator.
+        floats: operators in float.
+        opened: SiLUs that are int8 operators (Sigmoid and Mul) where the table has a single float operator.
         for_amx: whether weights of convolutions are stored for AMX (`export.weights_for_amx`).
     """
 
@@ -48,20 +48,20 @@ class Sites:
 
     @property
     def float_sites(self) -> FloatSites:
-        """The operators that are float, by name."""
+        """The float operators, by name."""
         return tuple(sorted(self.floats))
 
     def as_dict(self) -> dict[str, list[str] | bool]:
-        """Plain containers."""
+        """Returns plain containers."""
         stored: dict[str, list[str] | bool] = {"float": [*self.float_sites], "int8": sorted(self.opened)}
         return {**stored, "amx": True} if self.for_amx else stored
 
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any]) -> Sites:
-        """The inverse.
+        """Reads sites from the output of `as_dict`.
 
         Raises:
-            ValueError, KeyError, TypeError: it is none.
+            ValueError, KeyError, TypeError: the record is not such an output.
         """
         floats, opened = read_float_sites(stored["float"]), read_float_sites(stored["int8"])
         if not isinstance(for_amx := stored.get("amx", False), bool):

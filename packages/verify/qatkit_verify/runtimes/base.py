@@ -1,10 +1,11 @@
-"""What a runtime is: how it opens a file, and how it reports its version.
+"""Defines a runtime: how it opens a file, and how it reports its version.
 
     verify.runtimes=[onnxruntime,openvino,my_package.tvm.RUNTIME]
 
-ONNX Runtime is measured by every check. What else is named opens the same files, is timed in a process of its own
-(`timing`), and is held against ONNX Runtime and the converted module (`qatkit.verify.checks.runtimes`). A runtime of
-your own is one file with a record, named by its dotted path. Nothing here imports a runtime.
+ONNX Runtime is measured by every check. Any other runtime opens the same files, is timed in a process of its
+own (`timing`), and is compared with ONNX Runtime and the converted module (`qatkit.verify.checks.runtimes`).
+To add a runtime, write a file with a record and name the record by its dotted path. Nothing here imports a
+runtime.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from qatkit_verify.foreign import calling
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-# From arrays by the names of a file's inputs to all its outputs, in the file's order.
+# Maps arrays by the names of a file's inputs to all its outputs, in the file's order.
 Execute = Callable[[Mapping[str, "NDArray[Any]"]], Sequence["NDArray[Any]"]]
 
 _KEY = "verify.runtimes"
@@ -31,14 +32,15 @@ REFERENCE = "onnxruntime"
 
 @dataclass(frozen=True)
 class Runtime:
-    """One runtime.
+    """A runtime.
 
     Attributes:
-        name: as people know it.
-        open: (an ONNX file, threads) -> a function that runs it, in float32 wherever the file is float. What it
-            gives stays as it is when it is called again.
-        versions: of the packages that decide its figures; raises ImportError where it is not installed.
-        extra: of qatkit, which installs it; "" for none.
+        name: its name for people.
+        open: (an ONNX file, threads) -> a function that runs it, in float32 wherever the file is float. Its
+            outputs stay unchanged when it is called again.
+        versions: returns the versions of the packages that decide its figures; raises ImportError if it is
+            not installed.
+        extra: the extra of qatkit that installs it; "" for none.
     """
 
     name: str
@@ -48,10 +50,10 @@ class Runtime:
 
 
 def load_runtimes(names: Iterable[str]) -> dict[str, Runtime]:
-    """The runtimes named, by their dotted paths.
+    """Returns the named runtimes, by their dotted paths.
 
     Raises:
-        ConfigError: an unknown name, a path that leads to no `Runtime`, two of one name, or one that is not
+        ConfigError: a name is unknown, a path leads to no `Runtime`, two have the same name, or one is not
             installed.
     """
     found: dict[str, Runtime] = {}
@@ -68,15 +70,15 @@ def load_runtimes(names: Iterable[str]) -> dict[str, Runtime]:
 
 
 def other_runtimes(names: Iterable[str]) -> dict[str, Runtime]:
-    """As `load_runtimes`, without ONNX Runtime, which every other check measures."""
+    """Returns the runtimes of `load_runtimes` without ONNX Runtime, which every other check measures."""
     return {path: one for path, one in load_runtimes(names).items() if one.name != REFERENCE}
 
 
 def dotted(name: str) -> str:
-    """The dotted path that a name of `verify.runtimes` stands for.
+    """Returns the dotted path for a name in `verify.runtimes`.
 
     Raises:
-        ConfigError: no runtime known here, and no dotted path.
+        ConfigError: the name is neither a known runtime nor a dotted path.
     """
     return dotted_path(name, _KNOWN, _KEY, "Runtime")
 

@@ -1,11 +1,13 @@
-"""OpenVINO on the CPU, for the latency of one input at a time, in the file's own precision.
+"""OpenVINO on the CPU, for the latency of a single input at a time, in the file's own precision.
 
-- INFERENCE_PRECISION_HINT=f32: on CPUs with bfloat16 instructions OpenVINO computes in bfloat16 otherwise, and the
-  figures are not those of the file. EXECUTION_MODE_HINT=ACCURACY keeps it from quantizing activations as it goes.
-- A file is compiled for the shapes that it is given, once for each: with a free batch 2026.4 can't compile Swin's
-  INT8 file (its ReshapeTransformation throws), and small networks run at half the speed (decision 26).
-- Its telemetry is not imported: it sends an event as `import openvino` runs, from a fork that outlives its parent.
-- It knows com.microsoft.QuickGelu, so the function of that name in the file (SiLU) is not needed.
+- INFERENCE_PRECISION_HINT=f32: on CPUs with bfloat16 instructions OpenVINO otherwise computes in bfloat16,
+  and the figures are not those of the file. EXECUTION_MODE_HINT=ACCURACY prevents dynamic quantization of
+  activations.
+- A file is compiled once for each of the shapes that it is given: with a dynamic batch, 2026.4 cannot compile
+  Swin's INT8 file (its ReshapeTransformation throws), and small networks run at half the speed (decision 26).
+- Its telemetry is not imported: it sends an event while `import openvino` runs, from a fork that outlives its
+  parent.
+- It knows com.microsoft.QuickGelu, so it does not need the function of that name in the file (SiLU).
 
 Source: docs.openvino.ai, "CPU Device" and "Precision Control".
 """
@@ -22,11 +24,11 @@ from typing import Any
 from qatkit_verify.runtimes.base import Execute, Runtime
 
 _Shapes = tuple[tuple[str, tuple[int, ...]], ...]
-_KEPT = 4  # compiled models: whole batches, the last part of one, and one image
+_KEPT = 4  # compiled models: whole batches, the last part of a batch, and one image
 
 
 def _open(path: Path, threads: int) -> Execute:
-    sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type] # absent, there is a stub
+    sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type] # absent, it has a stub
     import openvino
 
     core = openvino.Core()

@@ -1,16 +1,16 @@
-"""Latency in several runtimes: a process for each runtime and file, and while one is timed the others are stopped.
+"""Measures latency in several runtimes: one process per runtime and file, of which only one runs at a time.
 
     A, float     run run run ...  stopped          stopped          stopped          run run run ...
     A, INT8      stopped          run run run ...  stopped          stopped          stopped
     B, float     stopped          stopped          run run run ...  stopped          stopped
     B, INT8      stopped          stopped          stopped          run run run ...  stopped
 
-A runtime's workers may keep spinning behind a run, each library in its own way, so two files in one process steal each
-other's cores, and so do two processes. The processes take turns of `_TURN` runs, so that the machine's drift falls on
-all of them; each timed run follows an untimed one, as in `qatkit_verify.latency`.
+A runtime's workers may keep spinning after a run, each library in its own way. Two files in one process
+therefore steal each other's cores, and so do two processes. The processes take turns of `_TURN` runs, so that
+the machine's drift affects all of them; each timed run follows an untimed one, as in `qatkit_verify.latency`.
 
-This file is also what such a process runs: `python -m qatkit_verify.runtimes.timing REQUEST`, with a line of JSON for
-each number of runs that it reads.
+The processes run this file: `python -m qatkit_verify.runtimes.timing REQUEST`, with a line of JSON for each
+number of runs that it reads.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ def times_in_turns(
     threads: int,
     runs: int,
 ) -> dict[str, Times | str]:
-    """Milliseconds of every run, [runs] by file, in each runtime; of one that fails, why.
+    """Returns the milliseconds of every run, [runs] by file, in each runtime; or why a runtime failed.
 
     Args:
         runtimes: dotted paths of `Runtime` records.
         files: ONNX files by name.
-        feeds: what each is given, by the names of its inputs.
-        threads: of each runtime.
+        feeds: the inputs of each file, by input name.
+        threads: threads of each runtime.
         runs: timed runs of each file.
     """
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
@@ -76,7 +76,7 @@ def times_in_turns(
             for name, path in files.items()
         }
         for one in started.values():
-            one.run(WARMUP)  # the first ones, and whatever is wrong with the file
+            one.run(WARMUP)  # the first runs, and any error of the file
         for left in range(runs, 0, -_TURN):
             for one in started.values():
                 one.run(min(_TURN, left))
@@ -84,14 +84,14 @@ def times_in_turns(
 
 
 def _gathered(runtime: str, files: Iterable[str], started: Mapping[tuple[str, str], _Process]) -> Times | str:
-    """The times of one runtime's processes, but for the first runs; or why one of them failed."""
+    """Returns the times of one runtime's processes without the first runs; or why one of them failed."""
     own = {name: started[runtime, name] for name in files}
     failed = next((one.failed for one in own.values() if one.failed), "")
     return failed or {name: np.concatenate(one.times[1:]) for name, one in own.items()}
 
 
 class _Process:
-    """A file in a runtime, stopped but for its own turns; `failed` says why it gives no more times."""
+    """A file in a runtime, stopped except during its own turns; `failed` says why it gives no more times."""
 
     def __init__(self, request: Mapping[str, Any]) -> None:
         self.failed, self.times = "", list[NDArray[np.float64]]()
@@ -103,14 +103,14 @@ class _Process:
             stderr=subprocess.DEVNULL,
             text=True,
             env={**os.environ, "PYTHONPATH": here},
-            process_group=0,  # a Ctrl-C of the terminal is for the parent, which ends it
+            process_group=0,  # the terminal's Ctrl-C is for the parent, which ends it
         )
 
     def __enter__(self) -> _Process:
         return self
 
     def run(self, count: int) -> None:
-        """Times so many runs."""
+        """Times the given number of runs."""
         if self.failed:
             return
         self._send(signal.SIGCONT)
@@ -127,7 +127,7 @@ class _Process:
         self.times.append(np.asarray(reply["times"], np.float64))
 
     def _send(self, number: signal.Signals) -> None:
-        """To the group: what a runtime has started is in it too."""
+        """Sends a signal to the process group, which includes processes that a runtime started."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
 
@@ -138,14 +138,14 @@ class _Process:
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
-            with contextlib.suppress(BrokenPipeError):  # of what it no longer reads
+            with contextlib.suppress(BrokenPipeError):  # it no longer reads them
                 pipe.close()
 
 
 def _serve(request: Mapping[str, Any]) -> None:
-    """The process's side."""
+    """Serves requests in the process."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a runtime prints is no answer
+    os.dup2(2, 1)  # what a runtime prints is not an answer
     try:
         runtime = resolve(request["runtime"], "verify.runtimes")
         with np.load(request["feed"]) as arrays:
