@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MixedBits(Algorithm):
-    """Gives each weight 2, 4 or 8 bits, so that the outputs lose least for an average number of bits."""
+    """Gives each weight 2, 4 or 8 bits, so that the outputs lose least with so many on average."""
 
     stage: ClassVar[str] = OBSERVED
     weights_alone: ClassVar[bool] = True
