@@ -49,7 +49,7 @@ def estimate(
     seed: int = 0,
     progress: bool = False,
 ) -> list[SensitivityRow]:
-    """Estimates the loss of each site that is quantized alone.
+    """Estimates the loss from quantizing each site on its own.
 
     Args:
         graph_module: prepared, its ranges set.

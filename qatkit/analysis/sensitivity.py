@@ -123,7 +123,7 @@ def _row(switch: Switch, direction: str, found: Outcome) -> SensitivityRow:
 
 _WORST: dict[
     str, Callable[[SensitivityRow], float]
-] = {  # of a site that is quantized alone: the larger, the more sensitive
+] = {  # of a site quantized on its own: the larger, the more sensitive
     NAMES.main.key: lambda row: 0.0 if row.score is None else -row.score,
     "agreement": lambda row: 0.0 if row.agreement is None else -row.agreement,
     "loss": lambda row: row.loss,

@@ -3,7 +3,7 @@
     Verdict          a model, image by image, so that two are compared by pairs
     why_not          why a trial does not pay: a worse metric, or no gain beyond noise
     aim              the target of a run, which asks for no less than the bounds that the file has to meet
-    meets, keeps     whether a target is met: with standard errors to spare, or by the figures alone
+    meets, keeps     whether a target is met: with standard errors to spare, or by the figures only
     chance           the standard error of a difference in a metric that counts images
 
 Differences up to two standard errors (`SURE`) count as chance.
@@ -78,7 +78,7 @@ def chance(differing: float, images: int) -> float:
 
 
 def why_not(trial: Verdict, kept: Verdict) -> str:
-    """Says why `trial` does not take the place of `kept`; "" if it pays.
+    """Says why `trial` does not replace `kept`; "" if it pays.
 
     It pays if its metric is no worse beyond noise, and the errors of its outputs are smaller beyond noise, in the mean
     of the differences image by image.

@@ -69,7 +69,7 @@ def _check_algorithms(config: Config) -> None:
 
 
 def dotted_paths(config: Config) -> list[Called]:
-    """The settings that name code, each with its dotted path."""
+    """Returns the settings that name code, each with its dotted path."""
     paths = [(key, getattr(getattr(config, key.split(".")[0]), key.split(".")[1])) for key in DOTTED]
     paths.append(("task", dotted_task(config.task)))
     paths += [("verify.checks", path) for path in config.verify.checks]

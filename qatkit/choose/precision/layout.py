@@ -102,7 +102,7 @@ class Layouts:
     def _borders(
         self, placement: Placement, islands: set[fx.Node]
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Values of the tensors that are quantized, and dequantized, around what computes in int8 but the islands."""
+        """Returns the sizes of the tensors that are quantized and dequantized around int8 operators except islands."""
         made = {node for node in placement.int8 - islands if node.op != "placeholder"}
         eight = (placement.int8 - islands) | set(placement.weighted)
         return (

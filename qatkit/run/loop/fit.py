@@ -135,7 +135,7 @@ def _trainer(config: TrainerConfig, checkpoint: Path, steps: int, stage: Stage) 
         precision=config.precision,  # type: ignore[arg-type]
         deterministic=config.deterministic,
         gradient_clip_val=config.gradient_clip,
-        # Bounded by steps alone: Lightning counts an epoch twice when it resumes at the end of one.
+        # Bounded only by steps: Lightning counts an epoch twice when it resumes at the end of one.
         max_epochs=-1,
         max_steps=steps,
         callbacks=callbacks,
