@@ -1,6 +1,6 @@
-"""A contest: entrants become files, a judge says how good each of them is, a rule which is kept, and why.
+"""A contest: entrants become files, a judge assesses each one, and a rule decides which is kept, and why.
 
-    Entrant(name, make) ── make() ──> the candidate ── judge ──> Judged ─┬─ Contest   each against the best so far
+    Entrant(name, make) ── make() ──> the candidate ─── judge ──> Judged ─┬─ Contest   each against the best so far
                                                                           └─ decided   one of all that were judged
     resumed                a result that a killed run has found already is read again
 
@@ -55,7 +55,7 @@ class Outcome(Generic[V]):
 
 
 def judged(entrant: Entrant[M], judge: Callable[[M, str], V]) -> Judged[M, V]:
-    """Makes an entrant and asks the judge, who gets what was made and the name."""
+    """Makes an entrant and returns the judge's verdict on it; the judge receives the candidate and its name."""
     start = time.monotonic()
     made = entrant.make()
     verdict = judge(made, entrant.name)
@@ -121,11 +121,11 @@ class Contest(Generic[M, V]):
 def decided(
     verdicts: Mapping[str, V], rule: Callable[[Mapping[str, V]], tuple[str, str]]
 ) -> dict[str, Outcome[V]]:
-    """Chooses one of all that were judged.
+    """Returns the outcomes of a rule that chooses one of all judged candidates.
 
     Args:
         verdicts: by name.
-        rule: gives the name of the one that is kept, and why.
+        rule: returns the name of the one that is kept, and the reason.
     """
     kept, why = rule(verdicts)
     return {

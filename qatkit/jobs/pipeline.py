@@ -96,7 +96,7 @@ def train(config: Config, module_type: type[QATModule] = QATModule, *, notes: tu
 
 @contextmanager
 def begun(config: Config, notes: tuple[str, ...] = ()) -> Iterator[tuple[Run, DataModule, nn.Module]]:
-    """Gives the start of every run, checked as far as possible before anything long; nothing is written.
+    """Yields run, data and model of any job, checked as far as possible before anything long; writes nothing.
 
     Within the context, the run's folder is locked.
 

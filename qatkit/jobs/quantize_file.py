@@ -144,7 +144,7 @@ def by_tools(config: Config) -> int:
 
 @contextmanager
 def _prepared(config: Config, folder: Path) -> Iterator[tuple[FloatFile, Path]]:
-    """Gives the upgraded file, and a temporary folder with it as written; the run's folder is locked within."""
+    """Yields the upgraded file, and a temporary folder with it as written; the run's folder is locked within."""
     with (
         protected(config.export.encrypt),
         locked(folder),

@@ -74,7 +74,7 @@ def _unfinished(config: Config) -> Path | None:
 
 @contextmanager
 def taken(config: Config, job: int | None = None) -> Iterator[Path]:
-    """Gives the folder of `place`; a new one is created, so that runs begun in the same second get different ones.
+    """Yields the folder of `place`; a new one is created, so that runs begun in the same second get different ones.
 
     A folder that was created and stays empty is removed.
 

@@ -1,4 +1,4 @@
-"""The operators of a graph that can be int8 or float, the tensors between them, and what a cut of them means.
+"""The operators of a graph that can be int8 or float, the tensors between them, and the placement that a cut means.
 
 The rules are those of placement (`qatkit.graph.placement`): a Conv or Linear may have its input quantized for it; a
 sum, a pool or a gate is int8 where all of its inputs are; an operator without a kernel in 8 bits (SiLU) computes in

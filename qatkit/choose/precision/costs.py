@@ -54,7 +54,7 @@ class Measured:
 
 
 class Costs:
-    """Predicts milliseconds.
+    """Predicts the milliseconds of a run with a set of float operators.
 
     Args:
         files: int8, float, and at least one file of a mixture.

@@ -33,7 +33,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Choice:
-    """A set with its predicted price."""
+    """A set of float operators with its predicted loss and milliseconds."""
 
     floats: Floats
     loss: float

@@ -64,7 +64,7 @@ def strategy_of(name: str, processes: int) -> Any:
 
 
 def environment_of(processes: int) -> list[LightningEnvironment]:
-    """Returns an environment in which the run starts its processes itself, in a Slurm job whose tasks are others.
+    """Returns [Lightning's own environment] in a Slurm job whose tasks are not this run's processes; else [].
 
     Lightning takes every Slurm task for a rank: a run of two processes in a job of one task would train
     alone, on half of the images, and a run of one in a job of four is refused.
