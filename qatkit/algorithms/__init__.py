@@ -1,18 +1,18 @@
-"""Algorithms: what changes a model's parameters after training, by its weights or a few images, without labels.
+"""Algorithms that change a model's parameters after training, using its weights or a few images, without labels.
 
 Each is an `Algorithm`, a frozen dataclass whose fields are its settings.
 
     Equalize          before prepare_qat: ranges of channels moved between neighbouring operators
-    ShiftChannels     before calibration: means of activations' channels moved into the biases behind
+    ShiftChannels     before calibration: means of activations' channels moved into the following biases
     SmoothQuant       before calibration: ranges of activations' channels moved into the weights that read them
     AWQ               before calibration: weights scaled up where their inputs are large
-    BiasCorrection    after calibration: the mean error of each operator taken out of its bias
-    MomentRounding    after calibration: weights rounded up or down such that operators' outputs change least
-    GPTQ              after calibration: weights rounded column by column, each making up for those before
+    BiasCorrection    after calibration: the mean error of each operator removed from its bias
+    MomentRounding    after calibration: weights rounded up or down so that operators' outputs change least
+    GPTQ              after calibration: weights rounded column by column, each compensating for those before
     SequentialMSE     after calibration: ranges of weights by the error of the operators' outputs
     AdaRound          after calibration: each weight rounded up or down, by the error of its operator's output
     BlockReconstruction   the same by the error of a block's output, with biases and scales of activations
-    dead_channels     a check: what no algorithm can bring back
+    dead_channels     a check for channels that no algorithm can restore
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""AdaRound: each weight is rounded up or down, whichever leaves the operator's output nearest to the float one.
+"""AdaRound: each weight is rounded up or down, whichever keeps the operator's output closest to the float one.
 
     min over V of  |f_a(W x) - f_a(W'(V) x')|²_F + λ·Σ(1 - |2·h(V) - 1|^β)         (`qatkit.algorithms.blocks.learn`)
 
-Operator by operator in the order of the graph: x' comes from the operators before as they were rounded, x from the
-float ones (asymmetric), f_a is the activation behind, a ReLU that a quantizer stands for as well. Scales and biases
-stay. `BlockReconstruction` does the same for several operators at once.
+Operators are rounded in graph order: x' comes from the earlier operators as they were rounded, x from the
+float ones (asymmetric). f_a is the following activation, including a ReLU that a quantizer replaces. Scales
+and biases stay. `BlockReconstruction` does the same for several operators at once.
 Source: Nagel et al., "Up or Down? Adaptive Rounding for Post-Training Quantization", 2020, equation 25.
 """
 
@@ -30,11 +30,11 @@ class AdaRound(LearnedRounding):
     """Learns the rounding of every weight from the output error of its operator, which is a block of its own."""
 
     def __call__(self, graph_module: fx.GraphModule, inputs: Iterable[Example]) -> PassResult:
-        """`changed` counts the operators that got a rounding; fake quantization is on afterwards.
+        """Learns the roundings; `changed` counts the operators that got one. Fake quantization is on afterwards.
 
         Args:
             graph_module: calibrated.
-            inputs: batches, as `calibrate` takes them, read no further than needed.
+            inputs: batches, as for `calibrate`, read no further than needed.
         """
         from qatkit.algorithms.blocks.learn import Rounding
         from qatkit.algorithms.blocks.lesson import rounded

@@ -2,16 +2,17 @@
 
     reader(x)  =  reader·diag(s) (x / s)        s_j = (E[x_j²])^(α/2)
 
-A block of weights has one scale, so all of its weights lose alike, however much their inputs matter. A weight that is
-multiplied by s_j is rounded in steps that are s_j times as fine for the output. The division costs nothing where x
-comes from an operator whose output channels have parameters of their own; pairs are found in the graph, as for
-`SmoothQuant`.
+A block of weights has one scale, so all of its weights lose alike, however much their inputs matter. A weight
+that is multiplied by s_j is rounded in steps that are s_j times as fine for the output. The division is free
+where x comes from an operator whose output channels have parameters of their own; pairs are found in the
+graph, as for `SmoothQuant`.
 
-The strength α is searched for each source by the error of its readers' outputs, (W - q(W·s)/s)·H·(W - q(W·s)/s)ᵀ with
-H the second moments of the inputs, and "none" is among the candidates. The paper measures channels by E|x_j|.
+The strength α is searched for each source by the error of its readers' outputs, (W - q(W·s)/s)·H·(W -
+q(W·s)/s)ᵀ with H the second moments of the inputs, and "none" is among the candidates. The paper measures
+channels by E|x_j|.
 
-Source: Lin et al., "AWQ: Activation-aware Weight Quantization for On-Device LLM Compression and Acceleration", 2024,
-section 3.2, equations 4 and 5 (figures: docs/decisions/0063-awq.md).
+Source: Lin et al., "AWQ: Activation-aware Weight Quantization for On-Device LLM Compression and
+Acceleration", 2024, section 3.2, equations 4 and 5 (figures: docs/decisions/0063-awq.md).
 """
 
 from __future__ import annotations
@@ -40,18 +41,18 @@ class AWQ(Algorithm):
     steps: int = setting(20, "of the search: strengths 1/steps, 2/steps, ... 1 and none at all", COUNT)
 
     def __call__(self, graph_module: fx.GraphModule, inputs: Iterable[Example]) -> PassResult:
-        """`changed` counts the sources that were scaled.
+        """Scales the weights; `changed` counts the sources that were scaled.
 
         Args:
             graph_module: prepared; its ranges are found afterwards.
-            inputs: batches, as `calibrate` takes them, read no further than needed.
+            inputs: batches, as for `calibrate`, read no further than needed.
         """
         from qatkit.algorithms.awq_factors import scale
 
         return scale(self, graph_module, inputs)
 
     def notes(self, graph_module: fx.GraphModule) -> list[tuple[str, str]]:
-        """The operators whose outputs cannot be scaled."""
+        """Returns (site, reason) of the operators whose outputs cannot be scaled."""
         from qatkit.algorithms.awq_factors import scalable
 
         return scalable(graph_module)[1]

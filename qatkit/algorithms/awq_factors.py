@@ -29,14 +29,14 @@ from qatkit.quant.qat_layers import QATOperator
 if TYPE_CHECKING:
     from qatkit.algorithms.awq import AWQ
 
-# A strength has to leave this share less error than none at all.
+# The error of a strength has to be smaller by this share than without any.
 _BETTER = 0.02
-# A channel below this share of the largest is taken for as large.
+# A channel below this share of the largest counts as that large.
 _LEAST = 1e-4
 
 
 def scale(settings: AWQ, graph_module: fx.GraphModule, inputs: Iterable[Example]) -> PassResult:
-    """Scales the readers of every source that gains by it: the work of `AWQ.__call__`."""
+    """Scales the readers of every source that gains by it: implements `AWQ.__call__`."""
     found, skipped = scalable(graph_module)
     images = list(first_images(graph_module, inputs, settings.images))
     with inference(graph_module):
@@ -55,12 +55,12 @@ def scale(settings: AWQ, graph_module: fx.GraphModule, inputs: Iterable[Example]
 
 
 def scalable(graph_module: fx.GraphModule) -> tuple[list[ScalableOperator], list[tuple[str, str]]]:
-    """Sources with a reader whose weight is quantized; of the others, why they stay."""
+    """Returns sources with a reader whose weight is quantized, and (site, reason) of the others."""
     return chosen_sources(graph_module, lambda reader: weight_quantizer(reader.node) is not None, "scaled")
 
 
 class _Search:
-    """Errors of the readers of each source by strength; the first is that of none."""
+    """The errors of the readers of each source by strength; the first is the one without factors."""
 
     def __init__(self, steps: int, found: list[ScalableOperator]) -> None:
         self.strengths = [0.0, *((i + 1) / steps for i in range(steps))]
@@ -74,7 +74,7 @@ class _Search:
         self.sizes = {source: torch.zeros(len(source.followed.free), dtype=torch.float64) for source in found}
 
     def run(self, graph_module: fx.GraphModule, images: list[tuple[Tensor, ...]]) -> None:
-        """Takes all readers into account; moments come in rounds, each a pass over the images."""
+        """Adds the errors of all readers; moments come in rounds of one pass over the images each."""
         for operator, moments in input_moments(graph_module, self.readers, images):
             for source, reader in self.readers[operator]:
                 sizes = self._sizes(operator, reader, moments, source)
@@ -84,7 +84,7 @@ class _Search:
                     self.errors[source][i] += _error(operator, moments, own)
 
     def best(self, source: ScalableOperator) -> Tensor | None:
-        """The factors [channels], float64, with the least error; None where they gain nothing."""
+        """Returns the factors [channels], float64, with the least error; None where they gain nothing."""
         none, *others = self.errors[source]
         least = min(others)
         if not least < none * (1 - _BETTER):
@@ -94,7 +94,7 @@ class _Search:
     def _sizes(
         self, operator: QATOperator, reader: Reader, moments: list[Moments], source: ScalableOperator
     ) -> Tensor:
-        """Root mean squares [channels of the source] of the inputs, float64."""
+        """Returns the root mean squares [channels of the source] of the inputs, float64."""
         squares = torch.cat([one.second.diagonal(dim1=1, dim2=2) / one.count for one in moments], 1)
         kernel = operator.weight[0, 0].numel()
         channels = squares.reshape(len(squares), -1, kernel).mean(2).flatten().cpu().double().sqrt()
@@ -113,7 +113,7 @@ def _factors(sizes: Tensor, source: ScalableOperator, strength: float) -> Tensor
 
 
 def _error(operator: QATOperator, moments: list[Moments], own: Tensor) -> float:
-    """The squared error of an operator's outputs, as a share of their squares.
+    """Returns the squared error of an operator's outputs, as a share of their squares.
 
     Args:
         own: factors [input channels], float64.

@@ -1,14 +1,14 @@
-"""What an algorithm is, and how the configuration chooses some.
+"""The base class of algorithms, and their selection by the configuration.
 
-    algorithm:                                        # an ordered mapping: NAME → what it is and its settings
+    algorithm:                                        # an ordered mapping: NAME → target and settings
       equalize: {target: qatkit.algorithms.Equalize, relu6: keep}
       mine: {target: my_package.Mine, strength: 0.5}
 
-They run in the order of their stages, within a stage as listed. A new one takes two files: a subclass of
+They run in the order of their stages, and within a stage as listed. A new one takes two files: a subclass of
 `Algorithm`, and `conf/algorithm/NAME.yaml` with the entry above.
 
-`--help` and the check of a command line import the modules of algorithms. So the ones here hold settings, and import
-what computes, with torch, when they are called.
+`--help` and the check of a command line import the modules of algorithms. So these modules hold only
+settings, and import the computing code, with torch, when they are called.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ class Algorithm(ABC):
 
     Attributes:
         stage: when it is called, and with what:
-            "fused"        after fuse and stub, before prepare_qat, with an example: an image [1, C, H, W], or what
-                           else the model is called with;
+            "fused"        after fuse and stub, before prepare_qat, with an example: an image [1, C, H, W], or the
+                           model's other inputs;
             "prepared"     after prepare_qat, before calibration, with the same;
-            "observed"     just before calibration, with batches of calibration images: it changes weights by
-                           what activations are like, and keeps the function, so that their ranges are found after;
-            "calibrated"   after calibration, with the same: it may count on ranges.
-            Of a model with several inputs each batch is a tuple of tensors in the graph's order.
-        images: how many calibration images it wants (observed, calibrated).
-        weights_alone: whether it needs a backend that quantizes weights alone (`backend=weight_only`).
-        formats: whether it takes weights and activations in number formats (`backend=simulated`), too.
+            "observed"     just before calibration, with batches of calibration images: it changes weights according
+                           to the activations, and keeps the function, so that their ranges are found afterwards;
+            "calibrated"   after calibration, with the same: ranges are available.
+            For a model with several inputs each batch is a tuple of tensors in the graph's order.
+        images: the number of calibration images that it needs (observed, calibrated).
+        weights_alone: whether it needs a weight-only backend (`backend=weight_only`).
+        formats: whether it also supports weights and activations in number formats (`backend=simulated`).
         expensive: whether it trains weights, so that it takes more than a few passes over the images; where
             algorithms compete, such a one is tried only while the target is missed.
-        changes_weights: whether it writes into weights; False of one that changes biases and quantizers alone, beside
-            which the weights can stay in the float model's memory.
+        changes_weights: whether it writes into weights. False if it changes only biases and quantizers: then the
+            weights can stay in the float model's memory.
     """
 
     stage: ClassVar[str]
@@ -73,23 +73,24 @@ class Algorithm(ABC):
         """
 
     def notes(self, graph_module: fx.GraphModule) -> list[tuple[str, str]]:
-        """(site, reason) of what a call would leave as it is, by the structure of the prepared graph alone.
+        """Returns (site, reason) of the operators that a call leaves unchanged, from the prepared graph's
+        structure only.
 
-        An algorithm that gets images is not called when a run is resumed, since what it changed is in the
-        checkpoint, and its report has to say the same; the others say it by `PassResult.skipped`, since they are
-        called whenever a module is built.
+        An algorithm that gets images is not called when a run is resumed, since its changes are in the
+        checkpoint, and its report has to say the same. The others report it by `PassResult.skipped`, since
+        they are called whenever a module is built.
         """
         return []
 
 
 def algorithms_of(chosen: Mapping[str, Any]) -> dict[str, Algorithm]:
-    """The algorithms of a configuration by their names, in the order in which they run.
+    """Returns the algorithms of a configuration by their names, in the order in which they run.
 
     Args:
-        chosen: `Config.algorithm`, in whose shape `validate` finds no fault.
+        chosen: `Config.algorithm`, whose structure `validate` has checked.
 
     Raises:
-        ConfigError: a target that is no algorithm, an unknown setting, one of another type or out of its limits.
+        ConfigError: a target that is no algorithm, an unknown setting, or a value of another type or out of its limits.
     """
     made = {name: _algorithm(f"algorithm.{name}", entry) for name, entry in chosen.items()}
     return dict(sorted(made.items(), key=lambda item: _ORDER.index(item[1].stage)))

@@ -1,4 +1,4 @@
-"""As many calibration images as an algorithm wants, as batches or as one."""
+"""The calibration images that an algorithm needs, as batches or as a single one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Tensors = tuple[Tensor, ...]
 
 
 def first_images(graph_module: fx.GraphModule, batches: Iterable[Example], images: int) -> Iterator[Tensors]:
-    """Batches until there are `images`, on the graph's device; the last one cut, where the model takes any number."""
+    """Yields batches on the graph's device up to `images`; the last one is cut where the model takes any batch size."""
     device = next(p.device for p in graph_module.parameters())
     left = images
     for batch in batches:
@@ -29,7 +29,10 @@ def first_images(graph_module: fx.GraphModule, batches: Iterable[Example], image
 
 
 def joined(graph_module: fx.GraphModule, batches: Iterable[Tensors]) -> Tensors:
-    """All as one batch; what has no batch axis as in the first, which is all there is of a fixed batch."""
+    """Joins all batches into one; inputs without a batch axis are those of the first.
+
+    Of a model with a fixed batch size, only the first batch remains.
+    """
     found = list(batches)
     axes = graph_axes(graph_module, found[0])
     return tuple(

@@ -1,18 +1,19 @@
-"""Bias correction: rounding a weight shifts the mean of what it computes; the bias takes the shift back.
+"""Bias correction: rounding a weight shifts the mean of the operator's output; the bias compensates for the shift.
 
     analytic     E[op(x, W')] - E[op(x, W)] = op(E[x], W' - W), since op is linear: one pass of the float model
                  for E[x], an image of each operator's mean input, borders included
-    empirical    the mean difference of each operator's output, quantized less float. In graph order, every
-                 operator being corrected before the next one runs, so that a shift that arrives from before
-                 (rounded or clipped activations) is taken out as well
+    empirical    the mean difference of each operator's output, quantized minus float. In graph order, every
+                 operator is corrected before the next one runs, so that a shift from earlier operators
+                 (rounded or clipped activations) is removed as well
 
 The empirical mean leaves out, channel by channel, the images with the largest differences: one image in 512
-that calibrated ranges clip is off by as much as all others together, and would shift the bias for all of them
-(figures: docs/decisions/0015-small-measurements.md).
+that calibrated ranges clip may differ by as much as all others together, and would shift the bias for all of
+them (figures: docs/decisions/0015-small-measurements.md).
 
-W' is as it will ship (`WeightFakeQuantize`); the corrected bias is rounded to int32 steps afterwards.
+W' is the weight that will ship (`WeightFakeQuantize`); the corrected bias is rounded to int32 steps
+afterwards.
 Source: Nagel et al., "Data-free quantization through weight equalization and bias correction", 2019, section
-4.2 and appendix D. There E[x] comes from the BatchNorm before; observed, it needs none.
+4.2 and appendix D. There E[x] comes from the BatchNorm before; here it is observed, so that none is needed.
 """
 
 from __future__ import annotations
@@ -49,19 +50,19 @@ class BiasCorrection(Algorithm):
     )
 
     def __call__(self, graph_module: fx.GraphModule, inputs: Iterable[Example]) -> PassResult:
-        """`changed` counts the operators; fake quantization is on afterwards.
+        """Corrects the biases; `changed` counts the operators, and fake quantization is on afterwards.
 
         Args:
             graph_module: prepared, with its ranges.
-            inputs: batches, as `calibrate` takes them, read no further than needed. Of a model that takes one
-                size of batch alone whole batches are taken, and by "empirical" only the first.
+            inputs: batches, as for `calibrate`, read no further than needed. A model with a fixed batch size gets whole
+                batches, and with "empirical" only the first.
         """
         from qatkit.algorithms.bias_errors import correct
 
         return correct(self, graph_module, inputs)
 
     def notes(self, graph_module: fx.GraphModule) -> list[tuple[str, str]]:
-        """The quantized operators whose bias stays."""
+        """Returns (site, reason) of the quantized operators whose bias stays."""
         from qatkit.algorithms.bias_errors import targets
 
         return targets(graph_module)[1]

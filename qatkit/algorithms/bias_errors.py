@@ -1,4 +1,4 @@
-"""The mean error of each operator's output, found as `BiasCorrection` says and taken out of its bias."""
+"""Finds the mean error of each operator's output, as described in `BiasCorrection`, and removes it from its bias."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Hook = Callable[[QATOperator, tuple[Any, ...], Tensor], Tensor | None]
 
 
 def correct(settings: BiasCorrection, graph_module: fx.GraphModule, inputs: Iterable[Example]) -> PassResult:
-    """Takes the mean error of every operator out of its bias: the work of `BiasCorrection.__call__`."""
+    """Removes the mean error of every operator from its bias: implements `BiasCorrection.__call__`."""
     chosen, skipped = targets(graph_module)
     images = first_images(graph_module, inputs, settings.images)
     with inference(graph_module):
@@ -39,7 +39,7 @@ def correct(settings: BiasCorrection, graph_module: fx.GraphModule, inputs: Iter
 
 
 def targets(graph_module: fx.GraphModule) -> tuple[dict[str, QATOperator], list[tuple[str, str]]]:
-    """The operators that can be corrected, by site, and (site, why not) of the other quantized ones."""
+    """Returns the operators that can be corrected, by site, and (site, reason) of the other quantized ones."""
     return sorted_out(graph_module, _why_not)
 
 
@@ -59,13 +59,13 @@ def _why_not(module: QATOperator, reads: Counter[int]) -> str | None:
 
 
 def channel_means(y: Tensor, operator: nn.Module) -> Tensor:
-    """[N, channels] of an operator's output, over positions; float64 from sums that PyTorch adds up in pairs."""
+    """Returns [N, channels] means of an operator's output over positions; float64 from PyTorch's pairwise sums."""
     channels = y.movedim(-1 if isinstance(operator, nn.Linear) else 1, 1)
     return (channels.flatten(2).mean(2) if y.ndim > 2 else channels).double()
 
 
 def trimmed_mean(values: Tensor, trim: float) -> Tensor:
-    """Mean over the first axis without the share `trim` of the lowest and of the highest values."""
+    """Returns the mean over the first axis without the share `trim` of the lowest and of the highest values."""
     cut = int(trim * len(values))
     return values.sort(0).values[cut : len(values) - cut].mean(0)
 
@@ -76,7 +76,8 @@ def _analytic(graph_module: fx.GraphModule, chosen: Iterable[QATOperator], image
 
     def add(operator: QATOperator, args: tuple[Any, ...], _: Tensor) -> None:
         x = args[0].double()
-        # Tokens and windows may come first; of a Linear all places are alike, of a Conv the first axis is images.
+        # Tokens and windows may come first; for a Linear all places are alike, for a Conv the first axis is
+        # images.
         x = x.flatten(0, -2) if isinstance(operator, nn.Linear) else x
         sums[operator] = sums.get(operator, 0) + x.sum(0, keepdim=True)
         counts[operator] += len(x)
@@ -104,13 +105,13 @@ def _empirical(
         wanted[operator] = channel_means(y, operator)
 
     def correct(operator: QATOperator, args: tuple[Any, ...], y: Tensor) -> Tensor:
-        _, bias = operator.quantized(operator.weight, operator.bias)  # as it was when y was computed
+        _, bias = operator.quantized(operator.weight, operator.bias)  # the bias with which y was computed
         assert operator.bias is not None and bias is not None
         error = trimmed_mean(channel_means(y, operator) - wanted[operator], trim)
         biases.change(operator, bias - error)
         _, moved = operator.quantized(operator.weight, operator.bias)
         assert moved is not None
-        shift = (moved - bias).to(y.dtype)  # of the output too: the operator itself need not run again
+        shift = (moved - bias).to(y.dtype)  # this also shifts the output, so the operator need not run again
         return y + (shift if isinstance(operator, nn.Linear) else shift.reshape(-1, *[1] * (y.ndim - 2)))
 
     set_phase(graph_module, observe=False, quantize=False)
@@ -122,7 +123,7 @@ def _empirical(
 
 
 def hooked(chosen: Iterable[QATOperator], hook: Hook) -> ExitStack:
-    """`hook` after each of the operators; what it returns takes the place of the output."""
+    """Calls `hook` after each of the operators until the stack is closed; a returned tensor replaces the output."""
     stack = ExitStack()
     for operator in chosen:
         handle = operator.register_forward_hook(cast(Any, hook))

@@ -1,6 +1,7 @@
-"""Biases that corrections change. What is added belongs to the quantized operator: with quantization off it is left
-out, so that the prepared graph stays the float function, and each correction starts from the float bias: one that
-comes after another takes its place.
+"""Changes of biases by corrections.
+
+The change belongs to the quantized operator: with quantization off it is left out, so that the prepared graph
+stays the float function. Each correction starts from the float bias: a later one replaces an earlier one.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from qatkit.quant.qat_layers import QATOperator
 
 @torch.no_grad()
 def change(operator: QATOperator, bias: Tensor) -> None:
-    """Gives a quantized operator another bias [out]."""
+    """Sets the bias [out] of a quantized operator."""
     fake = operator.weight_fake_quant
     assert operator.bias is not None and fake is not None
     before = operator.bias if fake.bias_shift is None else operator.bias - fake.bias_shift
@@ -23,7 +24,7 @@ def change(operator: QATOperator, bias: Tensor) -> None:
 
 @torch.no_grad()
 def restore(graph_module: fx.GraphModule) -> None:
-    """The float model's biases again."""
+    """Restores the float model's biases."""
     for operator in graph_module.modules():
         if not isinstance(operator, QATOperator) or operator.bias is None:
             continue

@@ -2,15 +2,15 @@
 
     min over V, b of  E |F^½ ∘ (y' - y)|² + λ·Σ(1 - |2·h(V) - 1|^β)                (`qatkit.algorithms.blocks.learn`)
 
-y and y' are what a block gives in float and quantized. A block is what the graph's own bottlenecks make of it, a
-residual block or a layer of a transformer (`qatkit.algorithms.blocks.partition`): errors that its operators make for
-each other count only as far as they come out. Biases may be learned with the roundings; scales of activations, in a
-walk of their own before it, after which all scales are aligned again, so that the roundings fit the scales that ship.
-F is 1, or the diagonal of the Fisher information (`qatkit.algorithms.blocks.fisher`), which costs a backward pass
-through the rest of the model for every block and image.
-Sources: Li et al., "BRECQ: Pushing the Limit of Post-Training Quantization by Block Reconstruction", 2021, equation 10;
-Hubara et al., "Accurate Post Training Quantization With Small Calibration Sets" (AdaQuant), 2021, equation 4, for
-biases and scales.
+y and y' are a block's outputs in float and quantized. Blocks follow from the graph's bottlenecks: a residual
+block or a layer of a transformer (`qatkit.algorithms.blocks.partition`). Errors between its operators count
+only as far as they reach the output. Biases may be learned with the roundings. Scales of activations are
+learned in an earlier walk of their own, after which all scales are aligned again, so that the roundings fit
+the scales that ship. F is 1, or the diagonal of the Fisher information (`qatkit.algorithms.blocks.fisher`),
+which costs a backward pass through the rest of the model for every block and image.
+Sources: Li et al., "BRECQ: Pushing the Limit of Post-Training Quantization by Block Reconstruction", 2021,
+equation 10; Hubara et al., "Accurate Post Training Quantization With Small Calibration Sets" (AdaQuant),
+2021, equation 4, for biases and scales.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class BlockReconstruction(LearnedRounding):
     fisher: bool = setting(False, "weigh the values of a block's output by what they do to the model's")
 
     def __call__(self, graph_module: fx.GraphModule, inputs: Iterable[Example]) -> PassResult:
-        """`changed` counts the operators that got a rounding; fake quantization is on afterwards.
+        """Learns the roundings; `changed` counts the operators that got one. Fake quantization is on afterwards.
 
         Args:
             graph_module: calibrated.
-            inputs: batches, as `calibrate` takes them, read no further than needed.
+            inputs: batches, as for `calibrate`, read no further than needed.
         """
         from qatkit.algorithms.blocks.learn import Rounding
         from qatkit.algorithms.blocks.lesson import rounded

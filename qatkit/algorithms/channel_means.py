@@ -1,4 +1,4 @@
-"""Means of channels that `ShiftChannels` moves into the biases behind: which can be moved, their values, the move."""
+"""Means of channels that `ShiftChannels` moves into the following biases: the candidates, their values, the move."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ShiftableOperator:
 
     Attributes:
         bias: [channels], a parameter that nothing else reads.
-        followed: where its channels go.
+        followed: the operators that its channels reach.
     """
 
     bias: Tensor
@@ -35,7 +35,7 @@ class ShiftableOperator:
 
     @torch.no_grad()
     def subtract(self, means: Tensor) -> None:
-        """Subtracts `means` [channels], float64; what reads them adds what that was."""
+        """Subtracts `means` [channels], float64, from the channels; readers compensate in their biases."""
         self.bias.copy_(self.bias.double() - means.to(self.bias.device))
         for reader in self.followed.readers:
             operator = module_of(reader.node)
@@ -45,7 +45,7 @@ class ShiftableOperator:
 
 
 def shift(images: int, graph_module: fx.GraphModule, inputs: Iterable[Example]) -> PassResult:
-    """Subtracts the mean of every channel that can be shifted: the work of `ShiftChannels.__call__`."""
+    """Subtracts the mean of every channel that can be shifted: implements `ShiftChannels.__call__`."""
     found = shiftable(graph_module)
     with inference(graph_module):
         set_phase(graph_module, observe=False, quantize=False)
@@ -58,7 +58,7 @@ def shift(images: int, graph_module: fx.GraphModule, inputs: Iterable[Example]) 
 
 
 def shiftable(graph_module: fx.GraphModule) -> list[ShiftableOperator]:
-    """Returns the operators with channels that can be shifted, in graph order, of which a quantized one is read."""
+    """Returns the operators with channels that can be shifted and a reader of quantized input, in graph order."""
     reads = parameter_reads(graph_module.graph)
     found = list[ShiftableOperator]()
     for node in graph_module.graph.nodes:
@@ -90,7 +90,7 @@ def _given(node: fx.Node, reads: Mapping[int, int]) -> tuple[int, Tensor] | None
 
 
 class _Means(fx.Interpreter):
-    """Adds up what the readers read, by channel of the source."""
+    """Sums the readers' inputs by channel of the source."""
 
     def __init__(self, graph_module: fx.GraphModule, found: Iterable[ShiftableOperator]) -> None:
         super().__init__(graph_module)
@@ -114,6 +114,6 @@ class _Means(fx.Interpreter):
         return super().run_node(n)
 
     def means(self, source: ShiftableOperator) -> Tensor:
-        """[channels], float64; 0 of those that stay."""
+        """Returns the means [channels], float64; 0 for channels that stay."""
         means = self._sums[source] / self._counts[source].clamp(min=1)
         return torch.where(source.followed.free, means, 0.0)

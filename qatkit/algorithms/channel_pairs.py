@@ -1,4 +1,4 @@
-"""Pairs of operators whose channels `Equalize` gives equal ranges: which they are, the factors, their application."""
+"""Pairs of operators whose channels `Equalize` gives equal ranges: the search, the factors, their application."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ from qatkit.quant.granularity import along
 if TYPE_CHECKING:
     from qatkit.algorithms.equalize import Equalize
 
-# (first, second, whether a flatten is between them), such that an output channel is an input channel.
+# (first, second, whether a flatten is between them): an output channel is an input channel.
 _SAME_AXIS = frozenset({("conv", "conv", False), ("linear", "linear", False), ("conv", "linear", True)})
 _FLATTENS = frozenset({"flatten", "reshape", "view"})
-# A channel whose range is this small a share of the largest is dead: made equal, its bias would be all there is.
+# A channel whose range is this small a share of the largest is dead: if equalized, only its bias would
+# remain.
 _DEAD = 1e-5
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two operators with nothing but homogeneous ones between them.
+    """Two operators with only homogeneous ones between them.
 
     Attributes:
-        repeat: inputs of `second` for each channel of `first`, more than 1 behind a flatten.
+        repeat: inputs of `second` for each channel of `first`, more than 1 after a flatten.
         clips: the ReLU6 between them.
     """
 
@@ -44,7 +45,7 @@ class Pair:
 
 
 def equalize(settings: Equalize, graph_module: fx.GraphModule, inputs: Example) -> PassResult:
-    """Gives the channels of every pair equal ranges: the work of `Equalize.__call__`."""
+    """Gives the channels of every pair equal ranges: implements `Equalize.__call__`."""
     propagate(graph_module, inputs)
     result, reads = PassResult(graph_module), parameter_reads(graph_module.graph)
     pairs: list[Pair] = []
@@ -65,7 +66,7 @@ def equalize(settings: Equalize, graph_module: fx.GraphModule, inputs: Example) 
 
 
 def _solve(settings: Equalize, pairs: list[Pair]) -> dict[Pair, Tensor]:
-    """The s of every pair, [channels of `first`], float64."""
+    """Returns the s of every pair, [channels of `first`], float64."""
     largest = {node: magnitudes(module_of(node)) for pair in pairs for node in (pair.first, pair.second)}
     total = {pair: torch.ones_like(output_ranges(largest[pair.first])) for pair in pairs}
     for _ in range(settings.rounds):
@@ -82,24 +83,24 @@ def _solve(settings: Equalize, pairs: list[Pair]) -> dict[Pair, Tensor]:
 
 
 def magnitudes(operator: nn.Module) -> Tensor:
-    """Largest |weight| over the kernel, [groups, outputs of a group, inputs of a group], float64."""
+    """Returns the largest |weight| over the kernel, [groups, outputs of a group, inputs of a group], float64."""
     weight = cast(Tensor, operator.weight).detach().double().abs()
     groups = _groups(operator)
     return weight.reshape(groups, weight.shape[0] // groups, weight.shape[1], -1).amax(3)
 
 
 def output_ranges(largest: Tensor) -> Tensor:
-    """[outputs] of `magnitudes`."""
+    """Returns the largest value of each output, [outputs], of `magnitudes`."""
     return largest.amax(2).flatten()
 
 
 def input_ranges(largest: Tensor) -> Tensor:
-    """[inputs] of `magnitudes`."""
+    """Returns the largest value of each input, [inputs], of `magnitudes`."""
     return largest.amax(1).flatten()
 
 
 def factor(first: Tensor, second: Tensor) -> Tensor:
-    """The s [channels] that makes two ranges equal, first / s = second · s; 1 for a dead channel."""
+    """Returns the s [channels] that makes two ranges equal, first / s = second · s; 1 for a dead channel."""
     alive = (first > _DEAD * first.max()) & (second > _DEAD * second.max())
     return torch.where(alive, (first / second.clamp(min=1e-300)).sqrt(), 1.0)
 
@@ -122,7 +123,7 @@ def _apply(pair: Pair, s: Tensor) -> None:
 
 
 def _pair(first: fx.Node, relu6: str, reads: Mapping[int, int]) -> Pair | str:
-    """The pair that `first` begins, or why there is none ("": it was not meant)."""
+    """Returns the pair that begins with `first`, or the reason for none ("" where there is nothing to report)."""
     between = list[fx.Node]()
     node = first
     while True:
@@ -173,7 +174,7 @@ def _why_not(node: fx.Node, reads: Mapping[int, int]) -> str:
 
 
 def _flattens(node: fx.Node) -> bool:
-    """[N, C, ...] to [N, C·...], in that order."""
+    """Returns whether a node turns [N, C, ...] into [N, C·...], in that order."""
     name = type(module_of(node)).__name__ if node.op == "call_module" else node.target
     if str(getattr(name, "__name__", name)).lower() not in _FLATTENS:
         return False

@@ -1,8 +1,8 @@
 """Dead channels: outputs that are the same for every image, and inputs that no output reads.
 
-A weight of zeros has no scale of its own. `convert` gives such an output the least scale with which its bias
-fits int32 (`qatkit.graph.convert.integer_modules`) and says so; nothing is lost, and nothing is computed. A network
-that has many could be a narrower one.
+A weight of zeros has no scale of its own. `convert` gives such an output the smallest scale with which its
+bias fits int32 (`qatkit.graph.convert.integer_modules`) and reports it; no accuracy is lost, but computation
+is wasted. A network with many dead channels could be narrower.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor, fx
 
-# As a share of the largest weight of the operator: below it float32 itself loses what the channel adds.
+# As a share of the operator's largest weight: below it the channel's contribution is lost in float32 itself.
 _NOTHING = 1e-7
 
 
 def dead_channels(graph_module: fx.GraphModule) -> list[tuple[str, str]]:
-    """(site, how many channels are dead) of every operator of a prepared graph that has some."""
+    """Returns (site, number of dead channels in words) for every operator of a prepared graph that has some."""
     # Late, since the command line imports this package to check the settings of algorithms.
     from qatkit.graph.nodes import facts, module_of, site
     from qatkit.quant.computed_weights import identity_of
@@ -40,7 +40,7 @@ def dead_channels(graph_module: fx.GraphModule) -> list[tuple[str, str]]:
 
 
 def _dead(weight: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    """Which outputs [out] and inputs [in] have no weight."""
+    """Returns masks of the outputs [out] and inputs [in] that have no weight."""
     nothing = weight.abs() <= _NOTHING * weight.abs().max()
     split = nothing.reshape(groups, weight.shape[0] // groups, weight.shape[1], -1).all(3)
     return split.all(2).flatten(), split.all(1).flatten()

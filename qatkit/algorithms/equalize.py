@@ -48,7 +48,7 @@ class Equalize(Algorithm):
     tolerance: float = setting(1e-4, "largest |s - 1| of a round that is taken for nothing", Range(0))
 
     def __call__(self, graph_module: fx.GraphModule, inputs: Example) -> PassResult:
-        """`changed` counts the pairs; `skipped` names the operators whose outputs could not be equalized.
+        """Equalizes the channels; `changed` counts the pairs, `skipped` names operators that could not be equalized.
 
         Args:
             graph_module: fused and stubbed, not prepared.

@@ -1,24 +1,28 @@
-"""GPTQ: weights rounded column by column, each column's error made up for by the columns that are still to come.
+"""GPTQ: weights rounded column by column, each column's error compensated by the columns that still follow.
 
-For a row w of a weight, rounded to w', the mean squared error of the output is (w - w')·H·(w - w'), H the second
-moments of the operator's inputs. When column i is rounded, the change of the others that makes the form least is
+For a row w of a weight, rounded to w', the mean squared error of the output is (w - w')·H·(w - w'), with H
+the second moments of the operator's inputs. When column i is rounded, the change of the others that minimizes
+the form is
 
     w ← w - (w_i - w'_i) / U_ii · U_i        U: upper Cholesky factor of H⁻¹
 
-Columns are taken in the order of falling H_ii (`order`), so that those that matter most find the most others to make up
-for them. Scales and zero points are found before any column is rounded ("static groups"), and the scales are fitted to
-the integers afterwards (`qatkit.algorithms.gptq_scales`). Operator by operator in the order of the graph, H is that of
-the inputs behind the operators as they were rounded. What these inputs lost is made up for first: with x the float
-inputs and x' the quantized ones the row that gives the float output best is
+Columns are taken in the order of falling H_ii (`order`), so that the most important ones have the most others
+to compensate for them. Scales and zero points are found before any column is rounded ("static groups"), and
+the scales are fitted to the integers afterwards (`qatkit.algorithms.gptq_scales`). Operators are rounded in
+graph order; H is computed from inputs that have passed the operators already rounded. The error of these
+inputs is compensated first: with x the float inputs and x' the quantized ones, the row that reproduces the
+float output best is
 
     w + share · w·E[(x - x')·x'ᵀ]·H⁻¹
 
-An operator with a bias leaves means to it: H and E are covariances then, and the bias takes the mean error. A weight
-that is the table of an Embedding, too, is rounded for the operator, and the table is the same integers: what is looked
-up is a little further from float, which costs less than a head rounded to the nearest.
+An operator with a bias leaves means to it: H and E are covariances then, and the bias takes the mean error. A
+weight that is also the table of an Embedding is rounded for the operator, and the table has the same
+integers. The looked-up rows are then a little further from float, which costs less than a head rounded to the
+nearest.
 
-Sources: Frantar et al., "GPTQ: Accurate post-training quantization for generative pre-trained transformers", 2023,
-algorithm 1; act-order and static groups: its authors' code; the errors of the past: Li et al., "GPTAQ", 2025.
+Sources: Frantar et al., "GPTQ: Accurate post-training quantization for generative pre-trained transformers",
+2023, algorithm 1; act-order and static groups: its authors' code; the errors of the past: Li et al., "GPTAQ",
+2025.
 """
 
 from __future__ import annotations
@@ -58,11 +62,13 @@ class GPTQ(BlockAlgorithm):
     )
 
     def __call__(self, graph_module: fx.GraphModule, inputs: Iterable[Example]) -> PassResult:
-        """`changed` counts the operators; fake quantization is on afterwards, and their scales and rounding stand.
+        """Rounds the weights; `changed` counts the operators.
+
+        Afterwards fake quantization is on, and the operators' scales and rounding are fixed.
 
         Args:
             graph_module: calibrated.
-            inputs: batches, as `calibrate` takes them, read no further than needed.
+            inputs: batches, as for `calibrate`, read no further than needed.
         """
         from qatkit.algorithms import biases
         from qatkit.algorithms.blocks.column_rounding import ColumnRounding

@@ -1,4 +1,4 @@
-"""The arithmetic of GPTQ on tensors alone; groups of a convolution are the first axis of all of them."""
+"""The arithmetic of GPTQ on tensors only; groups of a convolution are the first axis of all of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from qatkit.quant.formats import elements
 from qatkit.quant.formats.table import Element
 from qatkit.quant.numerics import Ends, clamped
 
-# Columns that are rounded before what they leave is worked into the others, and how often the damping grows tenfold.
+# Columns that are rounded before their errors are applied to the others, and how often the damping grows
+# tenfold.
 _BLOCK, _TRIES = 128, 6
 
 
@@ -33,7 +34,7 @@ def damped_factor(form: Tensor, damping: float) -> Tensor:
     Args:
         form: [groups, inputs, inputs], symmetric, not negative. An input that is always 0 counts as 1: its weights are
             rounded to the nearest, and change nothing.
-        damping: share of the mean of the diagonal that is added, ten times as much where the form is singular still.
+        damping: share of the diagonal's mean that is added, ten times as much while the form is still singular.
 
     Raises:
         ValueError: the form is not finite.
@@ -55,7 +56,7 @@ def damped_factor(form: Tensor, damping: float) -> Tensor:
 
 
 class Columns:
-    """The order in which the columns of a weight are rounded, and how each one's error goes into the others.
+    """The order in which the columns of a weight are rounded, and the effect of each one's error on the others.
 
     Args:
         form: [groups, inputs, inputs], second moments or covariance of the inputs.
@@ -63,7 +64,7 @@ class Columns:
         damping: as in `damped_factor`.
 
     Attributes:
-        importance: [groups, inputs], what the square of an error of one column costs once the others make up for it.
+        importance: [groups, inputs], the cost of one column's squared error once the others compensate for it.
     """
 
     def __init__(self, form: Tensor, *, order: bool, damping: float) -> None:
@@ -75,13 +76,14 @@ class Columns:
         self._factor = torch.linalg.cholesky(inverse, upper=True).float()
 
     def rounded(self, weight: Tensor, scale: Tensor, ends: Ends) -> Tensor:
-        """Returns the integers of a weight, in float32, by the rule in `qatkit.algorithms.gptq`; rows do not see each
-        other.
+        """Returns the integers of a weight, in float32, by the rule in `qatkit.algorithms.gptq`.
+
+        Rows are independent.
 
         Args:
             weight: [groups, rows, inputs].
             scale: of each weight.
-            ends: the least and the largest integer, such that they broadcast against the weight.
+            ends: the least and the largest integer, broadcastable to the weight.
         """
         least, most = (
             self._in_order(torch.as_tensor(end, device=weight.device).expand_as(weight)) for end in ends
@@ -91,11 +93,13 @@ class Columns:
         )
 
     def rounded_to(self, weight: Tensor, scale: Tensor, element: Element) -> Tensor:
-        """Returns `rounded` where each weight over its scale is a number of an element in the place of an integer."""
+        """Returns the same as `rounded` where each weight over its scale is a number of `element` instead of an
+        integer.
+        """
         return self._by_steps(weight, scale, lambda steps, _: elements.rounded(steps, element))
 
     def _in_order(self, of_weight: Tensor) -> Tensor:
-        """Columns become rows, which lie together in memory: the loop below reads and writes one at a time."""
+        """Turns columns into rows, which are contiguous in memory: the loop below reads and writes one at a time."""
         return of_weight.gather(2, self._places[:, None].expand_as(of_weight)).mT.contiguous()
 
     def _by_steps(self, weight: Tensor, scale: Tensor, nearest: Callable[[Tensor, int], Tensor]) -> Tensor:
@@ -106,7 +110,7 @@ class Columns:
 def _rounded(
     weight: Tensor, scale: Tensor, nearest: Callable[[Tensor, int], Tensor], factor: Tensor
 ) -> Tensor:
-    """Numbers of steps [groups, inputs, rows] of a weight that is changed on the way, columns in their order.
+    """Returns rounded steps [groups, inputs, rows] of a weight that is updated on the way, columns in their order.
 
     Args:
         weight, scale: [groups, inputs, rows].
@@ -129,7 +133,7 @@ def _rounded(
 
 
 def _places(form: Tensor, order: bool) -> Tensor:
-    """The columns [groups, inputs] in their order."""
+    """Returns the columns [groups, inputs] in their order."""
     if order:
         return form.diagonal(dim1=1, dim2=2).argsort(dim=1, descending=True, stable=True)
     return torch.arange(form.shape[1], device=form.device).expand(form.shape[:2])

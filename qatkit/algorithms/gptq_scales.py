@@ -1,15 +1,15 @@
 """Scales for GPTQ: searched before columns are rounded, fitted to the integers afterwards.
 
-Search. An error e of one weight, made up for as well as possible by the weights that are free to move, costs
-e² / [H⁻¹]_ii. So each block takes the scale and the zero point, of a few candidates, that have the least sum of these
-costs when its weights are rounded to the nearest.
+Search. An error e of one weight, compensated as well as possible by the weights that are free to move, costs
+e² / [H⁻¹]_ii. So each block takes the scale and the zero point, from a few candidates, that have the least
+sum of these costs when its weights are rounded to the nearest.
 
-Fit. Once the integers q are known, the error is a quadratic function of the scales. For a row w with integers q_b in
-block b (0 elsewhere) the best scales s solve
+Fit. Once the integers q are known, the error is a quadratic function of the scales. For a row w with integers
+q_b in block b (0 elsewhere) the best scales s solve
 
     Σ_c (q_b · H · q_c) s_c = q_b · H · w        for every block b
 
-Rows are independent of each other. What search and fit gain: docs/decisions/0058-weight-scales-and-bits.md.
+Rows are independent of each other. Gains of search and fit: docs/decisions/0058-weight-scales-and-bits.md.
 
 Source: the cost of an error is that of optimal brain surgery (Frantar et al., "GPTQ", 2023, equation 2).
 """
@@ -27,10 +27,10 @@ from qatkit.quant.granularity import PerBlock
 from qatkit.quant.held_scales import held
 from qatkit.quant.spec import QuantSpec
 
-# Shares of the range that are tried, and how far a fitted scale may move.
+# Shares of the range that are tried, and limits of a fitted scale's change.
 _SHARES = torch.linspace(1.05, 0.5, 23).tolist()
 _LEAST, _MOST = 0.5, 1.5
-_VALUES = 2**20  # of the largest temporary tensors
+_VALUES = 2**20  # size of the largest temporary tensors
 
 
 def searched(weight: Tensor, importance: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
@@ -38,7 +38,7 @@ def searched(weight: Tensor, importance: Tensor, spec: QuantSpec) -> tuple[Tenso
 
     Args:
         weight: [out, ...].
-        importance: of each squared error, not negative, such that it broadcasts against the weight.
+        importance: of each squared error, not negative, broadcastable to the weight.
         spec: of the weight.
     """
     full, first = numerics.weight_scale(weight, spec), numerics.weight_zero_point(weight, spec)
@@ -60,10 +60,10 @@ def searched(weight: Tensor, importance: Tensor, spec: QuantSpec) -> tuple[Tenso
 def fitted(wanted: Tensor, form: Tensor, integers: Tensor, scale: Tensor, spec: QuantSpec) -> Tensor:
     """Returns the scales, of the shape of `scale`, that leave the least error with these integers.
 
-    A row keeps its scales where others, as the file holds them, are no better.
+    A row keeps its scales where new ones, as stored in the file, are no better.
 
     Args:
-        wanted: the weight that the integers stand for, [groups, rows, inputs].
+        wanted: the weight that the integers represent, [groups, rows, inputs].
         form: [groups, inputs, inputs], positive.
         integers: [groups, rows, inputs].
         scale: by output channel [groups · rows], or in blocks [groups · rows, blocks]; one for the tensor stays.
@@ -81,7 +81,7 @@ def fitted(wanted: Tensor, form: Tensor, integers: Tensor, scale: Tensor, spec: 
         for part in _slices(rows, blocks * blocks * size):
             given = wanted[group, part], integers[group, part], by_row[group, part]
             found[group, part] = _fitted(*given, filled, size)
-    # Units of uint8 belong to whole rows, so what is held is compared, and kept or not, row by row.
+    # Units of uint8 belong to whole rows, so the stored scales are compared, and kept or not, row by row.
     found = held(found.reshape(scale.shape), spec).reshape(by_row.shape)
     spread = [one.repeat_interleave(size, 2)[..., :inputs] for one in (found, by_row)]
     after, before = (_cost(wanted - integers * one, form) for one in spread)
@@ -89,14 +89,14 @@ def fitted(wanted: Tensor, form: Tensor, integers: Tensor, scale: Tensor, spec: 
 
 
 def _fitted(wanted: Tensor, integers: Tensor, scale: Tensor, form: Tensor, size: int) -> Tensor:
-    """Scales [rows, blocks] of one group's rows, by the equations above."""
+    """Returns the scales [rows, blocks] of one group's rows, by the equations above."""
     fill = len(form) - wanted.shape[1]
     steps = F.pad(integers, [0, fill]).unflatten(1, (-1, size))
     towards = (F.pad(wanted, [0, fill]) @ form).unflatten(1, (-1, size))
     joined = torch.einsum("rbi,bik->rbk", steps, form.unflatten(0, (-1, size)))
     system = torch.einsum("rbci,rci->rbc", joined.unflatten(2, (-1, size)), steps).double()
     aim = (steps * towards).sum(2).double()
-    # The step from the present scales: blocks of zeros, and those that nothing tells apart, stay as they are.
+    # The step from the present scales: blocks of zeros, and undetermined ones, stay unchanged.
     lacking = aim - (system @ scale.double()[..., None])[..., 0]
     diagonal = system.diagonal(dim1=1, dim2=2)
     diagonal += 1e-4 * diagonal.mean(1, keepdim=True) + 1e-30
@@ -110,6 +110,6 @@ def _cost(error: Tensor, form: Tensor) -> Tensor:
 
 
 def _slices(rows: int, values: int) -> Iterator[slice]:
-    """Slices of rows with `values` each, so many that they stay within `_VALUES`."""
+    """Returns slices of rows with `values` each, limited in size by `_VALUES`."""
     each = max(1, _VALUES // values)
     return (slice(start, start + each) for start in range(0, rows, each))

@@ -1,7 +1,8 @@
-"""Mean and second moments of what each Conv and Linear multiplies its weight by.
+"""Mean and second moments of the inputs that each Conv and Linear multiplies by its weight.
 
-Of a Conv these are the patches under its kernel, group by group. A part of the places is enough: of an image a grid of
-at most `PLACES`. Moments of all operators at once would not fit into memory, so they come in rounds, each a pass.
+For a Conv these are the patches under its kernel, group by group. A part of the places is enough: a grid of
+at most `PLACES` per image. Moments of all operators at once would not fit into memory, so they come in rounds
+of one pass each.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from qatkit.algorithms.batches import Tensors
 from qatkit.quant.qat_layers import QATOperator
 
 PLACES = 256
-# Inputs of one block of moments, and floats of all blocks of a round (half a GiB).
+# Inputs per block of moments, and floats of all blocks of a round (half a GiB).
 _WIDEST, _ROUND = 4608, 2**27
 
 
@@ -32,29 +33,29 @@ class Moments:
     count: int = 0
 
     def add(self, x: Tensor) -> None:
-        """Takes in [groups, inputs, places]."""
+        """Adds inputs [groups, inputs, places]."""
         self.total += x.sum(2)
         self.second += x @ x.transpose(1, 2)
         self.count += x.shape[2]
 
     @property
     def mean(self) -> Tensor:
-        """[groups, inputs]."""
+        """The mean, [groups, inputs]."""
         return self.total / self.count
 
     @property
     def covariance(self) -> Tensor:
-        """[groups, inputs, inputs]."""
+        """The covariance, [groups, inputs, inputs]."""
         return self.second / self.count - self.mean[:, :, None] * self.mean[:, None]
 
 
 def input_moments(
     graph_module: fx.GraphModule, operators: Iterable[QATOperator], images: list[Tensors]
 ) -> Iterator[tuple[QATOperator, list[Moments]]]:
-    """Moments of each operator's inputs, in blocks of at most `_WIDEST` along them, as the graph is set.
+    """Yields moments of each operator's inputs, in blocks of at most `_WIDEST` inputs, in the graph's current phase.
 
     Args:
-        images: batches, gone through once a round.
+        images: batches, read once per round.
     """
     for chosen in _rounds(operators):
         found = {operator: _empty(operator) for operator in chosen}
@@ -72,7 +73,8 @@ def input_moments(
 
 
 def patches(operator: nn.Module, x: Tensor) -> Tensor:
-    """What the weight is multiplied by, [groups, inputs of a group times kernel, places], float32.
+    """Returns the inputs that the weight is multiplied by, [groups, inputs of a group times kernel, places],
+    float32.
 
     Args:
         x: the input of a Conv [N, C, ...] or Linear [..., C].
@@ -98,7 +100,7 @@ def patches(operator: nn.Module, x: Tensor) -> Tensor:
 
 
 def _shape(operator: QATOperator) -> tuple[int, int]:
-    """Groups, and inputs times kernel of one."""
+    """Returns the number of groups, and inputs times kernel size of one."""
     return int(getattr(operator, "groups", 1)), operator.weight[0].numel()
 
 

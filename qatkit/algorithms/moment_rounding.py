@@ -1,16 +1,17 @@
-"""Rounding weights up or down by what the operator's output loses, not to the nearest: solved, without training.
+"""Rounds weights up or down by the error of the operator's output, not to the nearest: solved, without training.
 
 For a row w of a weight, rounded to w + e, the mean squared error of the output is a quadratic form of e:
 
     E[(e·x)²]  =  e·C·e + (e·μ)²        C: covariance, μ: mean of the inputs x, from a few images
 
-The bias takes e·μ back, which leaves e·C·e. Starting from the nearest integers, every weight in turn is moved to its
-other neighbour where that makes the form smaller, until hardly any moves: 2·δ·(C·e)_i + δ²·C_ii < 0, δ = ± one step.
-Of an operator whose bias cannot be changed C stands for the second moments, mean included.
+The bias compensates for e·μ, which leaves e·C·e. Starting from the nearest integers, every weight in turn is
+moved to its other neighbour where that makes the form smaller, until hardly any moves: 2·δ·(C·e)_i + δ²·C_ii
+< 0, δ = ± one step. For an operator whose bias cannot be changed, C stands for the second moments, mean
+included.
 
-Source: Nagel et al., "Up or Down? Adaptive Rounding for Post-Training Quantization", 2020, section 3.2, equation 13:
-AdaRound's objective layer by layer, by coordinate descent on the rounding itself in place of gradients on a relaxed
-one (figures: docs/decisions/0019-cheap-algorithms.md).
+Source: Nagel et al., "Up or Down? Adaptive Rounding for Post-Training Quantization", 2020, section 3.2,
+equation 13: AdaRound's objective layer by layer, by coordinate descent on the rounding itself instead of
+gradients on a relaxed one (figures: docs/decisions/0019-cheap-algorithms.md).
 """
 
 from __future__ import annotations
@@ -42,18 +43,20 @@ class MomentRounding(Algorithm):
     rounds: int = setting(4, "over all weights of an operator, at most", COUNT)
 
     def __call__(self, graph_module: fx.GraphModule, inputs: Iterable[Example]) -> PassResult:
-        """`changed` counts the operators; fake quantization is on afterwards, and their scales and rounding stand.
+        """Rounds the weights; `changed` counts the operators.
+
+        Afterwards fake quantization is on, and the operators' scales and rounding are fixed.
 
         Args:
             graph_module: prepared, with its ranges.
-            inputs: batches, as `calibrate` takes them, read no further than needed.
+            inputs: batches, as for `calibrate`, read no further than needed.
         """
         from qatkit.algorithms.rounding_by_moments import round_weights
 
         return round_weights(self, graph_module, inputs)
 
     def notes(self, graph_module: fx.GraphModule) -> list[tuple[str, str]]:
-        """The quantized operators whose weights are rounded to the nearest."""
+        """Returns (site, reason) of the quantized operators whose weights are rounded to the nearest."""
         from qatkit.algorithms.rounding_by_moments import roundable
 
         return roundable(graph_module)[1]

@@ -1,4 +1,4 @@
-"""Each weight's rounding from the moments of its operator's inputs, as `MomentRounding` says."""
+"""Rounds each weight by the moments of its operator's inputs, as described in `MomentRounding`."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from qatkit.quant.qat_layers import QATOperator
 if TYPE_CHECKING:
     from qatkit.algorithms.moment_rounding import MomentRounding
 
-# Weights whose moves are worked into the rest of a row at once; and the share of moves that ends the rounds.
+# Weights whose moves are applied to the rest of a row at once; and the share of moves that ends the rounds.
 _BLOCK, _FEW = 64, 1e-4
 
 
 def round_weights(
     settings: MomentRounding, graph_module: fx.GraphModule, inputs: Iterable[Example]
 ) -> PassResult:
-    """Rounds the weights of every operator up or down: the work of `MomentRounding.__call__`."""
+    """Rounds the weights of every operator up or down: implements `MomentRounding.__call__`."""
     chosen, skipped = roundable(graph_module)
     free = set(targets(graph_module)[0].values())
     with inference(graph_module):
@@ -66,7 +66,7 @@ def _round(settings: MomentRounding, operator: QATOperator, blocks: list[Moments
 
 
 def _parts(end: int | Tensor, weight: Tensor, steps: Tensor, sizes: list[int]) -> Sequence[int | Tensor]:
-    """An end of the weight's range for each of the parts that `steps` is split into."""
+    """Returns an end of the weight's range for each of the parts that `steps` is split into."""
     if not isinstance(end, Tensor):
         return [end] * len(sizes)
     parts: tuple[Tensor, ...] = end.expand_as(weight).reshape_as(steps).split(sizes, 2)
@@ -74,12 +74,13 @@ def _parts(end: int | Tensor, weight: Tensor, steps: Tensor, sizes: list[int]) -
 
 
 def best_rounding(steps: Tensor, form: Tensor, ends: Ends, rounds: int) -> Tensor:
-    """Which weights are rounded up: where no single other choice makes e·form·e smaller, or after so many rounds.
+    """Returns which weights to round up: no single change makes e·form·e smaller, or `rounds` are over.
 
     Args:
         steps: [groups, rows, inputs], weights in steps of their scale.
         form: [groups, inputs, inputs], symmetric, positive.
-        ends: the least and the largest integer, such that they broadcast against `steps`.
+        ends: the least and the largest integer, broadcastable to `steps`.
+        rounds: visits to each weight, at most.
 
     Returns:
         bool, of the shape of `steps`.
@@ -89,7 +90,7 @@ def best_rounding(steps: Tensor, form: Tensor, ends: Ends, rounds: int) -> Tenso
     up = (steps - down > 0.5) & free
     slope = (down + up - steps) @ form
     own = form.diagonal(dim1=1, dim2=2)[:, None] / 2
-    step = torch.where(free, 1.0 - 2.0 * up, 0.0)  # the move that is left to each weight
+    step = torch.where(free, 1.0 - 2.0 * up, 0.0)  # the move available to each weight
     for _ in range(rounds):
         moves = 0
         for start in range(0, steps.shape[2], _BLOCK):
@@ -106,7 +107,7 @@ def best_rounding(steps: Tensor, form: Tensor, ends: Ends, rounds: int) -> Tenso
 
 
 def _descend(step: Tensor, slope: Tensor, form: Tensor, own: Tensor) -> Tensor:
-    """The moves [groups, rows, inputs of a block] of one visit to each weight, in turn; 0 where it stays."""
+    """Returns the moves [groups, rows, inputs of a block] of one visit to each weight, in turn; 0 where it stays."""
     near, moved = slope.clone(), torch.zeros_like(step)
     for i in range(step.shape[2]):
         one = step[..., i]
@@ -116,7 +117,7 @@ def _descend(step: Tensor, slope: Tensor, form: Tensor, own: Tensor) -> Tensor:
 
 
 def roundable(graph_module: fx.GraphModule) -> tuple[dict[str, QATOperator], list[tuple[str, str]]]:
-    """The operators whose rounding can be chosen, by site, and (site, why not) of the other quantized ones."""
+    """Returns the operators whose rounding can be chosen, by site, and (site, reason) of the other quantized ones."""
     return sorted_out(graph_module, _why_not)
 
 

@@ -1,4 +1,4 @@
-"""Operators whose output channels can be divided by positive factors for nothing, and those behind that multiply back.
+"""Operators whose output channels can be divided by positive factors at no cost, and readers that multiply back.
 
 LayerNorm, GroupNorm, RMSNorm, BatchNorm     weight and bias
 Conv, Linear                                 weight and bias, or those of the BatchNorm that follows
@@ -29,9 +29,9 @@ class ScalableOperator:
 
     Attributes:
         node: the operator.
-        parameters: what its channels are multiplied and shifted by, [channels, ...] or, of a product with a
-            parameter, in that one's shape with one axis of channels.
-        followed: where its channels go.
+        parameters: those that multiply and shift its channels, [channels, ...]; for a product with a parameter, that
+            parameter, in its own shape with one axis of channels.
+        followed: the operators that its channels reach.
     """
 
     node: fx.Node
@@ -49,7 +49,7 @@ class ScalableOperator:
 
 
 def sources(graph_module: fx.GraphModule) -> tuple[list[ScalableOperator], list[tuple[str, str]]]:
-    """The operators with channels that can be scaled, in graph order, and (site, why not) of the others.
+    """Returns the operators with channels that can be scaled, in graph order, and (site, reason) of the others.
 
     Args:
         graph_module: prepared.
@@ -92,13 +92,13 @@ def chosen_sources(
 
 
 def weight_quantizer(node: fx.Node) -> WeightFakeQuantize | None:
-    """Returns what quantizes the weight of a Conv or Linear; None of any other node."""
+    """Returns the quantizer of the weight of a Conv or Linear; None for any other node."""
     module = module_of(node) if node.op == "call_module" else None
     return module.weight_fake_quant if isinstance(module, QATOperator) else None
 
 
 def _nearest(found: list[ScalableOperator]) -> list[ScalableOperator]:
-    """Without those behind which another one scales the same channels: a Linear, then a product with a parameter."""
+    """Removes operators followed by another one that scales the same channels: a Linear before a product."""
     taken: dict[fx.Node, Tensor] = {}
     kept = list[ScalableOperator]()
     for source in reversed(found):
@@ -112,12 +112,12 @@ def _nearest(found: list[ScalableOperator]) -> list[ScalableOperator]:
 
 
 def by_channel(s: Tensor, channels: Tensor, other: float = 1) -> Tensor:
-    """The factors [channels of a source] of what has the channel numbers `channels`, `other` where that is -1."""
+    """Returns the source's factors [channels] at the numbers `channels`, with `other` where a number is -1."""
     return torch.cat([s, s.new_full((1,), other)])[channels.to(s.device)]
 
 
 def input_factors(operator: nn.Module, s: Tensor) -> Tensor:
-    """[inputs] as what the weight of a Conv or Linear is multiplied by, group by group."""
+    """Returns the factors [inputs] in the shape that multiplies the weight of a Conv or Linear, group by group."""
     weight, groups = cast(Tensor, operator.weight), int(getattr(operator, "groups", 1))
     rows = s.view(groups, 1, -1).expand(-1, weight.shape[0] // groups, -1).reshape(weight.shape[:2])
     return rows.view(*rows.shape, *[1] * (weight.ndim - 2))
@@ -133,7 +133,10 @@ def multiply(reader: Reader, s: Tensor) -> None:
 
 
 def _given(node: fx.Node) -> tuple[int, tuple[Tensor, ...]] | None:
-    """The axis of the channels, counted from the end, and their parameters; None for an operator without any."""
+    """Returns the axis of the channels, counted from the end, and their parameters.
+
+    None for an operator without any.
+    """
     kind = op_class(node)
     if node.op == "call_module":
         module = module_of(node)
@@ -164,7 +167,7 @@ def _own(module: nn.Module) -> tuple[Tensor, ...]:
 
 
 def _is_row(parameter: Tensor) -> bool:
-    """Whether all of its values lie along one axis."""
+    """Returns whether all values lie along one axis."""
     return parameter.numel() > 1 and parameter.numel() == max(parameter.shape)
 
 

@@ -1,14 +1,16 @@
-"""Channel shifts: an activation whose channels have other means becomes easy to quantize, biases take the means.
+"""Channel shifts: an activation whose channels have different means becomes easy to quantize; biases take the means.
 
     reader(x)  =  reader(x - m) + W·m        m_j = E[x_j]
 
-A scale per tensor has to hold the means of all channels, which say nothing. The subtraction costs nothing where x comes
-from an operator with a bias: a LayerNorm, GroupNorm or BatchNorm, a Conv or Linear. Pairs are found by following
-the channels through the graph (`qatkit.graph.channels`): through views, and through attention, whose weights add up
-to 1. It pays with few bits, before `SmoothQuant`, which then divides what is left.
+A scale per tensor has to cover the means of all channels, which carry no information. The subtraction is free
+where x comes from an operator with a bias: a LayerNorm, GroupNorm or BatchNorm, a Conv or Linear. Pairs are
+found by following the channels through the graph (`qatkit.graph.channels`): through views, and through
+attention, whose weights add up to 1. It pays with few bits, before `SmoothQuant`, which then divides the
+remainder.
 
-Sources: Li et al., "RepQ-ViT: Scale Reparameterization for Post-Training Quantization of Vision Transformers", 2023,
-section 3.3, where zero points are the shifts; Wei et al., "Outlier Suppression+", 2023, section 4.1.
+Sources: Li et al., "RepQ-ViT: Scale Reparameterization for Post-Training Quantization of Vision
+Transformers", 2023, section 3.3, where zero points are the shifts; Wei et al., "Outlier Suppression+", 2023,
+section 4.1.
 """
 
 from __future__ import annotations
@@ -35,11 +37,11 @@ class ShiftChannels(Algorithm):
     images: int = setting(128, "of the calibration images, for each channel's mean", COUNT)
 
     def __call__(self, graph_module: fx.GraphModule, inputs: Iterable[Example]) -> PassResult:
-        """`changed` counts the operators whose outputs were shifted.
+        """Shifts the channels; `changed` counts the operators whose outputs were shifted.
 
         Args:
             graph_module: prepared; its ranges are found afterwards.
-            inputs: batches, as `calibrate` takes them, read no further than needed.
+            inputs: batches, as for `calibrate`, read no further than needed.
         """
         from qatkit.algorithms.channel_means import shift
 

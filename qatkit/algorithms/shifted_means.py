@@ -1,12 +1,12 @@
-"""Rounded weights whose error is mostly a shift of their outputs' means: the bias takes it back, without being asked.
+"""Finds rounded weights whose error is mostly a shift of their outputs' means, and corrects their biases by default.
 
     y = W·x + b      W' = W + E rounded       E·x = E·E[x] + E·(x - E[x])
-                                                    ───────  of inputs far from zero (pixels 0..255, behind a SiLU)
+                                                    ───────  for inputs far from zero (pixels 0..255, after a SiLU)
                                                              the larger part, and the same for every image
 
-Ordinary networks keep 35 dB or more behind each operator's rounded weights, where inputs lie around zero; what falls
-below `KEPT` and is won back by a shift of the bias is corrected (figures: decision 46). Algorithms of
-`algorithm=` that change biases take the place of this one (`qatkit.algorithms.biases`).
+Ordinary networks keep 35 dB or more after each operator's rounded weights, where inputs lie around zero. An
+operator that falls below `KEPT` and gains by a shift of the bias is corrected (figures: decision 46).
+Algorithms of `algorithm=` that change biases replace this correction (`qatkit.algorithms.biases`).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from qatkit.graph.signature import Example, inputs_of
 from qatkit.quant.qat_layers import QATOperator
 from qatkit.quant.spec import WHOLE
 
-# dB behind an operator's rounded weights below which a shift is taken back, and what that has to win at least.
+# dB after an operator's rounded weights below which a shift is corrected, and the least gain that this needs.
 KEPT, WON = 33.0, 6.0
-_LEAST = 256  # values that a channel has to have, for a mean beyond chance
+_LEAST = 256  # values that a channel must have, for a mean beyond chance
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class ShiftedMean:
 
     Attributes:
         site: of the operator.
-        before_db, after_db: what the outputs vary by over the error, as rounded and without the shift.
+        before_db, after_db: variance of the outputs over the error, as rounded and without the shift.
         shift: of each channel.
     """
 
@@ -50,11 +50,11 @@ class ShiftedMean:
 def shifted_means(
     graph_module: fx.GraphModule, batches: Iterable[Example], *, correct: bool = True
 ) -> list[ShiftedMean]:
-    """Finds the operators, and changes their biases.
+    """Finds the operators, and corrects their biases.
 
     Args:
         graph_module: prepared, its ranges set; its phase stays.
-        batches: as `calibrate` takes them; a few images are enough.
+        batches: as for `calibrate`; a few images are enough.
         correct: False changes nothing.
     """
     chosen = {
@@ -82,13 +82,13 @@ def shifted_means(
 
 
 def take_back(operator: QATOperator, shift: Tensor) -> None:
-    """Takes the shift [channels] of an operator's outputs out of its bias."""
+    """Subtracts the shift [channels] of an operator's outputs from its bias."""
     assert operator.bias is not None
     biases.change(operator, operator.bias - shift.to(operator.bias))
 
 
 class _Sums:
-    """Sums over one operator's outputs y and their errors, channel by channel."""
+    """The sums over one operator's outputs y and their errors, channel by channel."""
 
     def __init__(self, operator: QATOperator) -> None:
         self._operator = operator

@@ -1,4 +1,4 @@
-"""The factors by which `SmoothQuant` divides channels: which channels can be divided, and the best factors."""
+"""The factors by which `SmoothQuant` divides channels: the channels that can be divided, and the best factors."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ if TYPE_CHECKING:
 
 # Images that judge the strengths.
 _JUDGES = 16
-# A strength has to leave this share less error than none at all.
+# The error of a strength has to be smaller by this share than without any.
 _BETTER = 0.02
-# A channel below this share of the largest is taken for as large: a factor without an end helps nobody.
+# A channel below this share of the largest counts as that large: unlimited factors do not help.
 _LEAST = 1e-5
 
 
 def smooth(settings: SmoothQuant, graph_module: fx.GraphModule, inputs: Iterable[Example]) -> PassResult:
-    """Divides the channels of every source that gains by it: the work of `SmoothQuant.__call__`."""
+    """Divides the channels of every source that gains by it: implements `SmoothQuant.__call__`."""
     found, skipped = smoothable(graph_module)
     images = list(first_images(graph_module, inputs, settings.images))
     with inference(graph_module):
@@ -64,7 +64,7 @@ def _chosen(
     found: list[ScalableOperator],
     images: list[tuple[Tensor, ...]],
 ) -> dict[ScalableOperator, Tensor]:
-    """The factors of each source that is scaled, [channels], float64."""
+    """Returns the factors of each source that is scaled, [channels], float64."""
     largest = _largest(graph_module, found, images)
     grid = (
         [i / settings.steps for i in range(settings.steps + 1)]
@@ -87,7 +87,7 @@ def _chosen(
 
 
 def factors(source: ScalableOperator, largest: Tensor, strength: float) -> Tensor:
-    """The paper's s [channels], float64; 1 for channels that are not free.
+    """Returns the paper's s [channels], float64; 1 for channels that are not free.
 
     Args:
         largest: [channels], max|X_j|.
@@ -100,12 +100,12 @@ def factors(source: ScalableOperator, largest: Tensor, strength: float) -> Tenso
 
 
 def smoothable(graph_module: fx.GraphModule) -> tuple[list[ScalableOperator], list[tuple[str, str]]]:
-    """Sources with a reader whose input is quantized; of the others, why they stay."""
+    """Returns sources with a reader whose input is quantized, and (site, reason) of the others."""
     return chosen_sources(graph_module, lambda reader: _fake(reader) is not None, "smoothed")
 
 
 def _fake(reader: Reader) -> FakeQuantize | None:
-    """What quantizes the input of a reader that is quantized itself."""
+    """Returns the quantizer of the input of a reader that is quantized itself; else None."""
     node = quantizer_of(reader.node.args[0])
     if node is None or weight_quantizer(reader.node) is None:
         return None
@@ -115,7 +115,7 @@ def _fake(reader: Reader) -> FakeQuantize | None:
 def _largest(
     graph_module: fx.GraphModule, found: list[ScalableOperator], images: list[tuple[Tensor, ...]]
 ) -> dict[ScalableOperator, Tensor]:
-    """max|X_j| [channels], float64, of what the readers read."""
+    """Returns max|X_j| [channels], float64, of the readers' inputs, by source."""
     total = {source: torch.zeros(len(source.followed.free), dtype=torch.float64) for source in found}
     readers = _by_node(found)
 
@@ -133,7 +133,7 @@ def _largest(
 
 
 def _largest_of(total: Tensor, reader: Reader, values: Tensor) -> None:
-    """Takes [input channels] of a reader into the largest by channel of the source."""
+    """Updates the largest values by channel of the source with [input channels] of a reader."""
     known = reader.channels >= 0
     total.scatter_reduce_(0, reader.channels[known], values.cpu().double()[known], "amax")
 
@@ -172,17 +172,17 @@ class _Judge(fx.Interpreter):
         return super().run_node(n)
 
     def best(self, source: ScalableOperator) -> Tensor | None:
-        """The factors with the least error; None where they gain nothing."""
+        """Returns the factors with the least error; None where they gain nothing."""
         none, *others = self.errors[source]
         least = min(others)
         return self.offered[source][1 + others.index(least)] if least < none * (1 - _BETTER) else None
 
 
 def output_error(reader: Reader, fake: FakeQuantize, x: Tensor, s: Tensor) -> float:
-    """|r(q(x/s), q(W·s)) - r(x, W)|² / |r(x, W)|² of a reader without its bias.
+    """Returns |r(q(x/s), q(W·s)) - r(x, W)|² / |r(x, W)|² of a reader without its bias.
 
     Args:
-        fake: quantizes the input, by a range that is found here.
+        fake: quantizes the input, with a range that is found here.
         x: the input.
         s: [channels of the source].
     """
@@ -205,14 +205,14 @@ def output_error(reader: Reader, fake: FakeQuantize, x: Tensor, s: Tensor) -> fl
 
 
 def _quantized_input(fake: FakeQuantize, x: Tensor) -> Tensor:
-    """`x` as it is quantized by the range that calibration will find."""
+    """Returns `x` quantized with the range that calibration will find."""
     if isinstance(fake, FormatFakeQuantize):
         return round_to_format(x, fake.qparams(*torch.aminmax(x))[0], fake.spec)
     return numerics.fake_quantize(x, *_qparams(fake, x), fake.spec)
 
 
 def _qparams(fake: FakeQuantize, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Scale and zero point of the range of `x`, of the kind that calibration will find."""
+    """Returns scale and zero point for the range of `x`, found as calibration will do."""
     low, high = torch.aminmax(x)
     if isinstance(fake.observer, HistogramObserver):
         histogram = Histogram().to(x.device)

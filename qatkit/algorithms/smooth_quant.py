@@ -1,18 +1,21 @@
-"""SmoothQuant: activations with a few large channels become easy to quantize, the weights behind take the factors.
+"""SmoothQuant: activations with a few large channels become easy to quantize.
+
+The following weights take the factors.
 
     reader(x)  =  reader·diag(s) (x / s)        s_j = max|X_j|^α / max|W_j|^(1 - α)
 
-The division costs nothing where x comes from an operator whose output channels have parameters of their own: a
-LayerNorm, GroupNorm, RMSNorm or BatchNorm, a Conv or Linear, a product with a parameter. Pairs are found by following
-the channels through the graph (`qatkit.graph.channels`): attention's values through their heads, a ReLU, poolings,
-views; all readers are scaled alike. Channels whose readers don't commute with a factor keep theirs.
+The division is free where x comes from an operator whose output channels have parameters of their own: a
+LayerNorm, GroupNorm, RMSNorm or BatchNorm, a Conv or Linear, a product with a parameter. Pairs are found by
+following the channels through the graph (`qatkit.graph.channels`): attention's values through their heads, a
+ReLU, poolings, views; all readers are scaled alike. Channels whose readers don't commute with a factor keep
+theirs.
 
-The strength α is searched for each source: "none" and a grid, by the error of the readers' outputs with the input
-quantized per tensor and the weights as the backend does, |r(q(x/s), q(W·s)) - r(x, W)|² / |r(x, W)|². Ranges are
-found as the observer finds them: least squares where it keeps a histogram, else the extremes.
+The strength α is searched for each source: "none" and a grid, by the error of the readers' outputs with the
+input quantized per tensor and the weights as by the backend, |r(q(x/s), q(W·s)) - r(x, W)|² / |r(x, W)|².
+Ranges are found as by the observer: least squares where it keeps a histogram, else the extremes.
 
-Source: Xiao et al., "SmoothQuant: Accurate and Efficient Post-Training Quantization for Large Language Models", 2023,
-section 4, equation 4 (figures: docs/decisions/0019-cheap-algorithms.md).
+Source: Xiao et al., "SmoothQuant: Accurate and Efficient Post-Training Quantization for Large Language
+Models", 2023, section 4, equation 4 (figures: docs/decisions/0019-cheap-algorithms.md).
 """
 
 from __future__ import annotations
@@ -44,18 +47,18 @@ class SmoothQuant(Algorithm):
     images: int = setting(128, "of the calibration images, for each channel's largest value", COUNT)
 
     def __call__(self, graph_module: fx.GraphModule, inputs: Iterable[Example]) -> PassResult:
-        """`changed` counts the sources that were scaled.
+        """Scales the channels; `changed` counts the sources that were scaled.
 
         Args:
             graph_module: prepared; its ranges are found afterwards.
-            inputs: batches, as `calibrate` takes them, read no further than needed.
+            inputs: batches, as for `calibrate`, read no further than needed.
         """
         from qatkit.algorithms.smooth_factors import smooth
 
         return smooth(self, graph_module, inputs)
 
     def notes(self, graph_module: fx.GraphModule) -> list[tuple[str, str]]:
-        """The operators whose outputs cannot be scaled."""
+        """Returns (site, reason) of the operators whose outputs cannot be scaled."""
         from qatkit.algorithms.smooth_factors import smoothable
 
         return smoothable(graph_module)[1]

@@ -1,11 +1,12 @@
-"""Which images of a batch the estimate of sensitivity follows backward: those that ranges clip hardest, others by lot.
+"""Draws the images of a batch that the sensitivity estimate follows backward: the hardest clipped, others at random.
 
     clipped hardest     weight 1
-    drawn               weight others / drawn: sums over the images are right on the average
+    drawn               weight others / drawn: sums over the images are unbiased
 
-What rounding loses is much the same in every image, so that a few tell it. What clipping loses may be lost on one image
-in a hundred, and most draws would miss it; but a forward pass, a third of the cost, shows how far values reach beyond
-each range. An image counts by its largest share, of all ranges, in the squares of that reach of all images so far.
+The loss from rounding is much the same in every image, so a few images show it. The loss from clipping may
+occur on one image in a hundred, which most draws would miss. But a forward pass, a third of the cost, shows
+how far values reach beyond each range. For each range, an image has a share of the sum of squares of that
+reach over all images so far; its largest share over the ranges counts.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from qatkit.graph.signature import batch_size, graph_axes
 from qatkit.quant.fake_quantize import FakeQuantize
 from qatkit.records.analysis import ACTIVATION
 
-# Share of a batch that is followed, the number of the first images that all are, and what share of the former is
-# clipped hardest. Figures: docs/decisions/0020-sensitivity-analysis.md.
+# Share of a batch that is followed, the number of first images that are all followed, and the part of the
+# followed ones that is clipped hardest. Figures: docs/decisions/0020-sensitivity-analysis.md.
 SHARE, ALL_OF_THE_FIRST, CLIPPED = 1 / 6, 32, 1 / 4
 
 
@@ -33,7 +34,7 @@ class DrawnImages(PreparedInterpreter):
 
     Args:
         graph_module: prepared, its quantizers off while images are drawn.
-        sites: whose ranges count.
+        sites: the ranges that count.
     """
 
     def __init__(self, graph_module: fx.GraphModule, sites: Iterable[Switch]) -> None:
@@ -46,10 +47,10 @@ class DrawnImages(PreparedInterpreter):
     def draw(
         self, tensors: tuple[Tensor, ...], generator: torch.Generator
     ) -> tuple[tuple[Tensor, ...], Tensor]:
-        """The images to follow, and the weight of each [images].
+        """Returns the images to follow, and the weight of each [images].
 
         Args:
-            tensors: the graph's inputs; of a model that takes one size of batch alone all are followed.
+            tensors: the graph's inputs; where a model accepts only one batch size, all are followed.
         """
         axes = graph_axes(self._graph, tensors)
         self._images = count = batch_size(tensors, axes)
@@ -94,7 +95,7 @@ def _by_images(value: Any, images: int) -> bool:
 
 
 def reach_beyond(quantizer: FakeQuantize, values: Tensor) -> Tensor:
-    """How far values reach beyond what the quantizer can hold, [rows] of values [rows, places]; 0 within."""
+    """Returns how far values reach beyond the quantizer's range, [rows] for values [rows, places]; 0 within."""
     record = quantizer.range_record()
     low, high = float(record["low"]), float(record["high"])
     over = values.amax(1) - high

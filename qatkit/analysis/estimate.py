@@ -1,20 +1,22 @@
-"""Sensitivity estimated: every site at once, by one pass forward, and for some of the images one backward.
+"""Estimates the sensitivity of all sites at once, by one pass forward, and one backward for some of the images.
 
-A small error dy at one site changes the outputs z by J·dy, and the divergence of float's softmax p from that by
+A small error dy at one site changes the outputs z by J·dy, and the divergence of float's softmax p from that
+by
 
     KL ~ 1/2 (J·dy)^T F (J·dy),    F = diag(p) - p·p^T        Fisher's information of the softmax
 
-With v = sqrt(p)·e - p (sqrt(p)·e), e standard normal, is E[v·v^T] = F. So with g the gradient of v·z at the site
+With v = sqrt(p)·e - p (sqrt(p)·e), e standard normal, E[v·v^T] = F. So with g the gradient of v·z at the site
 
     KL ~ 1/2 E[(g·dy)^2]
 
-where g·dy is summed over the site's values, image by image, and the mean is over images. With v standard normal itself
-E[(g·dy)^2] is the squared error of the outputs. dy is the error of the site's own quantization: of a weight, what the
-operator makes of the rounding errors of weight and bias. An image that stands for others
-(`qatkit.analysis.drawn_images`) has a weight, with whose root its v is multiplied.
+where g·dy is summed over the site's values, image by image, and the mean is over images. With v standard
+normal itself, E[(g·dy)^2] is the squared error of the outputs. dy is the error of the site's own
+quantization: for a weight, the change of the operator's output by the rounding errors of weight and bias. An
+image that represents others (`qatkit.analysis.drawn_images`) has a weight, and its v is multiplied by the
+root of it.
 
-Source of the curvature: Li et al., "BRECQ", 2021, section 3.2; of Fisher's information as the curvature of KL: Martens,
-"New insights and perspectives on the natural gradient method", 2020, section 9.
+Source of the curvature: Li et al., "BRECQ", 2021, section 3.2; of Fisher's information as the curvature of
+KL: Martens, "New insights and perspectives on the natural gradient method", 2020, section 9.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ def estimate(
     seed: int = 0,
     progress: bool = False,
 ) -> list[SensitivityRow]:
-    """Estimates the loss of each site that is quantized alone.
+    """Estimates the loss from quantizing each site on its own.
 
     Args:
         graph_module: prepared, its ranges set.
@@ -79,7 +81,7 @@ def estimate(
 
 @contextmanager
 def _without_parameters(graph_module: fx.GraphModule) -> Iterator[None]:
-    """Gradients reach values alone."""
+    """Turns off the gradients of parameters within the context: only values need them."""
     asked = [p for p in graph_module.parameters() if p.requires_grad]
     for parameter in asked:
         parameter.requires_grad_(False)
@@ -91,7 +93,7 @@ def _without_parameters(graph_module: fx.GraphModule) -> Iterator[None]:
 
 
 class _Gradients(PreparedInterpreter):
-    """Adds up (g·dy)^2 of every site."""
+    """Accumulates (g·dy)^2 of every site."""
 
     def __init__(self, graph_module: fx.GraphModule, sites: Sequence[Switch], of_outputs: bool) -> None:
         super().__init__(graph_module)
@@ -102,8 +104,8 @@ class _Gradients(PreparedInterpreter):
         self.rows, self._images = 0.0, 1
 
     def add(self, inputs: Example, generator: torch.Generator) -> None:
-        """One batch."""
-        # Detached: the caller's own tensors are not to ask for gradients.
+        """Adds one batch."""
+        # Detached: the caller's own tensors should not require gradients.
         tensors = tuple(one.detach() for one in inputs_of(self._graph, inputs))
         tensors, weights = self._drawn.draw(tensors, generator)
         self._images = len(weights)
@@ -121,7 +123,7 @@ class _Gradients(PreparedInterpreter):
                 (v * rows).sum().backward()
 
     def loss(self, switch: Switch) -> float:
-        """The estimate of a site, nats a row, or squared outputs a row."""
+        """Returns the estimate of a site, in nats per row or squared outputs per row."""
         return self.totals[switch.key] / (self.rows if self._of_outputs else 2 * self.rows)
 
     def run_node(self, n: fx.Node) -> Any:
@@ -137,7 +139,7 @@ class _Gradients(PreparedInterpreter):
         return result
 
     def _error(self, node: fx.Node, switch: Switch, values: Tensor) -> Tensor:
-        """What quantization at the site adds to its values."""
+        """Returns the error that quantization at the site adds to its values."""
         operator = switch.operator
         with torch.no_grad():
             if operator is None:
@@ -165,6 +167,6 @@ class _Gradients(PreparedInterpreter):
 
 
 def first_float(value: Any) -> Tensor | None:
-    """The first floating-point tensor of what a node yields."""
+    """Returns the first floating-point tensor of a node's result; None without one."""
     found = (one for _, one in leaves(value) if isinstance(one, Tensor) and one.is_floating_point())
     return next(found, None)

@@ -1,7 +1,7 @@
 """Isolation: the same images through the float graph, with its weights quantized, its activations, and both.
 
-Loss from the weights has other remedies (per-channel scales, equalization, learned rounding) than loss from the
-activations (other ranges, SmoothQuant, float at the worst tensors). So one has to know which it is.
+Loss from the weights has other remedies (per-channel scales, equalization, learned rounding) than loss from
+the activations (other ranges, SmoothQuant, float at the worst tensors). So it matters which side loses.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from qatkit_verify.classification import NAMES
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.records import TaskNames
 
-# By name, which kinds of switches are on.
+# The kinds of switches that are on, by name.
 _SIDES: dict[str, tuple[str, ...]] = {
     "float": (),
     "weights": (WEIGHT,),
     "activations": (ACTIVATION,),
     "both": (WEIGHT, ACTIVATION),
 }
-# Of noise alone the two sides add up to that of both; from this share on one side is called the loser.
+# For noise, the losses of the two sides add up to that of both; a side with this share counts as the loser.
 _MOST = 2 / 3
 
 
@@ -52,16 +52,16 @@ def isolation(
     progress: bool = False,
     task: TaskNames = NAMES,
 ) -> Isolation:
-    """Measures each side.
+    """Measures the loss of each side.
 
     Args:
         graph_module: prepared, its ranges set.
-        batches: (inputs, labels), gone through once.
-        labelled: whether the labels say anything.
+        batches: (inputs, labels), read once.
+        labelled: whether the labels are meaningful.
         classes: names of the labels; by default their numbers.
-        runtime: the exported file, from inputs to its first output, to stand beside the simulation.
+        runtime: the exported file, from inputs to its first output, for comparison with the simulation.
         progress: whether a bar is shown.
-        task: how the advice names decisions.
+        task: gives the words for decisions in the advice.
 
     Raises:
         ConfigError: no images.
@@ -89,20 +89,20 @@ def isolation(
 
 
 def _one(output: Any, exact: Exact) -> list[Tensor]:
-    """The file's first output, where the others would be: those are float's own."""
+    """Returns the file's first output followed by float's own other outputs."""
     found = torch.as_tensor(output)
     return [found.to(exact.outputs[0].device), *exact.outputs[1:]]
 
 
 class _Classes:
-    """Right answers by class, of every side."""
+    """Counts of correct answers by class, for every side."""
 
     def __init__(self) -> None:
         self._images: dict[int, int] = {}
         self._right: dict[str, dict[int, int]] = {}
 
     def add(self, side: str, decided: Tensor, labels: Any) -> None:
-        """One batch's decisions, [rows], beside their labels; nothing where there are none."""
+        """Adds the decisions [rows] of one batch with their labels; does nothing without labels."""
         truth = None if labels is None else torch.as_tensor(labels).reshape(-1).to(decided.device)
         if truth is None or truth.is_floating_point() or len(truth) != len(decided):
             return
@@ -111,7 +111,7 @@ class _Classes:
         _count(self._right.setdefault(side, {}), truth[truth == decided])
 
     def rows(self, side: str, names: Sequence[str]) -> list[ClassRow]:
-        """Those that lose most first, of classes that have images."""
+        """Returns the classes that have images, those that lose most first."""
         exact, found = self._right.get("float", {}), self._right.get(side, {})
         rows = [
             ClassRow(
@@ -133,7 +133,7 @@ def _count(into: dict[int, int], labels: Tensor) -> None:
 
 
 def advice(outcomes: Mapping[str, Outcome], task: TaskNames = NAMES) -> str:
-    """What each side loses, and which one makes more of the error by the loss, in one line."""
+    """Returns one line with the loss of each side, and the side that causes more of the error by the loss."""
     weights, activations = outcomes["weights"], outcomes["activations"]
     told = "; ".join(
         f"{name} alone {_lost(outcomes['float'], outcomes[name], task)}"
@@ -152,7 +152,7 @@ def advice(outcomes: Mapping[str, Outcome], task: TaskNames = NAMES) -> str:
 
 
 def _lost(exact: Outcome, found: Outcome, task: TaskNames) -> str:
-    """Against float, by accuracy where it is known."""
+    """Returns the loss against float in words, by accuracy where it is known."""
     decibel = "outputs equal" if found.sqnr is None else f"{found.sqnr:.1f} dB"
     if exact.score is not None and found.score is not None:
         lost = exact.score - found.score

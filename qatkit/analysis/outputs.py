@@ -1,11 +1,12 @@
-"""How outputs differ from the float graph's, added up batch by batch: sums alone, so that they can be kept and gone on.
+"""Differences of outputs from the float graph's, as sums over batches that can be stored and continued.
 
-    rows         what is decided, each with a value a class: [N, classes] as it is, [N, classes, H, W] a place each,
-                 [N, T, classes] a position each; one value ([N], [N, 1, ...]) stands for two classes, 0 and itself
-    loss         Kullback-Leibler, softmax(float) to softmax(found), nats a row
-    SQNR         10 log10(sum float^2 / sum (float - found)^2), over every output; of several the lowest counts
+    rows         one decision each, with a value per class: [N, classes] as it is, [N, classes, H, W] per place,
+                 [N, T, classes] per position; a single value ([N], [N, 1, ...]) stands for two classes, 0 and itself
+    loss         Kullback-Leibler, softmax(float) to softmax(found), nats per row
+    SQNR         10 log10(sum float^2 / sum (float - found)^2), per output; the lowest one counts
 
-Rows are those of the first floating-point output; labels beyond its classes (a border, "unlabelled") are not counted.
+Rows are those of the first floating-point output; labels beyond its classes (a border, "unlabelled") are not
+counted.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Outputs = Sequence[Tensor]
 
 @dataclass
 class Sums:
-    """Of one way to compute; `signal` and `noise` hold one number an output."""
+    """The sums of one way to compute; `signal` and `noise` hold one number per output."""
 
     images: int = 0
     rows: int = 0
@@ -39,11 +40,11 @@ class Sums:
     noise: list[float] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain, for a file; `Sums(**...)` is the way back."""
+        """Returns plain values for a file; `Sums(**...)` is the inverse."""
         return asdict(self)
 
     def outcome(self) -> Outcome:
-        """The means."""
+        """Returns the means."""
         rows, known = max(1, self.rows), self.labelled > 0
         return Outcome(
             self.images,
@@ -60,12 +61,12 @@ class Sums:
 
 
 def decibel(signal: float, noise: float) -> float:
-    """Of a noise above 0; silence counts as -300."""
+    """Returns the ratio in dB, for a noise above 0; silence counts as -300."""
     return 10 * math.log10(signal / noise) if signal / noise > 1e-30 else -300.0
 
 
 class Exact:
-    """The float graph's outputs for one batch, and what is asked of them again and again.
+    """The float graph's outputs for one batch, with values that are needed repeatedly.
 
     Args:
         outputs: of the float graph.
@@ -83,7 +84,7 @@ class Exact:
         self._labels = _labels(labels, rows)
 
     def add(self, sums: Sums, outputs: Outputs) -> Tensor:
-        """Adds one batch of another way to compute; gives its decisions, [rows]."""
+        """Adds one batch of another way to compute; returns its decisions, [rows]."""
         found = _floats(outputs)
         rows = rows_of(found[0])
         log, best = rows.log_softmax(1), rows.argmax(1)
@@ -110,18 +111,18 @@ def _floats(outputs: Outputs) -> list[Tensor]:
 
 
 def rows_of(output: Tensor) -> Tensor:
-    """[rows, classes] of an output, in float64."""
+    """Returns an output as [rows, classes], in float64."""
     values = output.double()
     if values.ndim < 2:
         values = values.reshape(-1, 1)
-    elif values.ndim != 3:  # of three axes the last one is that of the classes
+    elif values.ndim != 3:  # with three axes, the classes are the last one
         values = values.movedim(1, -1)
     values = values.reshape(-1, values.shape[-1])
     return torch.cat([torch.zeros_like(values), values], 1) if values.shape[1] == 1 else values
 
 
 def _labels(labels: Any, rows: Tensor) -> Tensor | None:
-    """[rows], -1 where there is none; None where labels do not fit the rows."""
+    """Returns the labels [rows], -1 where there is none; None where labels do not fit the rows."""
     if labels is None:
         return None
     known = torch.as_tensor(labels, device=rows.device)

@@ -1,6 +1,7 @@
-"""Sums of a long measurement in a file, batch by batch, so that a killed run goes on where it was.
+"""Stores the sums of a long measurement in a file, batch by batch, so that a killed run continues where it was.
 
-The file holds a key, fingerprints of the model, its ranges and the images; one of another key is started over.
+The file holds a key: fingerprints of the model, its ranges and the images. A file with another key is started
+over.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from qatkit_verify.files import write_text
 
 
 def key_of(graph_module: fx.GraphModule, *more: Any) -> str:
-    """Of a prepared graph with its weights and its ranges, and of `more` (what the images are, how many at a time)."""
+    """Returns the key of a prepared graph with its weights and ranges, and of `more` (the images and the batch
+    size).
+    """
     state = sorted(graph_module.state_dict().items())
     parts = [part for name, value in state for part in (name, value)]
     return fingerprint(graph_module.code, *parts, *more)
@@ -31,14 +34,14 @@ class Kept:
 
     Attributes:
         path: in a folder that exists.
-        key: what the sums depend on.
+        key: identifies everything that the sums depend on.
     """
 
     path: Path
     key: str
 
     def read(self) -> tuple[int, dict[str, Sums]]:
-        """How many batches were done, and the sums by name; 0 and none where there is no file of this key."""
+        """Returns the number of finished batches, and the sums by name; 0 and {} without a file of this key."""
         try:
             stored = json.loads(self.path.read_text(encoding="utf-8"))
             if stored["key"] != self.key:
@@ -48,7 +51,7 @@ class Kept:
             return 0, {}
 
     def write(self, batches: int, sums: Mapping[str, Sums]) -> None:
-        """Whole or not at all."""
+        """Writes the file completely or not at all."""
         stored = {
             "key": self.key,
             "batches": batches,

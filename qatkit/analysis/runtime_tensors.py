@@ -1,9 +1,10 @@
-"""The third way to compute every tensor: the exported file in ONNX Runtime, beside float and the simulation.
+"""The third way to compute every tensor: the exported file in ONNX Runtime, in addition to float and the simulation.
 
     converted module ── its integers ──> the first tensor of the file that differs, and its operator
     file ── QuantizeLinear, DequantizeLinear exposed ──> values, by the site of the tensor
 
-What the file does wrong (an axis, a scale, a zero point) shows in the first; the second says how far from float it is.
+An error in the file (an axis, a scale, a zero point) shows in the first; the second gives its distance from
+float.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ from qatkit_verify.session import integer_io, open_session
 
 @dataclass(frozen=True)
 class RuntimeTensors:
-    """A file and the converted module that it was made of.
+    """A file and the converted module that it was made from.
 
     Attributes:
-        file: the INT8 file, of dynamic batch or of that of the images.
+        file: the INT8 file, with a dynamic batch or the batch size of the images.
         reference: the converted module.
         options: session config entries of the backend.
         threads: intra-op threads.
@@ -45,13 +46,13 @@ class RuntimeTensors:
     threads: int = 2
 
     def images(self, batches: Iterable[Any]) -> list[Tensor]:
-        """The images that the file computes with: of one that takes pixels, those nearest to whole ones."""
+        """Returns the images that the file computes with: for a file of pixels, the nearest whole pixels."""
         session = open_session(self.file, threads=self.threads, optimize=False, options=self.options)
         ends = integer_io(session)
         return [torch.as_tensor(np.asarray(whole_pixels(one, ends), np.float32)) for one in batches]
 
     def values(self, batches: Iterable[Any]) -> Iterator[dict[str, Tensor]]:
-        """Of every batch the dequantized tensors, by the path of the quantizer that they belong to."""
+        """Yields the dequantized tensors of each batch, by the path of the quantizer that they belong to."""
         first = {path: calls[0] for path, calls in self.reference.file_names(self.file).items() if 0 in calls}
         for images in batches:
             found = dequantized(
@@ -60,7 +61,7 @@ class RuntimeTensors:
             yield {path: torch.as_tensor(found[name]) for path, name in first.items() if name in found}
 
     def divergence(self, images: Any) -> Divergence:
-        """Where the file first leaves the converted module, on one batch."""
+        """Returns the place where the file first deviates from the converted module, on one batch."""
         given = np.asarray(images)
         recorded = self.reference.integers(given, self.file)
         output = self.reference(given)
@@ -81,13 +82,13 @@ def compared_with_file(
     batches: Sequence[Any],
     at: Sequence[Switch] | None = None,
 ) -> Comparison:
-    """Every tensor in float, in simulation and in ONNX Runtime.
+    """Compares every tensor in float, in simulation and in ONNX Runtime.
 
     Args:
-        graph_module: prepared, its ranges set: what the file was made of.
+        graph_module: prepared, its ranges set; the source of the file.
         runtime: the file and its converted module.
-        batches: images, as many at a time as the file takes.
-        at: which sites; by default all.
+        batches: images, as many at a time as the file accepts.
+        at: the sites to compare; by default all.
     """
     images = runtime.images(batches)
     tensors = Tensors(graph_module, images, at)
@@ -97,14 +98,14 @@ def compared_with_file(
         first = divergence_in_words(runtime.divergence(images[0]))
         left_out = tensors.beside(runtime.values(images))
         notes += [f"{site}: of another size in the file, not compared" for site in left_out]
-    except Exception as error:  # whatever it is: what was measured is worth more than what was not
+    except Exception as error:  # whatever the error is: the measured values are worth keeping
         kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
         notes.append(f"not compared in ONNX Runtime ({kind}{' '.join(str(error).split())[:200]})")
     return tensors.result(first, notes)
 
 
 def divergence_in_words(found: Divergence) -> str | None:
-    """The first tensor that differs, with its operator, in words; None where all agree."""
+    """Describes the first tensor that differs, with its operator; None where all agree."""
     if found.first is None:
         return None
     where = f" of '{found.operator}'" if found.operator else ""

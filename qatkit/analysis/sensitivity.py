@@ -1,11 +1,11 @@
-"""Sensitivity: what each weight and each activation costs, by quantizing it alone, and by leaving it alone float.
+"""Sensitivity: the cost of each weight and each activation, by quantizing only it, and by leaving only it float.
 
     only       float ─ float ─ [quantized] ─ float ─ outputs         against the float outputs
     all but    quantized ─ quantized ─ [float] ─ quantized ─ outputs
 
-Everything before a site is the same for all sites behind it. So a batch walks through the graph once in float and once
-quantized, and at each site a branch runs what is behind it (`qatkit.analysis.walk`): of a graph whose sites are spread
-evenly that is half of a run a site. Nothing is exported, and no weight is quantized twice.
+Everything before a site is the same for all later sites. So a batch walks through the graph once in float and
+once quantized, and at each site a branch runs the rest of the graph (`qatkit.analysis.walk`). For a graph
+with evenly spread sites that is half a run per site. Nothing is exported, and no weight is quantized twice.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ def sensitivity(
 
     Args:
         graph_module: prepared, its ranges set.
-        batches: (inputs, labels), gone through once; memory follows the size of one.
-        labelled: whether the labels say anything; without, agreement with float, the loss and SQNR tell.
-        at: which sites (`switches`); by default all of them.
+        batches: (inputs, labels), read once; memory depends on the size of one batch.
+        labelled: whether the labels are meaningful; without, agreement with float, the loss and SQNR remain.
+        at: the sites to measure (`switches`); by default all of them.
         directions: "only", "all but", or both.
-        kept: the file to go on from, and to write after each batch.
+        kept: the file to continue from, and to write after each batch.
         progress: whether a bar is shown.
 
     Returns:
-        A row a site and direction, in graph order; `ranked` sorts them.
+        A row per site and direction, in graph order; `ranked` sorts them.
 
     Raises:
         ConfigError: another direction, or no images.
@@ -96,7 +96,7 @@ class _Measured:
         )
 
     def add(self, inputs: Example, labels: Any) -> None:
-        """One batch."""
+        """Adds one batch."""
         set_phase(self._graph, observe=False, quantize=False)
         exact = Exact(self._walker.outputs(inputs), labels)
         for direction in self._directions:
@@ -123,7 +123,7 @@ def _row(switch: Switch, direction: str, found: Outcome) -> SensitivityRow:
 
 _WORST: dict[
     str, Callable[[SensitivityRow], float]
-] = {  # of a site that is quantized alone: the larger, the more sensitive
+] = {  # of a site quantized on its own: the larger, the more sensitive
     NAMES.main.key: lambda row: 0.0 if row.score is None else -row.score,
     "agreement": lambda row: 0.0 if row.agreement is None else -row.agreement,
     "loss": lambda row: row.loss,
@@ -132,9 +132,9 @@ _WORST: dict[
 
 
 def ranked(rows: Iterable[SensitivityRow], by: str = "loss", direction: str = ONLY) -> list[SensitivityRow]:
-    """The rows of a direction, the most sensitive first; of equals the one with the larger loss.
+    """Returns the rows of a direction, the most sensitive first; of equals the one with the larger loss.
 
-    Quantized alone, a sensitive site loses much; left float alone, it leaves little to lose.
+    A sensitive site loses much if only it is quantized; if only it is float, little loss remains.
 
     Args:
         rows: of `sensitivity` or `estimate`.

@@ -1,8 +1,9 @@
-"""What can be quantized or left float, one by one: the weight of an operator, with its bias, and a tensor on an edge.
+"""Switches between quantized and float: for the weight of an operator, with its bias, and for a tensor on an edge.
 
 kind         site                          on
-weight       of the operator               its quantizer quantizes weight and bias (a recurrent layer's: all of its)
-activation   of what computes the tensor   the FakeQuantize on the edge quantizes
+weight       of the operator               its quantizer quantizes weight and bias (a recurrent layer's: all
+of its)
+activation   of the tensor's producer      the FakeQuantize on the edge quantizes
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from qatkit_verify.errors import ConfigError, did_you_mean
 
 @dataclass(frozen=True)
 class Switch:
-    """One of them.
+    """A switch of one weight or activation.
 
     Attributes:
         site, kind: together its name.
-        node: that computes the quantized value: the operator, or the FakeQuantize.
-        quantizers: what is turned on and off.
+        node: computes the quantized value: the operator, or the FakeQuantize.
+        quantizers: those that are turned on and off.
     """
 
     site: str
@@ -38,23 +39,23 @@ class Switch:
 
     @property
     def key(self) -> str:
-        """Its name in one word."""
+        """The name in one string."""
         return f"{self.kind} {self.site}"
 
     @property
     def operator(self) -> QATOperator | None:
-        """The Conv or Linear whose weight it is of."""
+        """The Conv or Linear that the weight belongs to; None for others."""
         module = module_of(self.node)
         return module if isinstance(module, QATOperator) else None
 
     def turn(self, on: bool) -> None:
-        """Whether the next forward passes quantize here."""
+        """Sets whether the next forward passes quantize here."""
         for quantizer in self.quantizers:
             quantizer.enabled = on
 
 
 def switches(graph_module: fx.GraphModule, patterns: Iterable[str] = ("*",)) -> list[Switch]:
-    """Those whose site matches one of `patterns` (names or globs), in graph order.
+    """Returns the switches whose site matches one of `patterns` (names or globs), in graph order.
 
     Raises:
         ConfigError: a pattern that matches none, with the nearest names.
@@ -88,11 +89,11 @@ def _all(graph_module: fx.GraphModule) -> Iterator[Switch]:
 
 
 def _on_edge(quantizer: Quantizer) -> bool:
-    """Recurrent layers have the quantizers of their results' parts below their own path."""
+    """Returns whether a quantizer is on an edge; recurrent layers have those of their results below their own path."""
     return isinstance(quantizer, FakeQuantize)
 
 
 def turn_all(which: Sequence[Switch], on: bool) -> None:
-    """All of them."""
+    """Turns several switches on or off."""
     for switch in which:
         switch.turn(on)

@@ -1,10 +1,11 @@
-"""Tensor by tensor: what quantization does to each weight and each activation, alone and with all that came before it.
+"""Compares tensor by tensor: the effect of quantization on each weight and activation, alone and accumulated.
 
 own         x                    against  q(x), x of the float graph
-simulated   x of the float graph against  q(x') of the simulation, x' what the quantized graph has there
-avoidable   10 log10(own error / error of the range from least to largest value): what another scale would save.
-Noise of rounding grows with the square of the step, so a scale four times too large shows 12 dB, and
-one four times too small far more, in whatever tensor it is; a good range is near 0 or below
+simulated   x of the float graph against  q(x') of the simulation, x' the value of the quantized graph there
+avoidable   10 log10(own error / error of the range from least to largest value): the gain of another scale.
+
+Rounding noise grows with the square of the step, so a scale four times too large shows 12 dB, and one four
+times too small far more, in any tensor; a good range is near 0 or below.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from qatkit.records.analysis import ACTIVATION, WEIGHT, Comparison, Difference, 
 from qatkit_verify.errors import ConfigError
 
 _BINS = 64
-# dB that a scale must cost to be called a suspect: a percentile that clips on purpose costs less.
+# dB of loss from which a scale is a suspect: a percentile that clips on purpose loses less.
 SUSPECT = 7.0
 _CAP = 99.0
 
 
 @dataclass
 class PairSums:
-    """Of a tensor and the same one computed otherwise, over all batches."""
+    """Sums over all batches of a tensor and the same one computed differently."""
 
     count: int = 0
     exact: float = 0.0  # sum of squares
@@ -46,7 +47,7 @@ class PairSums:
     largest: float = 0.0
 
     def add(self, exact: Tensor, found: Tensor) -> None:
-        """One batch, in any shapes of as many values."""
+        """Adds one batch of two tensors with equally many values, in any shapes."""
         x, y = exact.detach().double().reshape(-1), found.detach().double().reshape(-1)
         difference = y - x
         self.count += x.numel()
@@ -58,7 +59,7 @@ class PairSums:
         self.largest = max(self.largest, float(difference.abs().max()) if x.numel() else 0.0)
 
     def difference(self) -> Difference:
-        """The means."""
+        """Returns the means."""
         count, size = max(1, self.count), (self.exact * self.found) ** 0.5
         sqnr = decibel(self.exact, self.squared) if self.squared else None
         cosine = min(1.0, self.product / size) if size else float(self.exact == self.found)
@@ -67,7 +68,7 @@ class PairSums:
 
 @dataclass
 class _Site:
-    """What is added up of one tensor."""
+    """The sums of one tensor."""
 
     switch: Switch
     low: float = float("inf")
@@ -75,9 +76,9 @@ class _Site:
     own: PairSums = field(default_factory=PairSums)
     simulated: PairSums = field(default_factory=PairSums)
     runtime: PairSums = field(default_factory=PairSums)
-    best: float = 0.0  # sum of squares of the error of the range from least to largest value
+    best: float = 0.0  # sum of squared errors with the range from least to largest value
     clipped: int = 0
-    seen: Tensor | None = None  # [integers of the type], which ones occurred
+    seen: Tensor | None = None  # [integers of the type], whether each occurred
     exact: Tensor | None = None  # [bins]
     found: Tensor | None = None
 
@@ -90,7 +91,9 @@ class _Site:
         self.low, self.high = min(self.low, float(low)), max(self.high, float(high))
 
     def add(self, x: Tensor, y: Tensor, clipped: Tensor, integers: Tensor, best: Tensor, levels: int) -> None:
-        """Values [..], quantized ones, which are clipped, their integers from 0 on, and what another scale makes."""
+        """Adds values x, quantized values y, their clipping mask and integers from 0 on, and values with another
+        scale.
+        """
         self.own.add(x, y)
         self.clipped += int(clipped.sum())
         self.best += float((best.double() - x.double()).square().sum())
@@ -125,7 +128,7 @@ class _Site:
 
 
 def avoidable(own: float, best: float) -> float:
-    """How far an error is above another one, in dB between -99 and 99; 0 where they are equal."""
+    """Returns the ratio of an error to another one, in dB between -99 and 99; 0 where they are equal."""
     if own == best:
         return 0.0
     if not best or not own:
@@ -138,8 +141,8 @@ class Tensors:
 
     Args:
         graph_module: prepared, its ranges set.
-        batches: inputs; held, and gone through for the ends of every tensor first.
-        at: which sites; by default all.
+        batches: inputs; kept in memory, and read first for the range of every tensor.
+        at: the sites to compare; by default all.
 
     Raises:
         ConfigError: no images.
@@ -162,7 +165,7 @@ class Tensors:
                     self._sites[key].widen(x)
 
     def measure(self) -> None:
-        """Weights, and every batch in float and in simulation."""
+        """Measures the weights, and every batch in float and in simulation."""
         with inference(self._graph):
             for one in self._sites.values():
                 if one.switch.kind == WEIGHT:
@@ -175,10 +178,10 @@ class Tensors:
                     self._sites[key].simulated.add(exact[key], y)
 
     def beside(self, found: Iterable[dict[str, Tensor]]) -> list[str]:
-        """Another way's values of the same batches, by the paths of the quantizers: what ONNX Runtime computes.
+        """Compares another way's values of the same batches, by the paths of the quantizers: ONNX Runtime's.
 
         Returns:
-            Sites whose values can't stand beside each other, since there are more or fewer of them.
+            Sites whose values can't be compared, since their number differs.
         """
         left_out: dict[str, None] = {}
         with inference(self._graph):
@@ -187,7 +190,7 @@ class Tensors:
                     one = self._sites[key]
                     y = values.get(str(one.switch.node.target))
                     if y is not None and y.ndim == x.ndim == 4:
-                        y = y[:, : x.shape[1]]  # behind them, channels of zeros (`qatkit.graph.pad_channels`)
+                        y = y[:, : x.shape[1]]  # channels of zeros follow them (`qatkit.graph.pad_channels`)
                     if y is not None and y.numel() == x.numel():
                         one.runtime.add(x, y)
                     elif y is not None:
@@ -195,7 +198,7 @@ class Tensors:
         return list(left_out)
 
     def result(self, first: str | None = None, notes: Sequence[str] = ()) -> Comparison:
-        """The rows, in graph order; `first` is where another way parts from the simulation."""
+        """Returns the rows, in graph order; `first` describes where another way deviates from the simulation."""
         images = 0
         for batch in self._batches:
             tensors = inputs_of(self._graph, batch)
@@ -208,7 +211,7 @@ class Tensors:
         )
 
     def _run(self, batch: Example, *, quantize: bool) -> dict[str, Tensor]:
-        """The values behind every quantizer, by the switch's key."""
+        """Returns the values at every activation's quantizer, by the switch's key."""
         set_phase(self._graph, observe=False, quantize=False)
         turn_all(self._every, quantize)
         self._walker.wanted, self._walker.found = self._activations, {}
@@ -219,12 +222,12 @@ class Tensors:
 def tensors(
     graph_module: fx.GraphModule, batches: Iterable[Example], at: Sequence[Switch] | None = None
 ) -> Comparison:
-    """Float against the simulation, tensor by tensor, without any file.
+    """Compares float with the simulation, tensor by tensor, without any file.
 
     Args:
         graph_module: prepared, its ranges set.
         batches: inputs, a few images at a time: every tensor of a batch is held at once.
-        at: which sites (`switches`); by default all.
+        at: the sites to compare (`switches`); by default all.
 
     Raises:
         ConfigError: no images.
@@ -235,7 +238,7 @@ def tensors(
 
 
 class _Recorder(PreparedInterpreter):
-    """Keeps the values of some nodes."""
+    """An interpreter that keeps the values of some nodes."""
 
     wanted: dict[fx.Node, str]
     found: dict[str, Tensor]
@@ -289,7 +292,7 @@ def _add_weight(one: _Site, walker: PreparedInterpreter) -> None:
 
 
 def _ends_of(one: _Site, walker: PreparedInterpreter) -> tuple[float, float, float]:
-    """The values that the type's ends stand for, and the step between two; the widest of per-channel scales."""
+    """Returns the values of the type's ends and the step between two; the widest of per-channel scales."""
     operator = one.switch.operator
     if operator is None:
         record = one.quantizer.range_record()
@@ -302,7 +305,7 @@ def _ends_of(one: _Site, walker: PreparedInterpreter) -> tuple[float, float, flo
 
 
 def without_histograms(found: Comparison, kept: Iterable[str]) -> Comparison:
-    """A copy whose rows have a histogram only where their key ("weight conv1") is one of `kept`."""
+    """Returns a copy whose rows have a histogram only where their key ("weight conv1") is one of `kept`."""
     names = set(kept)
     rows = [r if f"{r.kind} {r.site}" in names else replace(r, histogram=None) for r in found.rows]
     return replace(found, rows=rows)

@@ -1,10 +1,11 @@
-"""Runs of a graph that share what they have in common: the values before a node are computed once for all of them.
+"""Runs of a graph that share their common part: the values before a node are computed once for all of them.
 
-    walk      x ── a ── b ── c ── d ── outputs          one run, of which every value is known as it passes
-    branch              └ b' ─ c ── d ── outputs        b computed otherwise, and only what follows it again
+    walk      x ── a ── b ── c ── d ── outputs          one run, with access to every value as it passes
+    branch              └ b' ─ c ── d ── outputs        b computed differently, and only the rest repeated
 
-Quantized weights are made once, whatever the number of runs. At any time there are the values that the rest of the walk
-needs and those of one branch, of one batch: memory follows the size of a batch, not the number of images or of sites.
+Quantized weights are computed once, whatever the number of runs. Memory holds the values that the rest of the
+walk needs and those of one branch, for one batch. So it depends on the size of a batch, not on the number of
+images or sites.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Weights = tuple[Tensor, Tensor | None]
 
 
 class PreparedInterpreter(fx.Interpreter):
-    """Runs a prepared graph in inference mode; what is quantized is what its quantizers say at that moment.
+    """Runs a prepared graph in inference mode; its quantizers' current state decides what is quantized.
 
     Args:
         graph_module: prepared; its weights must not change in the meantime.
@@ -40,7 +41,7 @@ class PreparedInterpreter(fx.Interpreter):
         self._device = torch.device("cpu") if first is None else first.device
 
     def outputs(self, batch: Example) -> tuple[Tensor, ...]:
-        """All outputs of one run."""
+        """Returns all outputs of one run."""
         return self.walk(batch, (), lambda switch, found: None)
 
     def walk(
@@ -51,12 +52,12 @@ class PreparedInterpreter(fx.Interpreter):
         *,
         branch_on: bool = True,
     ) -> tuple[Tensor, ...]:
-        """One run, and from each of the switches on another one.
+        """Runs the graph once, with a branch to the outputs at each of the switches.
 
         Args:
             batch: the inputs.
-            at: where branches leave; each is turned to `branch_on` for its own node alone, and back.
-            see: gets each branch's outputs.
+            at: the places of branches; each is turned to `branch_on` for its own node only, and back.
+            see: receives each branch's outputs.
             branch_on: whether a branch quantizes there, or leaves float what the walk quantizes.
 
         Returns:
@@ -86,7 +87,7 @@ class PreparedInterpreter(fx.Interpreter):
         return output_leaves(result)[1]
 
     def _step(self, node: fx.Node) -> Any:
-        """The value of a node, whose operands are known; those that nobody else reads are let go."""
+        """Computes the value of a node and drops operands that no other node reads."""
         self.env[node] = result = self.run_node(node)
         for done in self.user_to_last_uses.get(node, ()):
             self.env.pop(done, None)
@@ -99,7 +100,7 @@ class PreparedInterpreter(fx.Interpreter):
         return module.run(args[0] if args else next(iter(kwargs.values())), *self.weights(module))
 
     def weights(self, module: QATOperator, quantized: bool | None = None) -> Weights:
-        """Weight and bias of an operator as inference uses them, made once each; by default as its quantizer is."""
+        """Returns weight and bias of an operator as inference uses them, cached; by default as its quantizer is set."""
         quantizer = module.weight_fake_quant
         wanted = bool(quantizer is not None and quantizer.enabled) if quantized is None else quantized
         key = (id(module), wanted)

@@ -5,7 +5,7 @@ algorithms           algorithm_choice=auto
 precision/           precision=auto: operators that stay float for accuracy
 placement/           placement=measured: operators that stay float for speed
 epochs               verify.every: the epoch of a fine-tuning
-climb                rescue=ladder: the rule by which a rung is built on
+climb                rescue=ladder: the rule that decides which rung to build on
 contest              the engine: entrants, a judge, a rule that keeps one of them
-judge, verdict       files on held-out images; what is found of each, and its noise
+judge, verdict       files on held-out images; the results of each, and their noise
 """

@@ -1,13 +1,14 @@
-"""algorithm_choice=auto: the listed algorithms compete, as calibration methods do, and what pays is kept.
+"""The contest of the listed algorithms (algorithm_choice=auto), which keeps those that pay.
 
     calibrated model ─┬─ + the cheapest ──> judged on images that neither ranges nor algorithms have seen ── keep?
-                      ├─ what was kept + the next ──> ...
+                      ├─ the kept ones + the next ──> ...
                       └─ those that train weights, only while the target is missed beyond noise
 
-They are tried in the order in which they are listed, and run in that of their stages. One is kept when its error of the
-outputs is smaller beyond noise (the mean of the differences image by image, two standard errors) and the metric is not
-worse beyond noise; so of equals the simpler model stays. A correction that a later one makes superfluous is dropped.
-It ends when the target (`target.max_drop`, without labels `target.min_agreement`) is met beyond noise.
+Algorithms are tried in the order in which they are listed, and run in the order of their stages. One is kept
+when its error of the outputs is smaller beyond noise (the mean of the differences image by image, two
+standard errors) and the metric is not worse beyond noise; so among equals the simpler model stays. A
+correction that a later one makes superfluous is dropped. The contest ends when the target (`target.max_drop`,
+without labels `target.min_agreement`) is met beyond noise.
 The choice is part of the checkpoint: a resumed run, and export.py, build the module with it.
 """
 
@@ -57,7 +58,11 @@ def chosen_algorithms(config: Config, stored: Mapping[str, Any] | None) -> list[
 def compete(
     run: Run, model: Captured, data: DataModule, module: QATModule, calibrated: Calibrated
 ) -> tuple[QATModule, list[Tried]]:
-    """Returns the module with the algorithms that pay, and what each gave; `module` is calibrated, without any."""
+    """Returns the module with the algorithms that pay, and the result of each.
+
+    Args:
+        module: calibrated, without any algorithm.
+    """
     with run.stage("algorithms", "algorithms compete"):
         module, tried = _Competition(run, model, data, module, calibrated, run.scratch).run()
     module.about |= {"calibrated": asdict(calibrated)}
@@ -65,14 +70,14 @@ def compete(
 
 
 def about_algorithms(tried: Sequence[Tried]) -> dict[str, Any]:
-    """Returns what a checkpoint says of a contest; which algorithms found nothing to change is part of `tried`."""
+    """Returns the checkpoint's entries for a contest; `tried` includes which algorithms found nothing to change."""
     names = [row.name for row in tried if row.kept and row.name != NONE]
     return {"algorithms": names, "tried": [asdict(row) for row in tried], IDLE: []}
 
 
 @dataclass(frozen=True)
 class _Model:
-    """A module with some algorithms, and its state once they were through."""
+    """A module with some algorithms, and its state after them."""
 
     names: tuple[str, ...]
     module: QATModule
@@ -131,10 +136,10 @@ class _Competition:
         return self._final(self.kept.made), [_row(one) for one in contest.outcomes.values()]
 
     def _look(self, name: str) -> _Trial | None:
-        """Tries an algorithm before the ranges without the corrections behind them, which are dearer to repeat.
+        """Tries an algorithm that comes before the ranges without the later corrections, which are costly to repeat.
 
         Returns:
-            None where there are none.
+            The trial; None where the model has no corrections, or the algorithm is one.
         """
         early = self._early(self.kept.made.names)
         if self.algorithms[name].stage == CALIBRATED or early == self.kept.made.names:
@@ -185,7 +190,7 @@ class _Competition:
         return _Model(names, module, _copied(module))
 
     def _calibrated(self, names: tuple[str, ...]) -> tuple[QATModule, State]:
-        """A module with the algorithms that come before calibration, with its ranges."""
+        """Returns a calibrated module with the algorithms that come before calibration."""
         if names not in self.ranges:
             module = self._built(names)
             for name in names:
@@ -197,7 +202,7 @@ class _Competition:
         return self.ranges[names]
 
     def _plain(self) -> Config:
-        """The configuration without its cache, which is of the model without algorithms."""
+        """Returns the configuration without its cache, which belongs to the model without algorithms."""
         return replace(self.config, calibration=replace(self.config.calibration, cache=None))
 
     def _built(self, names: Sequence[str]) -> QATModule:
@@ -216,7 +221,7 @@ class _Competition:
             hook((images for images, _ in seen), [algorithm])
 
     def _final(self, kept: _Model) -> QATModule:
-        """Builds a module with what was kept, so that it notes what these leave as it is."""
+        """Builds a module with the kept algorithms, so that it notes the operators that they leave unchanged."""
         module = self._built(kept.names) if kept.names else kept.module
         module.load_state_dict(kept.state)
         return module

@@ -1,9 +1,9 @@
-"""The rule of a climb, over what the reports of finished runs say: figures, without the images behind them.
+"""The rule of a climb, based on the reports of finished runs: figures, without the images behind them.
 
     rung_why_not     why later rungs do not build on a rung: by the metric beyond chance, else by the outputs
     meets_target     whether a rung meets the target
 
-Each rung is an entrant of one contest (`qatkit.jobs.rescue`), whose judge is the run that it is.
+Each rung is an entrant of one contest (`qatkit.jobs.rescue`), whose judge is the run itself.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from qatkit.records.ladder import RungResult
 from qatkit_verify.classification import NAMES
 from qatkit_verify.records import Metric
 
-_DIGITS = 6  # of a drop, in points: what is behind them comes from subtraction
+_DIGITS = 6  # of a drop, in points: further digits come from subtraction
 
 
 def meets_target(rung: RungResult, target: TargetConfig) -> bool:
@@ -28,8 +28,9 @@ def meets_target(rung: RungResult, target: TargetConfig) -> bool:
 def rung_why_not(rung: RungResult, best: RungResult, metric: Metric = NAMES.main) -> str:
     """Says why later rungs don't build on `rung` but on `best`; "" if they do.
 
-    By a metric in percent where the difference is beyond what chance makes of the images that the two could judge
-    differently, else by how near the outputs are to float's. What chance makes of another metric is not known.
+    A metric in percent decides where the difference exceeds chance, given the images that the two could judge
+    differently. Otherwise the distance of the outputs to float's decides. The chance in other metrics is
+    unknown.
     """
     if rung.score is not None and best.score is not None and metric.unit == "%":
         differing = (2 - (rung.agreement or 0.0) - (best.agreement or 0.0)) * rung.images

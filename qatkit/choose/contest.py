@@ -1,6 +1,6 @@
-"""A contest: entrants become files, a judge says how good each of them is, a rule which is kept, and why.
+"""A contest: entrants become files, a judge assesses each one, and a rule decides which is kept, and why.
 
-    Entrant(name, make) ── make() ──> what is judged ── judge ──> Judged ─┬─ Contest   each against what is kept so far
+    Entrant(name, make) ── make() ──> the candidate ─── judge ──> Judged ─┬─ Contest   each against the best so far
                                                                           └─ decided   one of all that were judged
     resumed                a result that a killed run has found already is read again
 
@@ -20,8 +20,8 @@ from typing import Any, Generic, TypeVar
 from qatkit.run.folder import main_process
 from qatkit_verify.files import write_text
 
-M = TypeVar("M")  # what is made: a file, a graph, a configuration
-V = TypeVar("V")  # what is said of it
+M = TypeVar("M")  # the candidate: a file, a graph, a configuration
+V = TypeVar("V")  # the verdict on it
 T = TypeVar("T")
 
 
@@ -55,7 +55,7 @@ class Outcome(Generic[V]):
 
 
 def judged(entrant: Entrant[M], judge: Callable[[M, str], V]) -> Judged[M, V]:
-    """Makes an entrant and asks the judge, who gets what was made and the name."""
+    """Makes an entrant and returns the judge's verdict on it; the judge receives the candidate and its name."""
     start = time.monotonic()
     made = entrant.make()
     verdict = judge(made, entrant.name)
@@ -63,14 +63,14 @@ def judged(entrant: Entrant[M], judge: Callable[[M, str], V]) -> Judged[M, V]:
 
 
 class Contest(Generic[M, V]):
-    """Entrants one by one, each compared with what is kept so far.
+    """Compares entrants one by one, each with the one that is kept so far.
 
     Args:
         why_not: (verdict of a trial, verdict of what is kept) -> why the trial is not kept, "" if it is.
-        won: what is said of one that is kept.
+        won: the reason given for one that is kept.
 
     Attributes:
-        kept: what the next trial has to beat; None before anything was kept.
+        kept: the candidate that the next trial has to beat; None before anything was kept.
         outcomes: by name, in the order in which they came.
     """
 
@@ -85,7 +85,7 @@ class Contest(Generic[M, V]):
         return self.reject(trial, why) if why else self.keep(trial, self.won)
 
     def keep(self, trial: Judged[M, V], why: str = "") -> Outcome[V]:
-        """Keeps a trial whatever the rule says of it."""
+        """Keeps a trial without asking the rule."""
         self.kept = trial
         return self._noted(Outcome(trial.name, trial.verdict, trial.seconds, kept=True, why=why))
 
@@ -98,7 +98,7 @@ class Contest(Generic[M, V]):
         return self._noted(Outcome(name, why=why))
 
     def yield_to(self, simpler: Judged[M, V], superfluous: Iterable[str], why: str) -> None:
-        """Puts something simpler in the place of what is kept, unless that pays beside it.
+        """Replaces the kept candidate by a simpler one, unless the kept one pays in comparison.
 
         Args:
             superfluous: names of earlier entrants that `simpler` does without, for the reason `why`.
@@ -121,11 +121,11 @@ class Contest(Generic[M, V]):
 def decided(
     verdicts: Mapping[str, V], rule: Callable[[Mapping[str, V]], tuple[str, str]]
 ) -> dict[str, Outcome[V]]:
-    """Chooses one of all that were judged.
+    """Returns the outcomes of a rule that chooses one of all judged candidates.
 
     Args:
         verdicts: by name.
-        rule: gives the name of the one that is kept, and why.
+        rule: returns the name of the one that is kept, and the reason.
     """
     kept, why = rule(verdicts)
     return {

@@ -1,15 +1,15 @@
-"""verify.every: which epoch of a fine-tuning is kept is decided by the file that it gives, in ONNX Runtime.
+"""Chooses the epoch of a fine-tuning by the accuracy of its exported file in ONNX Runtime (`verify.every`).
 
     before the first step,
     every so many epochs  weights, or their average ─ BatchNorm statistics ─ scales aligned ─> what would ship
                           ─ convert ─> file ─ ONNX Runtime ─> metric on training images held out ─ the best so far?
-    at the end            the best one is the module
+    at the end            the best one becomes the module
 
-The first file is exported, the others are the same one with other values (`qatkit.choose.judge.Files`). Of images
-without labels float's decision stands in for the label. Of equal epochs the later one is kept; the start is, where
-training made every epoch worse. What is judged is a function of the checkpoint: a run that is killed while it judges
-has a checkpoint of that step, and judges again. A float control has no file of its own kind; its epochs are judged on
-the same images in PyTorch.
+The first file is exported; the others are the same file with other values (`qatkit.choose.judge.Files`). For
+images without labels, float's decision replaces the label. Among equal epochs the latest is kept. The start
+is kept where training made every epoch worse. The judged weights depend only on the checkpoint: a run that is
+killed while it judges has a checkpoint of that step, and judges again. A float control has no file of its own
+kind; its epochs are judged on the same images in PyTorch.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ def make_ready(run: Run, module: QATModule, data: DataModule) -> None:
 def _statistics(run: Run, module: QATModule, data: DataModule) -> None:
     images = run.config.schedule.batch_norm_images
     if images:
-        # of one image there is no variance
+        # a single image has no variance
         batches = data.calibration_batches(images, min(images, max(2, run.config.calibration.batch_size)))
         seen = shown(batches, "BatchNorm statistics", run.config.trainer.progress and main_process())
         module.reestimate(pixels for pixels, _ in seen if len(pixels) > 1)
 
 
 def curves_of(run: Run, data: DataModule) -> list[Curve]:
-    """What there is to report of the epochs of each stage."""
+    """Returns the curve of each stage that has judged epochs, for the report."""
     found = []
     for stage, rows in run.curves.items():
         an_epoch = data.steps_per_epoch(batches_a_step(run.config.trainer)) if rows else 1
@@ -72,7 +72,12 @@ def curves_of(run: Run, data: DataModule) -> list[Curve]:
 
 
 def latest_of_the_best(judged: Mapping[str, float], metric: Metric = NAMES.main) -> tuple[str, str]:
-    """Returns the epoch with the best metric, of equals the latest, and why; they are given as they came."""
+    """Returns the epoch with the best metric (the latest of equals), and the reason.
+
+    Args:
+        judged: the metric by step, in order of time.
+        metric: the metric, which says which value is best.
+    """
     best = metric.best(judged.values())
     return next(
         step for step in reversed(list(judged)) if judged[step] == best
@@ -88,7 +93,7 @@ class Choosing(Judging):
     """Keeps the best epoch in the module (`curve`, `best`), with which it travels in checkpoints.
 
     Args:
-        checkpoint, interval: as `Judging`.
+        checkpoint, interval: as in `Judging`.
         title: of the stage.
     """
 
@@ -103,7 +108,7 @@ class Choosing(Judging):
         self.files: Files | None = None
 
     def end(self) -> None:
-        """After the last judgement: makes the best epoch the module."""
+        """Replaces the module's state by the best epoch's, after the last judgement."""
         module = self.module
         assert module.best is not None
         module.load_state_dict(module.best)
@@ -113,7 +118,7 @@ class Choosing(Judging):
             row["kept"] = outcomes[str(row["step"])].kept
 
     def row(self, trainer: lightning.Trainer) -> dict[str, float]:
-        """Judges the weights as they are, and keeps them if no earlier ones are better."""
+        """Judges the current weights, and keeps them if no earlier ones are better."""
         start, module = time.monotonic(), self.module
         make_ready(self.run, module, self.data)
         try:
@@ -140,7 +145,7 @@ class Choosing(Judging):
         return self.data.task.names.main
 
     def _score(self) -> float:
-        """The main metric on the images held out, of the module as it stands."""
+        """Returns the main metric of the module's current weights on the held-out images."""
         config, task = self.run.config, self.data.task
         batches: Batches = self.data.held_out_batches()
         if not self.data.labelled:
@@ -158,7 +163,7 @@ class Choosing(Judging):
         return accuracy(session, batches, config.trainer.progress, task=task).score
 
     def _with_answers(self, batches: Batches) -> Iterator[tuple[Any, Any]]:
-        """The float model's answers for labels: without them it is what teaches."""
+        """Replaces the labels by the float model's answers: without labels, float is the teacher."""
         task = self.data.task
         for images, _ in batches:
             yield images, task.answers(task.joined(module_outputs(self.module.teacher[0], images)))

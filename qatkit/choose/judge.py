@@ -1,9 +1,9 @@
-"""The judge of a contest that accuracy decides: files in ONNX Runtime, on images that no model was made with.
+"""Judges models by their files in ONNX Runtime, on images that no model was made with.
 
     Judge(float outputs of the images) ── graph ──> file ──> metric, same decision as float, error of the outputs,
                                                              image by image, so that two models can be compared by pairs
 
-What it says is a `qatkit.choose.verdict.Verdict`.
+The result is a `qatkit.choose.verdict.Verdict`.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from qatkit_verify.session import FloatArray, open_session
 
 
 def judging_options(module: QATModule) -> Mapping[str, str]:
-    """Session config entries for files of `module` that are compared with one another.
+    """Returns session config entries for files of `module` that are compared with one another.
 
-    Where its products may saturate on this processor, they are computed exactly: no calibration method, algorithm or
-    training makes up for saturation, and each would be judged by it.
+    Products that may saturate on this processor are computed exactly. No calibration method, algorithm or
+    training compensates for saturation, and each would be judged by it.
     """
     options = module.backend.session_options
     exact = saturates_here() and bool(unguarded(module.graph))
@@ -48,7 +48,7 @@ def judging_options(module: QATModule) -> Mapping[str, str]:
 
 @dataclass(frozen=True)
 class Runtime:
-    """How the files are made and run; of images without labels no metric is measured."""
+    """The settings with which files are exported and run; images without labels have no metric."""
 
     export: ExportConfig
     options: Mapping[str, str]
@@ -62,8 +62,8 @@ class Files:
     """Writes graphs as ONNX files: the first one is exported, the others are the same file with other values.
 
     Args:
-        example: as `export_onnx` takes it.
-        folder: where they lie, for as long as they are needed.
+        example: as in `export_onnx`.
+        folder: for the files, for as long as they are needed.
     """
 
     def __init__(self, example: Example, folder: Path, export: ExportConfig) -> None:
@@ -71,7 +71,7 @@ class Files:
         self.first: dict[str, Tensor] = {}
 
     def write(self, graph_module: fx.GraphModule) -> Path:
-        """The file of a prepared graph as it stands; it is there until the next is written."""
+        """Writes a prepared graph with its current values and returns the file, which lasts until the next call."""
         converted = convert(graph_module).graph
         path = self.template.with_name("candidate.onnx") if self.template.exists() else self.template
         if path != self.template:
@@ -97,13 +97,13 @@ class Judge:
     """Runs models on one set of images.
 
     Args:
-        graph_module: prepared; with quantization off it is what the others are compared with.
-        example: as `export_onnx` takes it.
-        held_out: (images, labels) batches, gone through once for each model and once for float.
-        folder: of the files, for as long as they are needed.
-        runtime: how they are made and run.
-        title: of the bars.
-        shared: whether the folder is one for judges of the same model and images alone: the first one leaves its
+        graph_module: prepared; with quantization off it is the reference for the others.
+        example: as in `export_onnx`.
+        held_out: (images, labels) batches, read once for each model and once for float.
+        folder: for the files, for as long as they are needed.
+        runtime: settings of export and inference.
+        title: of the progress bars.
+        shared: whether the folder is used only by judges of the same model and images: the first one leaves its
             template and float's outputs there for the next.
     """
 
@@ -132,7 +132,7 @@ class Judge:
 
     @property
     def task(self) -> Task:
-        """What is judged."""
+        """The task, which defines the metrics."""
         return self.runtime.task
 
     @property
@@ -141,7 +141,9 @@ class Judge:
         return self.task.mean(self._values(self.wanted)) if self.runtime.labelled else None
 
     def noise(self, verdict: Verdict) -> float:
-        """Standard error of the model's main metric against float's, by the images that they judge differently."""
+        """Returns the standard error of the difference in the main metric to float, from the images judged
+        differently.
+        """
         values = self._values(self.wanted)
         return self.task.noise(values, values if verdict.values is None else verdict.values)
 
@@ -149,7 +151,7 @@ class Judge:
         return self.task.values(outputs, self.labels)
 
     def __call__(self, graph_module: fx.GraphModule, name: str) -> Verdict:
-        """Judges a prepared graph as it stands: ranges, weights, biases."""
+        """Judges a prepared graph with its current ranges, weights and biases."""
         return self.of_file(self.files.write(graph_module), name)
 
     def of_float(self) -> Verdict:
@@ -159,7 +161,7 @@ class Judge:
         return Verdict(values, np.ones(images, np.bool_), np.zeros(images), self.task)
 
     def of_file(self, path: Path, name: str) -> Verdict:
-        """Of a file that was written already."""
+        """Judges a file that is already written."""
         session = open_session(path, threads=self.runtime.threads, options=self.runtime.options)
         batches = shown(self.held_out, f"{self.title}: {name}", self.runtime.progress)
         predict = file_predictor(session, self.task)
@@ -176,14 +178,14 @@ class Judge:
 
 
 def _mostly(same: NDArray[Any]) -> NDArray[np.bool_]:
-    """[N]; of decisions with further axes, whether most places agree."""
+    """Returns, per image [N], whether most places agree, where decisions have further axes."""
     return np.asarray(same.reshape(len(same), -1).mean(1) > 0.5)
 
 
 def _float_outputs(
     graph_module: fx.GraphModule, batches: Batches, task: Task
 ) -> tuple[FloatArray, NDArray[Any]]:
-    """[N, ...] of the prepared graph with quantization off, and the labels [N]."""
+    """Returns the outputs [N, ...] of the prepared graph with quantization off, and the labels [N]."""
     device = next((p.device for p in graph_module.parameters()), torch.device("cpu"))
     outputs, labels = [], []
     with inference(graph_module):

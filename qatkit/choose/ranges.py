@@ -1,10 +1,10 @@
 """The calibration stage of a run: from a cache if there is one, else a pass over the images and a choice.
 
 calibration.search   none         the observer's own method
-                     layerwise    for each tensor the percentile with the least error behind it
+                     layerwise    for each tensor the percentile with the least error at the following outputs
                      tournament   every method, as whole models in ONNX Runtime (`qatkit.choose.tournament`)
 calibration.cache    statistics and ranges in a file: the next run makes no forward pass
-calibration.random   noise instead of images, said aloud
+calibration.random   noise instead of images, with a warning
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from qatkit.train.module import QATModule
 from qatkit_verify.fitting import LEVELS
 from qatkit_verify.placement.sites import FloatSites, read_float_sites
 
-# Levels up to which a weight's largest value is no good end of its range (figures: decision 13).
+# Number of levels up to which a weight's largest value is a poor end of its range (figures: decision 13).
 _NARROW = 64
-# Of so many images one is held out of the pass, to choose between the methods.
+# One of so many images is held out of the pass, to choose between the methods.
 _HELD_OUT = 4
 _RANDOM = (
     "calibrated on random noise (calibration.random=true): ranges fit no real image, and accuracy on real images"
@@ -61,7 +61,7 @@ class Calibrated:
         notes: for the reader of the report.
         candidates: the methods that were compared.
         floats: sites of operators that stay float, since one scale does not hold the values around them.
-        shifts: by site, the shift of each channel that the bias takes back.
+        shifts: by site, the shift of each channel that the bias compensates.
     """
 
     notes: tuple[str, ...] = ()
@@ -71,14 +71,14 @@ class Calibrated:
 
     @classmethod
     def from_dict(cls, stored: dict[str, Any]) -> Calibrated:
-        """The inverse of `dataclasses.asdict`, for checkpoints and caches."""
+        """Rebuilds the result from `dataclasses.asdict`, for checkpoints and caches."""
         rows = tuple(Candidate(**with_score(row)) for row in stored.get("candidates", ()))
         floats = read_float_sites(stored.get("floats", ()))
         return cls(tuple(stored.get("notes", ())), rows, floats, stored.get("shifts", {}))
 
     @property
     def method(self) -> str | None:
-        """The one that a tournament has chosen."""
+        """The method chosen by a tournament; None without one."""
         return next((row.method for row in self.candidates if row.chosen), None)
 
 
@@ -90,11 +90,11 @@ def calibrate_module(
     method: str | None = None,
     folder: Path | None = None,
 ) -> Calibrated:
-    """Gives `module` its activation ranges.
+    """Sets the activation ranges of `module`.
 
     Args:
-        method: what a tournament has chosen before, for another form of the same model; there is none then.
-        folder: where a tournament leaves its template, for another judge of the same model; null: nowhere.
+        method: chosen by an earlier tournament for another form of the same model; no new tournament is held then.
+        folder: where a tournament leaves its template for another judge of the same model; None: nowhere.
 
     Raises:
         ConfigError: a cache of something else, no images, or activations that are not finite.
@@ -126,10 +126,10 @@ def calibrate_module(
 
 
 def check_cache(data: DataModule, config: Config) -> None:
-    """Before anything long: a cache that exists is one of these data and settings, whatever the model.
+    """Checks, before anything long, that an existing cache belongs to these data and settings, whatever the model.
 
     Raises:
-        ConfigError: it is damaged, or of something else.
+        ConfigError: the cache is damaged, or belongs to something else.
     """
     path = config.calibration.cache
     if path is not None and Path(path).exists():
@@ -137,7 +137,7 @@ def check_cache(data: DataModule, config: Config) -> None:
 
 
 def _key(data: DataModule, config: Config) -> statistics.Key:
-    """What the statistics depend on, but for the model: the images and how they are prepared, the settings."""
+    """Returns the key of the statistics without the model: the images, their preprocessing, and the settings."""
     chosen = config.calibration
     if chosen.random:
         images = data.of_pictures and data.preprocessing.pixels == LEVELS
@@ -156,7 +156,7 @@ def _key(data: DataModule, config: Config) -> statistics.Key:
 
 
 def splits(data: DataModule, config: Config) -> tuple[list[int], list[int]]:
-    """Indices of the images that are observed, and of those that are held out to choose by."""
+    """Returns the indices of the images to observe, and of those held out to choose by."""
     indices = data.calibration_indices(config.calibration.images)
     if not holds_out(config):
         return indices, []
@@ -165,7 +165,7 @@ def splits(data: DataModule, config: Config) -> tuple[list[int], list[int]]:
 
 
 def runtime_of(config: Config, module: QATModule, data: DataModule) -> Runtime:
-    """How the files that are compared are made and run."""
+    """Returns the settings with which the compared files are made and run."""
     options, threads = judging_options(module), config.verify.threads
     return Runtime(config.export, options, threads, config.trainer.progress, data.labelled, data.task)
 
@@ -181,17 +181,17 @@ def _observe(
     chosen, progress = config.calibration, config.trainer.progress
     if chosen.random:
         warnings.warn(_RANDOM, stacklevel=2)
-        module.mixed_scales = module.mean_shifts = "report"  # noise says nothing of these either
+        module.mixed_scales = module.mean_shifts = "report"  # noise has no information on these either
         noise = shown(_noise(data, chosen, config.seed), "calibrating on noise", progress)
         module.calibrate(images for images, _ in noise)
         return Calibrated((_RANDOM,))
     indices, held_out = splits(data, config)
-    if not fake_quantizers(module.graph):  # nothing has a range; the shifts of means need a few
+    if not fake_quantizers(module.graph):  # nothing has a range; the shifts of means need a few images
         indices = indices[:SAMPLE]
     batches = data.image_batches(indices, chosen.batch_size)
     watch = Watch(module.graph, len(indices), data.classes)
     module.calibrate(watch(shown(batches, "calibrating", progress)))
-    graph = module.graph  # another one, where operators stay float
+    graph = module.graph  # another graph, where operators stay float
     ranges = fake_quantizers(module.graph)
     notes = (*(watch.notes() if ranges else ()), *_about_scales(module), *_about_shifts(module))
     shifts = {one.site: one.shift for one in module.shifted} if module.mean_shifts == "correct" else {}
@@ -236,13 +236,13 @@ def _about_shifts(module: QATModule) -> list[str]:
 
 
 def _layerwise(graph: fx.GraphModule, batches: ImageLoader, progress: bool) -> None:
-    """For each tensor, of the percentiles, the one with the least error at the outputs behind it."""
+    """Sets the range of each tensor to the percentile with the least error at the following outputs."""
     offered = candidates(graph, {k: m for k, m in METHODS.items() if k == "min-max" or "percentile" in k})
     apply(graph, best_of_each(offered, output_errors(graph, offered, scoring_images(batches, progress))))
 
 
 def _noise(data: DataModule, config: CalibrationConfig, seed: int) -> Iterator[tuple[Batch, Tensor]]:
-    """Batches of noise as `Preprocessing` or the inputs draw it, with labels that say nothing."""
+    """Yields batches of noise as `Preprocessing` or the inputs draw it, with meaningless labels."""
     generator = torch.Generator().manual_seed(seed)
     draw = data.preprocessing.noise if data.of_pictures else data.inputs.noise
     for start in range(0, config.images, config.batch_size):

@@ -1,13 +1,13 @@
 """The tournament of calibration methods: one pass over the images, every method's ranges, the best ones kept.
 
     observe      a histogram of each tensor, over three quarters of the images
-    per tensor   the error that each method's range causes behind the tensor (`calibration.candidates`)
-    whole model  the most promising methods, and the mix of each tensor's best, as ONNX files on the images left
-                 over: the metric where they have labels, and how far the outputs are from float's
+    per tensor   the error that each method's range causes at the following outputs (`calibration.candidates`)
+    whole model  the most promising methods, and the mix of each tensor's best, as ONNX files on the remaining
+                 images: the metric where they have labels, and how far the outputs are from float's
 
-Of those that are not worse than min-max in the task's main metric, and within a standard error of the best, the one
-with the least error of the outputs wins, of equals (1 %) the first, the mix last: a difference of one or two images in
-a hundred is chance, the outputs are not.
+Only methods count that are not worse than min-max in the task's main metric, and within a standard error of
+the best. Of these, the one with the least error of the outputs wins; among equals (1 %) the first, the mix
+last. A difference of one or two images in a hundred is chance; the outputs are not.
 The file is exported once; each method only refills its constants.
 """
 
@@ -39,10 +39,10 @@ from qatkit.graph.signature import Example
 from qatkit.progress import Batches, shown
 from qatkit.records.tried import Candidate
 
-# Methods (beside min-max and the mix) that are tried as a file, and images that judge each tensor's ranges.
+# Methods (in addition to min-max and the mix) tried as a file, and images that judge each tensor's ranges.
 FINALISTS = 3
 SCORING_IMAGES, _AT_ONCE = 16, 4
-# Errors of outputs that differ by less are equal, for a hundred images: a method that can be named comes before a mix.
+# Output errors that differ by less are equal, for a hundred images: a method with a name comes before a mix.
 _AS_GOOD = 0.01
 
 
@@ -58,10 +58,10 @@ def tournament(
 
     Args:
         graph_module: prepared and calibrated by a histogram observer.
-        example: as `export_onnx` takes it.
-        observed: (images, labels) batches that were calibrated on.
-        held_out: (images, labels) batches that were not; gone through once a finalist.
-        folder: where its template stays, for another judge of the same model.
+        example: as in `export_onnx`.
+        observed: (images, labels) batches used for calibration.
+        held_out: (images, labels) batches not used for it; read once per finalist.
+        folder: where the template stays, for another judge of the same model.
 
     Returns:
         All methods, the finalists with their figures.
@@ -96,7 +96,7 @@ def _row(outcome: Outcome[Verdict], output_error: float, images: int) -> Candida
 
 
 def use(graph_module: fx.GraphModule, method: str, observed: Batches, progress: bool) -> None:
-    """Gives a graph whose histograms are filled the ranges of a method that a tournament has chosen before."""
+    """Gives a graph whose histograms are filled the ranges of a method that an earlier tournament has chosen."""
     known = _offered(graph_module, observed, progress)[0] if method == MIXED else candidates(graph_module)
     apply(graph_module, known[method])
 
@@ -104,7 +104,7 @@ def use(graph_module: fx.GraphModule, method: str, observed: Batches, progress: 
 def _offered(
     graph_module: fx.GraphModule, observed: Batches, progress: bool
 ) -> tuple[dict[str, Ranges], dict[str, dict[str, float]]]:
-    """The ranges of every method and of the mix, and the error behind each tensor."""
+    """Returns the ranges of every method and of the mix, and the error at the outputs that follow each tensor."""
     offered = candidates(graph_module)
     errors = output_errors(graph_module, offered, scoring_images(observed, progress))
     offered[MIXED] = best_of_each(offered, errors)
@@ -113,7 +113,7 @@ def _offered(
 
 
 def scoring_images(batches: Batches, progress: bool) -> Iterator[Tensor]:
-    """The images that judge each tensor's ranges, a few at a time."""
+    """Yields the images that judge each tensor's ranges, a few at a time."""
     images, labels = next(iter(batches))
     few = [
         part[:SCORING_IMAGES].split(_AT_ONCE) for part in (torch.as_tensor(images), torch.as_tensor(labels))
@@ -123,7 +123,7 @@ def scoring_images(batches: Batches, progress: bool) -> Iterator[Tensor]:
 
 
 def least_error(verdicts: Mapping[str, Verdict]) -> tuple[str, str]:
-    """Returns the method that wins, and why; min-max is among them. Of equals the first one."""
+    """Returns the winning method (the first of equals) and the reason; min-max must be among the verdicts."""
     able = _accurate(verdicts)
     least = min(map(_error, able.values()))
     winner = next(name for name, one in able.items() if _error(one) <= least * (1 + _AS_GOOD))
@@ -131,7 +131,10 @@ def least_error(verdicts: Mapping[str, Verdict]) -> tuple[str, str]:
 
 
 def _accurate(verdicts: Mapping[str, Verdict]) -> Mapping[str, Verdict]:
-    """Those within a standard error of the best metric, and not worse than min-max; without labels all of them."""
+    """Returns the verdicts within a standard error of the best metric and not worse than min-max.
+
+    All without labels.
+    """
     scores = {name: one.score for name, one in verdicts.items() if one.score is not None}
     if not scores:
         return verdicts

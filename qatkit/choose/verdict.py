@@ -1,12 +1,12 @@
-"""How good one model is on images that no model was made with, and how much of a difference between two is chance.
+"""The quality of one model on held-out images, and how much of a difference between two models is chance.
 
     Verdict          a model, image by image, so that two are compared by pairs
-    why_not          why a trial does not pay beside what is kept: a worse metric, or no gain beyond noise
+    why_not          why a trial does not pay: a worse metric, or no gain beyond noise
     aim              the target of a run, which asks for no less than the bounds that the file has to meet
-    meets, keeps     whether a target is met: with standard errors to spare, or by the figures alone
+    meets, keeps     whether a target is met: with standard errors to spare, or by the figures only
     chance           the standard error of a difference in a metric that counts images
 
-What is left to chance is two standard errors (`SURE`).
+Differences up to two standard errors (`SURE`) count as chance.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ SURE = 2.0  # standard errors that a difference has to exceed
 
 @dataclass(frozen=True)
 class Verdict:
-    """One model on the judge's images.
+    """The results of one model on the judge's images.
 
     Attributes:
-        values: [N], what each image contributes to the task's main metric; None without labels.
-        same: [N], whether the decision is float's.
-        errors: [N], mean squared difference of the outputs from float's, relative to the size of float's over all
-            images; all NaN where float's outputs are equal.
-        task: whose metric it is.
+        values: [N], the contribution of each image to the task's main metric; None without labels.
+        same: [N], whether the decision equals float's.
+        errors: [N], mean squared difference of the outputs from float's, relative to the mean square of float's over
+            all images; all NaN where float's outputs are equal.
+        task: defines the metric.
     """
 
     values: NDArray[Any] | None
@@ -49,18 +49,21 @@ class Verdict:
 
     @property
     def agreement(self) -> float:
-        """Share of the images that are decided as by float."""
+        """The share of the images whose decision equals float's."""
         return float(self.same.mean())
 
     @property
     def error(self) -> float | None:
-        """Mean of the relative squared errors."""
+        """The mean of the relative squared errors; None where it is undefined."""
         error = float(self.errors.mean())
         return None if math.isnan(error) else error
 
     @property
     def sqnr_db(self) -> float | None:
-        """Signal-to-noise ratio of the outputs in decibels; None where they are equal, or where there is no error."""
+        """The signal-to-noise ratio of the outputs in decibels.
+
+        None where they are equal, or where there is no error.
+        """
         return -10 * math.log10(self.error) if self.error else None
 
 
@@ -75,7 +78,7 @@ def chance(differing: float, images: int) -> float:
 
 
 def why_not(trial: Verdict, kept: Verdict) -> str:
-    """Says why `trial` does not take the place of `kept`; "" if it pays.
+    """Says why `trial` does not replace `kept`; "" if it pays.
 
     It pays if its metric is no worse beyond noise, and the errors of its outputs are smaller beyond noise, in the mean
     of the differences image by image.
@@ -106,7 +109,7 @@ def aim(config: Config, *, labelled: bool) -> TargetConfig:
 
 
 def meets(verdict: Verdict, exact: Verdict, target: TargetConfig, sure: float) -> bool:
-    """Whether the target is met, with so many standard errors to spare.
+    """Returns whether the target is met, with so many standard errors to spare.
 
     Args:
         exact: the verdict on the float model.
@@ -125,13 +128,13 @@ def meets(verdict: Verdict, exact: Verdict, target: TargetConfig, sure: float) -
 def keeps(
     target: TargetConfig, drop: float | None, agreement: float, sqnr_db: float | None, slack: float = 0.0
 ) -> bool:
-    """Whether figures meet a target.
+    """Returns whether figures meet a target.
 
     Args:
-        drop: how much worse the main metric is than float's; None without labels, where the agreement is asked.
-        agreement: share of the images that are decided as by float.
+        drop: how much worse the main metric is than float's; None without labels, where the agreement counts.
+        agreement: share of the images whose decision equals float's.
         sqnr_db: of the outputs against float's; None: equal.
-        slack: points that subtraction may have added to the drop.
+        slack: points that a subtraction may have added to the drop.
     """
     if not _near(target, sqnr_db):
         return False

@@ -1,10 +1,10 @@
-"""The accuracy level of a file's products with packed weights, where another than 0 is asked for or to be found.
+"""Chooses the accuracy level of a file's products with packed weights, where another than 0 may apply.
 
-    file at level 0 ── rounded copy ── both in turns on samples that calibrate ──> the one that ships
+    file at level 0 ── rounded copy ── both in turns on calibration samples ──> the one that ships
 
-The module is what level 0 computes, so parity is that of level 0 whatever ships (`qatkit.verify.checks.exact`). A
-language model's decoder has a choice of its own (`qatkit.jobs.decoder`), and the file of whole windows beside it stays
-at level 0.
+The module computes level 0, so parity is checked at level 0 whatever ships (`qatkit.verify.checks.exact`). A
+language model's decoder has a choice of its own (`qatkit.jobs.decoder`), and the file of whole windows that
+comes with it stays at level 0.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from qatkit.verify.checks.exact import LEVEL
 from qatkit_verify.files import whole
 
 KEY = "export.accuracy_level"
-_SAMPLES = 512  # that both levels are compared on, at most
+_SAMPLES = 512  # on which both levels are compared, at most
 
 
 class ChooseLevel(Conditional):
-    """The level that is asked for, or that pays on this machine."""
+    """Applies the requested level, or the one that pays on this machine."""
 
     def done(self, state: State) -> bool:
         asked = state.run.config.export
@@ -69,7 +69,7 @@ def _measured(state: State, exact: Path, rounded: Path) -> LevelFigures:
 
 
 def _told(state: State, note: str, level: int | None, found: LevelFigures | None = None) -> State:
-    """The state with the note, and where there is a choice its figures, for report and manifest."""
+    """Returns the state with the note and, where there is a choice, its figures, for report and manifest."""
     written = state.exported
     figures = {} if level is None else {"level": level, "asked": state.run.config.export.accuracy_level}
     if found is not None:
@@ -78,6 +78,6 @@ def _told(state: State, note: str, level: int | None, found: LevelFigures | None
 
 
 def level_of_run(folder: Path) -> int:
-    """Returns the level of a finished run's file, as its report says."""
+    """Returns the level of a finished run's file from its report."""
     measured = (report_of(folder) or {}).get("measured") or {}
     return int((measured.get(LEVEL) or {}).get("level", FLOAT))

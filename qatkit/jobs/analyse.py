@@ -1,10 +1,11 @@
-"""The analysis stage of a run, of a finished module and its file: which side loses, which layers matter, and where.
+"""The analysis stage of a run, on a finished module and its file: which side loses, which layers matter, and where.
 
-    isolation    over `analysis.images` test images, the file in ONNX Runtime beside the simulation
+    isolation    over `analysis.images` test images, the file in ONNX Runtime next to the simulation
     sensitivity  the estimate, then the exact measure of the `analysis.top` most sensitive ones
     tensors      over `analysis.tensors` images: float, simulated, ONNX Runtime
 
-What the exact measure has added up is kept in the run's folder after each batch, so that a killed run goes on.
+The sums of the exact measure are stored in the run's folder after each batch, so that a killed run can
+continue.
 """
 
 from __future__ import annotations
@@ -38,22 +39,22 @@ from qatkit_verify.session import fixed_batch, open_session, run_images
 
 
 def check_layers(module: QATModule, asked: AnalysisConfig) -> None:
-    """Before anything long: every pattern matches something.
+    """Checks, before anything long, that every pattern matches something.
 
     Raises:
-        ConfigError: one that does not, with near names.
+        ConfigError: a pattern without a match, with near names.
     """
     if is_asked(asked):
         switches(module.graph, asked.layers)
 
 
 def is_asked(asked: AnalysisConfig) -> bool:
-    """Whether there is anything to do."""
+    """Returns whether any analysis is requested."""
     return asked.isolation or asked.sensitivity != "none" or asked.tensors > 0
 
 
 def analyse(run: Run, data: DataModule, module: QATModule, written: Written) -> Analysis | None:
-    """The stage; None where nothing is asked for."""
+    """Runs the stage; returns None where nothing is requested."""
     if not is_asked(run.config.analysis):
         return None
     with run.stage("analysis", "analysing what quantization does"):
@@ -61,7 +62,7 @@ def analyse(run: Run, data: DataModule, module: QATModule, written: Written) -> 
 
 
 class _Stage:
-    """What the parts of the stage have in common."""
+    """The data that the parts of the stage share."""
 
     def __init__(self, run: Run, data: DataModule, module: QATModule, written: Written) -> None:
         self._run, self._data, self._module, self._written = run, data, module, written
@@ -87,7 +88,7 @@ class _Stage:
         return replace(self._drawn(found), seconds=self._seconds)
 
     def _drawn(self, found: Analysis) -> Analysis:
-        """With its pictures as files, where the library for that is installed."""
+        """Returns the analysis with its pictures as files, where the library for that is installed."""
         if not self._asked.pictures:
             return found
         try:
@@ -138,7 +139,7 @@ class _Stage:
         )
 
     def _key(self, at: Sequence[Switch]) -> str:
-        """Of the model, its ranges, the images as they are prepared, and what is measured."""
+        """Returns the key of the model, its ranges, the preprocessed images, and the settings of the measurement."""
         first, _ = next(iter(self._data.test_subset(1, 1)))
         settings = asdict(self._run.config.data) | {"seed": self._run.config.seed}
         counted = (self._asked.images, self._asked.batch_size, [switch.key for switch in at])
@@ -163,7 +164,7 @@ class _Stage:
 
 
 def shown_tensors(found: Analysis, compared: Comparison, count: int) -> list[str]:
-    """The keys of the tensors whose histograms are worth a look: the suspect, the most sensitive, the noisiest."""
+    """Returns the keys of tensors whose histograms to show: the suspect, the most sensitive, the noisiest."""
     suspect = [compared.suspect] if compared.suspect else []
     sensitive = [f"{row.kind} {row.site}" for row in ranked(found.sensitivity or found.estimate)]
     noisiest = sorted(compared.rows, key=lambda row: 999.0 if row.own.sqnr is None else row.own.sqnr)

@@ -1,4 +1,4 @@
-"""A float ONNX file quantized by a mode, without a module of its integers: made, verified, reported, handed over.
+"""Quantizes a float ONNX file by a mode, without a module of its integers: made, verified, reported, bundled.
 
 dynamic | static | float16 | weight_only → verify → report
 """
@@ -47,13 +47,13 @@ Given = Sequence[int] | Mapping[str, NDArray[Any]]
 
 @dataclass(frozen=True)
 class Made:
-    """A quantized file, as its report tells it.
+    """A quantized file, as described in its report.
 
     Attributes:
-        source: what it was made of, for people.
-        shape: an input that it takes, [N, C, H, W], or a batch by the names of its inputs.
+        source: its origin, for people.
+        shape: an input that it accepts, [N, C, H, W], or a batch by the names of its inputs.
         left_float: operators that the mode leaves float on purpose, names or globs.
-        without: groups of the configuration that played no part.
+        without: groups of the configuration that had no effect.
         beside: names of further files of the run.
     """
 
@@ -67,11 +67,11 @@ class Made:
 
 
 class Left(NamedTuple):
-    """What a mode leaves float.
+    """The operators that a mode leaves float.
 
     Attributes:
         names: of operators, or globs.
-        notes: what the reader of the report has to know of them.
+        notes: on them, for the reader of the report.
     """
 
     names: list[str]
@@ -79,14 +79,16 @@ class Left(NamedTuple):
 
 
 class ByMode(Always):
-    """The float model through one of the modes of `qatkit.export.ort_modes`: nothing is simulated."""
+    """Quantizes the float model by one of the modes of `qatkit.export.ort_modes`, without simulation."""
 
     def run(self, state: State) -> State:
         return replace(state, status=from_model(state.run, state.captured, state.data))
 
 
 def from_model(run: Run, model: Captured, data: DataModule) -> int:
-    """Exports a float model and quantizes the file by `config.export.mode`, but static; returns as `quantize`.
+    """Exports a float model and quantizes the file by `config.export.mode`, except static.
+
+    Returns as `quantize` does.
 
     Raises:
         ConfigError: the mode can't quantize this model.
@@ -108,7 +110,7 @@ def from_model(run: Run, model: Captured, data: DataModule) -> int:
 
 
 def range_batches(data: DataModule, batch: int) -> list[Any]:
-    """Training samples in batches of one size, on which mode float16 measures what its tensors hold."""
+    """Returns training samples in batches of one size, on which mode float16 measures the ranges of tensors."""
     return data.full_batches(max(_RANGE_SAMPLES, batch), batch)
 
 
@@ -122,11 +124,11 @@ def make(
     """Writes `target`, the float file `source` quantized by the configuration's mode, and runs it once.
 
     Args:
-        shape: an input that the file takes, [N, C, H, W], or a batch by the names of its inputs.
-        batches: that calibrate, of mode static; on which float16 measures the ranges of tensors.
+        shape: an input that the file accepts, [N, C, H, W], or a batch by the names of its inputs.
+        batches: for calibration in mode static; for the ranges of tensors in mode float16.
 
     Returns:
-        What the mode leaves float.
+        The operators that the mode leaves float.
 
     Raises:
         ConfigError: the mode can't quantize this file.
@@ -144,7 +146,7 @@ def make(
             left = ort_modes.weight_only(source, target)
         session = open_session(target, threads=config.verify.threads, options=_session_options(config, mode))
         run_images(session, shape if isinstance(shape, Mapping) else np.zeros(shape, np.float32))
-    except Exception as error:  # the tools raise whatever comes: the user can only choose another mode
+    except Exception as error:  # the tools raise any exception: the user can only choose another mode
         of_images = isinstance(error, ConfigError) and error.key.startswith("data.")
         if of_images or disk_error(error) is not None:
             raise
@@ -159,7 +161,7 @@ def _session_options(config: Config, mode: str | None) -> Mapping[str, str]:
 
 
 def finish(run: Run, data: DataModule, made: Made) -> int:
-    """Verify and report."""
+    """Verifies and reports the file; returns the exit status."""
     config, folder = run.config, run.folder
     write_model_json(folder, describe(data))
     subject = subject_of(config, run.files, made, data)
@@ -189,7 +191,7 @@ def finish(run: Run, data: DataModule, made: Made) -> int:
 
 
 def subject_of(config: Config, folder: Path, made: Made, data: DataModule) -> Subject:
-    """The files in `folder` as they are checked; without images yet."""
+    """Returns the files in `folder` as the subject of the checks, still without images."""
     mode = made.mode
     return Subject(
         folder=folder,

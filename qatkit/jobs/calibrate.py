@@ -1,4 +1,4 @@
-"""The stages of a run that look at calibration images: the algorithms before and after the ranges, and the ranges."""
+"""The stages of a run that read calibration images: the algorithms before and after the ranges, and the ranges."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from qatkit.train.module import IDLE
 
 
 class Calibrate(InCheckpoint):
-    """The ranges."""
+    """Finds the activation ranges."""
 
     def run(self, state: State) -> State:
         run, data = state.run, state.data
@@ -40,10 +40,10 @@ class Calibrate(InCheckpoint):
 
 
 def _settled(run: Run, found: Calibrated) -> Run:
-    """Returns the run for the modules that are made from here on: the same operators stay float in all of them."""
+    """Returns the run for all further modules: the same operators stay float in each of them."""
     config = run.config
     overrides = {**config.backend.overrides, **float_overrides(found.floats)}
-    cache = None if found.floats else config.calibration.cache  # it is of the module before
+    cache = None if found.floats else config.calibration.cache  # it belongs to the previous module
     calibration = replace(config.calibration, mixed_scales="report", cache=cache)
     backend = replace(config.backend, overrides=overrides)
     return replace(
@@ -52,10 +52,10 @@ def _settled(run: Run, found: Calibrated) -> Run:
 
 
 class _Algorithms(InCheckpoint):
-    """The algorithms of a stage of theirs, where they do not compete."""
+    """Runs the algorithms of one stage, where they do not compete."""
 
     stage: str
-    hook: str  # of the module, which is called with the images
+    hook: str  # method of the module that is called with the images
 
     def run(self, state: State) -> State:
         if state.run.config.algorithm_choice == "all":
@@ -70,27 +70,28 @@ class _Algorithms(InCheckpoint):
 
 
 class Adjust(_Algorithms):
-    """The algorithms that look at activations before their ranges are found."""
+    """Runs the algorithms that read activations before their ranges are found."""
 
     stage, hook = OBSERVED, "adjust"
 
 
 class Correct(_Algorithms):
-    """The algorithms that come after calibration."""
+    """Runs the algorithms that come after calibration."""
 
     stage, hook = CALIBRATED, "correct"
 
 
 def _with_images(run: Run, data: DataModule, stage: str, hook: Callable[..., None]) -> None:
-    """The algorithms of a stage, each on as many of the calibration images as it wants.
+    """Runs the algorithms of a stage, each on as many calibration images as it needs.
 
-    What those that take long have finished stays in the run's folder until a checkpoint holds it (`forget_partial`).
+    Partial results of long algorithms stay in the run's folder until a checkpoint holds them
+    (`forget_partial`).
     """
     for name, algorithm in algorithms_of(run.config.algorithm).items():
         if algorithm.stage != stage:
             continue
         indices = data.calibration_indices(algorithm.images, f"algorithm.{name}.images")
-        if run.config.precision.search == "auto":  # what judges the front is not to be learned from
+        if run.config.precision.search == "auto":  # images that judge the front must not be learned from
             held_out = set(splits(data, run.config)[1])
             indices = [index for index in indices if index not in held_out]
         batches, title = (
@@ -108,7 +109,7 @@ def _with_images(run: Run, data: DataModule, stage: str, hook: Callable[..., Non
 
 
 def forget_partial(run: Run) -> None:
-    """Once a checkpoint holds what the algorithms came to: removes what they kept on the way."""
+    """Removes the partial results of algorithms, once a checkpoint holds the final ones."""
     if main_process():
         for path in partial_results(run.folder):
             path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""What a job needs beside values that are allowed: files that exist, code that is there, a machine that has it."""
+"""Checks of a job beyond the allowed values: files must exist, code must be there, and the machine must suit."""
 
 from __future__ import annotations
 
@@ -16,11 +16,18 @@ from qatkit_verify.errors import ConfigError, first_line
 from qatkit_verify.foreign import Called
 from qatkit_verify.runtimes.base import dotted, load_runtimes
 
-_A_CORE = 16  # threads, or processes that load images: with more a machine does nothing else than change between them
+_A_CORE = 16  # threads, or processes that load images: with more a machine only switches between them
 
 
 def check_job(config: Config, from_checkpoint: bool) -> None:
-    """What needs more than the values themselves: files that exist, dotted paths that lead somewhere."""
+    """Checks settings beyond their values: files must exist, and dotted paths must resolve.
+
+    Args:
+        from_checkpoint: whether the job is export.py's.
+
+    Raises:
+        ConfigError: the first setting that does not fit.
+    """
     if config.checkpoint is not None and not from_checkpoint:
         raise ConfigError("checkpoint", config.checkpoint, "null: export.py reads it, train.py has resume=")
     if not from_checkpoint and (config.onnx is not None or config.mode is not None):
@@ -44,7 +51,7 @@ def check_job(config: Config, from_checkpoint: bool) -> None:
 
 
 def _check_climb(config: Config) -> None:
-    """Refuses a search by the clock of a runtime that computes the whole model in float."""
+    """Rejects a search by the latency of a runtime that computes the whole model in float."""
     for key, kinds in (("activation_dtype", WIDE), ("bias_dtype", NARROW_BIASES)):
         if (kind := getattr(config.backend, key)) in kinds:
             raise ConfigError(
@@ -62,7 +69,7 @@ def _check_algorithms(config: Config) -> None:
 
 
 def dotted_paths(config: Config) -> list[Called]:
-    """The settings that name code, each with its dotted path."""
+    """Returns the settings that name code, each with its dotted path."""
     paths = [(key, getattr(getattr(config, key.split(".")[0]), key.split(".")[1])) for key in DOTTED]
     paths.append(("task", dotted_task(config.task)))
     paths += [("verify.checks", path) for path in config.verify.checks]
@@ -73,7 +80,7 @@ def dotted_paths(config: Config) -> list[Called]:
 
 
 def check_machine(config: Config) -> None:
-    """What is asked for must be here; Lightning would say so only after the data is prepared, ONNX Runtime never."""
+    """Checks that the requested devices exist; Lightning would say so only after preparing data, ONNX Runtime never."""
     cores, wanted = os.cpu_count() or 1, config.trainer
     for key, value in (("verify.threads", config.verify.threads), ("data.workers", config.data.workers)):
         if value > _A_CORE * cores:
@@ -96,7 +103,7 @@ def check_machine(config: Config) -> None:
 
 
 def _devices(wanted: TrainerConfig) -> int:
-    """Of each node; -1 is every GPU."""
+    """Returns the number of devices per node; -1 means every GPU."""
     if wanted.devices != -1:
         return wanted.devices
     import torch  # slow to import, and mistakes in the configuration should be quick to show
@@ -105,8 +112,9 @@ def _devices(wanted: TrainerConfig) -> int:
 
 
 def _check_folder(config: Config, tasks: str | None, processes: int) -> None:
-    """Processes that others start, and not the first one, would each make a folder with its own time in the name, and
-    wait there for what the first one writes.
+    """Requires one named folder for processes that others start.
+
+    Each would otherwise create a folder with its own time in the name, and wait there for the first one.
     """
     several = processes > 1 and (tasks == str(processes) or "TORCHELASTIC_RUN_ID" in os.environ)
     if not (config.trainer.num_nodes > 1 or several):
@@ -132,7 +140,7 @@ def _check_devices(wanted: TrainerConfig) -> None:
 
 
 def _check_compiler(wanted: TrainerConfig) -> None:
-    """By compiling: a compiler that is there may lack headers, and which ones are needed depends on the device."""
+    """Tests the compiler by compiling: it may lack headers, and those needed depend on the device."""
     import torch
 
     device = "cuda" if wanted.accelerator != "cpu" and torch.cuda.is_available() else "cpu"

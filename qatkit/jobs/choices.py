@@ -16,7 +16,7 @@ from qatkit.train.module import QATModule
 
 
 class Compete(InCheckpoint):
-    """The algorithms that pay, of algorithm_choice=auto."""
+    """Keeps the algorithms that pay, for algorithm_choice=auto."""
 
     def run(self, state: State) -> State:
         run = state.run
@@ -38,7 +38,7 @@ class Compete(InCheckpoint):
 
 
 class Mix(InCheckpoint):
-    """The operators that stay float: those of a point of an earlier front, or of precision=auto."""
+    """Chooses the operators that stay float: those of a point of an earlier front, or of precision=auto."""
 
     def run(self, state: State) -> State:
         run = state.run
@@ -64,5 +64,5 @@ class Mix(InCheckpoint):
 
 
 def _joined(state: State, floats: Iterable[str]) -> list[str]:
-    """Returns what a checkpoint lists: the operators that calibration left float, and these."""
+    """Returns the list for the checkpoint: the operators that calibration left float, and these."""
     return list(dict.fromkeys([*state.calibrated.floats, *floats]))

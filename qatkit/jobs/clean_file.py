@@ -1,4 +1,4 @@
-"""A given ONNX file cleaned: by itself (mode=clean), or before another mode."""
+"""Cleans a given ONNX file: by itself (mode=clean), or before another mode."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RECORD = "clean.json"
 
 
 def clean_file(config: Config, folder: Path) -> int:
-    """Writes the cleaned file and clean.json into the run's folder, and prints what was changed. Returns 0.
+    """Writes the cleaned file and clean.json into the run's folder, and prints the changes. Returns 0.
 
     Raises:
         ConfigError: a setting that does not fit the file, or a result that computes something else; nothing is
@@ -41,10 +41,9 @@ def clean_file(config: Config, folder: Path) -> int:
 
 
 def cleaned_before(config: Config, folder: Path) -> Config:
-    """Returns the configuration of a mode with the cleaned file in the place of its own; as it is where no service is
-    asked for.
+    """Returns the configuration with the cleaned file instead of its own; unchanged where no service is requested.
 
-    The cleaned file lies in the run's folder. A run that is begun again takes the one that is there.
+    The cleaned file lies in the run's folder. A restarted run takes the existing one.
     """
     if config.clean == CleanConfig():
         return config
@@ -56,7 +55,7 @@ def cleaned_before(config: Config, folder: Path) -> Config:
     with protected(config.export.encrypt), locked(folder):
         use_libraries(config.clean)
         if not (path.is_file() and _told(folder) == _settings(config)):
-            folded = "exact" if config.clean.fix_shapes else "none"  # sizes that are fixed make constants
+            folded = "exact" if config.clean.fix_shapes else "none"  # fixed sizes become constants
             for line in _written(config, folder, folded):
                 print(line, flush=True)
     data = replace(config.data, layout=None if layout is None else str(layout).lower())
@@ -72,7 +71,7 @@ def _settings(config: Config) -> dict[str, Any]:
 
 
 def _told(folder: Path) -> dict[str, Any]:
-    """The settings of the cleaned file in a folder; {} without one."""
+    """Returns the settings of the cleaned file in a folder; {} without one."""
     try:
         found = json.loads((folder / RECORD).read_text(encoding="utf-8"))["settings"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -96,10 +95,10 @@ def _written(config: Config, folder: Path, folded: str) -> list[str]:
     """Cleans the file of a configuration into a folder.
 
     Args:
-        folded: what `clean.fold` is where it is null.
+        folded: the value of `clean.fold` where it is null.
 
     Returns:
-        What was changed, as lines.
+        The changes, as lines.
     """
     assert config.onnx is not None
     source, asked = Path(config.onnx), config.clean
@@ -158,12 +157,12 @@ def _record(config: Config, found: Cleaned) -> dict[str, Any]:
 
 
 def _decibels(proof: Proof) -> dict[str, float | None]:
-    """Returns the dB of each output; None of one that is equal in every value."""
+    """Returns the dB of each output; None for an output that is equal in every value."""
     return {name: None if ratio == float("inf") else ratio for name, ratio in proof.outputs.items()}
 
 
 def _table(source: Path, path: Path, found: Cleaned) -> list[str]:
-    """The record for people."""
+    """Returns the record as lines for people."""
     rows, last = [("clean", "what was changed")], ""
     for service, what in found.rows:
         rows.append((service if service != last else "", what))

@@ -1,9 +1,9 @@
-"""The decoder of a language model: the finished module once more, with keys and values of earlier tokens.
+"""Exports the decoder of a language model: the finished module again, with keys and values of earlier tokens.
 
-    float model ── captured with keys and values ──> prepared as the module was ── its weights ──> converted ──> ONNX
+    float model ── captured with keys and values ──> prepared like the module ── its weights ──> converted ──> ONNX
 
-The file that is verified takes whole windows, which is what perplexity asks for; whoever generates text wants a file
-that computes one token at a time. Both hold the same weights, and `DecoderCheck` compares them.
+The verified file takes whole windows, which perplexity needs. Generating text needs a file that computes one
+token at a time. Both hold the same weights, and `DecoderCheck` compares them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _PROVEN = 16  # tokens that are computed in two parts before anything long
 
 
 class CheckDecoder(Conditional):
-    """A decoder can be made of the model: asked before anything long."""
+    """Checks, before anything long, that a decoder can be made from the model."""
 
     def done(self, state: State) -> bool:
         return not state.run.config.export.decoder
@@ -74,7 +74,7 @@ class CheckDecoder(Conditional):
 
 
 class WriteDecoder(Conditional):
-    """The folder of the decoder."""
+    """Writes the folder of the decoder."""
 
     def done(self, state: State) -> bool:
         return not state.run.config.export.decoder
@@ -127,8 +127,10 @@ def _write(state: State, folder: Path) -> list[str]:
 
 
 def _choose_level(state: State, path: Path) -> list[str]:
-    """Gives a decoder at accuracy level 0 the level that is asked for, or that pays; returns a note of what was
-    measured.
+    """Gives a decoder at accuracy level 0 the level that is requested, or that pays.
+
+    Returns:
+        A note with the measurements, where both levels were compared.
     """
     config, asked = state.run.config, state.run.config.export.accuracy_level
     if asked == str(FLOAT):
@@ -153,7 +155,7 @@ def _choose_level(state: State, path: Path) -> list[str]:
 
 
 def _module(state: State, captured: Captured, example: dict[str, Tensor]) -> QATModule:
-    """The finished module, with the graph of a decoder."""
+    """Returns the finished module with the graph of a decoder."""
     finished = state.prepared
     module = state.module_type(
         captured,
@@ -171,7 +173,7 @@ def _module(state: State, captured: Captured, example: dict[str, Tensor]) -> QAT
 
 
 def _tokens(state: State) -> Tensor:
-    """Two windows of calibration text."""
+    """Returns two windows of calibration text."""
     batch = state.data.first_batch(2)
     found: Tensor = batch if isinstance(batch, Tensor) else next(iter(batch.values()))
     if found.shape[1] < _PAST + _NEW:
@@ -180,7 +182,7 @@ def _tokens(state: State) -> Tensor:
 
 
 def _ends(model: Any) -> list[int]:
-    """The tokens at which a text ends: those of generation, where there are some."""
+    """Returns the tokens that end a text: those of the generation settings, where there are some."""
     for settings in (getattr(model, "generation_config", None), model.config):
         ends = getattr(settings, "eos_token_id", None)
         if ends is not None:
@@ -189,7 +191,7 @@ def _ends(model: Any) -> list[int]:
 
 
 def check_settings(config: Config) -> None:
-    """Refuses a decoder of what is no language model, or of a mode that has no module, by ConfigError."""
+    """Rejects, by ConfigError, a decoder of something other than a language model, or of a mode without a module."""
     if config.export.decoder and config.export.mode != "static":
         raise ConfigError(KEY, True, f"false with export.mode={config.export.mode}")
     if config.export.decoder and config.task != "causal_lm":

@@ -1,4 +1,4 @@
-"""ONNX Runtime's dynamic int8 of a run's float file, beside the file that the run is about (`verify.dynamic`)."""
+"""ONNX Runtime's dynamic int8 version of a run's float file, in addition to the run's own file (`verify.dynamic`)."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from qatkit_verify.session import open_session, run_images
 
 
 def with_dynamic(subject: Subject, config: Config) -> tuple[Subject, tuple[str, ...]]:
-    """Returns the subject with a dynamic file among its files, where one is asked for, and notes for the report.
+    """Returns the subject with a dynamic file among its files, where requested, and notes for the report.
 
-    The file lies beside the float file. A run whose own file is dynamic has it already.
+    The file is written next to the float file. A run whose own file is dynamic has it already.
     """
     if not config.verify.dynamic or (config.mode or config.export.mode) == DYNAMIC:
         return subject, ()
@@ -30,7 +30,7 @@ def with_dynamic(subject: Subject, config: Config) -> tuple[Subject, tuple[str, 
         given = subject.file_shape or subject.timed(config.verify.latency_batch)
         session = open_session(target, threads=config.verify.threads, options=subject.options)
         run_images(session, given if isinstance(given, Mapping) else np.zeros(given, np.float32))
-    except Exception as error:  # the tool raises whatever comes, and the run's own file is worth its report
+    except Exception as error:  # the tool raises any exception, and the run's own file deserves its report
         if disk_error(error) is not None:
             raise
         return subject, (f"verify.dynamic: ONNX Runtime can't quantize this model ({one_line(error)})",)

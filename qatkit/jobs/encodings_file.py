@@ -21,10 +21,10 @@ _OURS, _AIMET = "qatkit", "aimet_"
 
 
 def write_encodings(config: Config, folder: Path) -> int:
-    """Writes encodings.json into the run's folder, and prints what is in it. Returns 0.
+    """Writes encodings.json into the run's folder, and prints a summary. Returns 0.
 
     Raises:
-        ConfigError: the file can't be read, or holds no encoding that the format has.
+        ConfigError: the file can't be read, or holds no encoding that the format supports.
     """
     assert config.onnx is not None
     source, wanted = Path(config.onnx), config.encodings.format
@@ -52,7 +52,7 @@ def write_encodings(config: Config, folder: Path) -> int:
 
 
 def _table(found: Encodings) -> list[str]:
-    """How many tensors of which type there are."""
+    """Returns a table of the number of tensors by type."""
     rows = [("encodings of", "type", "scales", "tensors")]
     for title, group in (("activations", found.activations), ("parameters", found.parameters)):
         rows += [(title, *kind, f"{number}") for kind, number in _kinds(group)]

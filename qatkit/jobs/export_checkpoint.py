@@ -1,4 +1,4 @@
-"""A checkpoint as an ONNX file again: the same checkpoint gives the same bytes."""
+"""Exports a checkpoint as an ONNX file again: the same checkpoint gives the same bytes."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _exported(config: Config) -> int:
 
 
 def _opened(config: Config, inputs: Inputs) -> DataModule | None:
-    """Returns the run's data, where the ends of the file or a bundle need them."""
+    """Returns the run's data, where integer inputs and outputs or a bundle need them; else None."""
     integer = config.export.io == "uint8"
     if not integer and not config.export.bundle:
         return None
@@ -107,7 +107,7 @@ def _opened(config: Config, inputs: Inputs) -> DataModule | None:
 
 
 def _bundle(config: Config, path: Path, data: DataModule) -> None:
-    """Makes a bundle of the exported file and the run beside the checkpoint."""
+    """Makes a bundle of the exported file and the run next to the checkpoint."""
     run = Path(str(config.checkpoint)).parent
     if config.export.demo and not (run / FLOAT_FILE).is_file():
         say(f"note: {run} has no {FLOAT_FILE}, so the demo page compares nothing with float")
@@ -120,7 +120,7 @@ def _bundle(config: Config, path: Path, data: DataModule) -> None:
 
 
 def _check_settings(config: Config, folder: Path, run: Path) -> None:
-    """Refuses, by ConfigError, what no file of a checkpoint can have, or this run's cannot."""
+    """Rejects, by ConfigError, settings that no file of a checkpoint, or not this run's, can have."""
     if config.export.mode != "static":
         allowed = "static: a checkpoint is exported as QDQ; onnx=model.float.onnx takes mode=MODE"
         raise ConfigError("export.mode", config.export.mode, allowed)
@@ -136,7 +136,7 @@ def _check_settings(config: Config, folder: Path, run: Path) -> None:
 
 
 def restored(config: Config, checkpoint: str, stored: dict[str, Any]) -> QATModule:
-    """The module that a checkpoint was written from, by the run's placement and what was stored."""
+    """Returns the module that a checkpoint was written from, by the run's placement and the stored choices."""
     blank = replace(config.model, weights=None, checkpoint=None, num_classes=stored["qatkit"]["num_classes"])
     inputs = inputs_of(stored["qatkit"])
     module = qat_module(
@@ -154,13 +154,13 @@ def restored(config: Config, checkpoint: str, stored: dict[str, Any]) -> QATModu
         raise ConfigError(
             "checkpoint", checkpoint, reason=f"the checkpoint does not fit its config.yaml ({reason})"
         ) from error
-    module.take_average(stored.get("average"))  # of mid-training: what would ship
+    module.take_average(stored.get("average"))  # in mid-training: the weights that would ship
     module.ready_to_convert()  # a checkpoint of mid-training holds scales that are not aligned yet
     return module
 
 
 def _check_neighbours(config: Config, folder: Path) -> None:
-    """A finished run's report speaks of its own file: a file of other settings belongs elsewhere."""
+    """Rejects a file with other settings in a finished run's folder, whose report describes its own file."""
     if not (folder / REPORT_FILE).exists() or not (folder / CONFIG_FILE).is_file():
         return
     for name, value in same_file(config.export, load_config(folder / CONFIG_FILE).export).items():

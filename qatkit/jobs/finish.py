@@ -1,4 +1,4 @@
-"""The stages behind the last training, in the first process alone: files, analysis, checks and report."""
+"""The stages after the last training, in the first process only: files, analysis, checks and report."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class Leave(Conditional):
 
 
 class Export(Always):
-    """The files of the finished module."""
+    """Writes the files of the finished module."""
 
     def run(self, state: State) -> State:
         return replace(state, written=write_files(state.run, state.data, state.captured, state.prepared))
 
 
 class Analyse(Always):
-    """What quantization does to the layers, where that is asked for."""
+    """Analyses the effects of quantization on the layers, where requested."""
 
     def run(self, state: State) -> State:
         found = analyse(state.run, state.data, state.prepared, state.exported)
@@ -39,7 +39,7 @@ class Analyse(Always):
 
 
 class Verify(Always):
-    """The checks, the report and the bundle."""
+    """Runs the checks, and writes the report and the bundle."""
 
     def run(self, state: State) -> State:
         state.captured.release()

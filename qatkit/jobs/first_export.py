@@ -1,10 +1,10 @@
 """The first export of a run, before anything long: shortfalls that calibration and training cannot fix.
 
-    module ─ convert, export ─> file of made-up ranges ─ the checks that read files alone ─> shortfalls
+    module ─ convert, export ─> file of made-up ranges ─ the checks that read only files ─> shortfalls
 
-Which operators get int8 kernels and how large the file is follow from the graph, not from the ranges. So these are
-asked here with the bounds that they have at the end, and a bound that is not met ends the run: the night of
-training would end with the same line. `verify.audit=false` says that floats are accepted, and nothing is asked.
+Which operators get int8 kernels and how large the file is follow from the graph, not from the ranges. So
+these are checked here with the final bounds, and an unmet bound ends the run: after a night of training it
+would end with the same line. `verify.audit=false` accepts float operators, and nothing is checked.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _STOPPED = (
 
 
 class FirstExport(Always):
-    """The first export of a run of a module; it ends a run that could not ship."""
+    """Exports a module for the first time; ends a run that could not ship."""
 
     def run(self, state: State) -> State:
         goes_on = _try_module(state.run, state.captured, state.prepared, state.data)
@@ -51,7 +51,7 @@ class FirstExport(Always):
 
 
 class FirstExportByMode(Always):
-    """The same for a model that goes through one of the modes of `qatkit.export.ort_modes`."""
+    """Does the same for a model that is quantized by one of the modes of `qatkit.export.ort_modes`."""
 
     def run(self, state: State) -> State:
         goes_on = _try_mode(state.run, state.captured, state.data)
@@ -59,7 +59,7 @@ class FirstExportByMode(Always):
 
 
 def _try_module(run: Run, model: Captured, module: QATModule, data: DataModule) -> bool:
-    """Exports a prepared module once; whether the run can go on.
+    """Exports a prepared module once; returns whether the run can continue.
 
     Raises:
         ConfigError: a model that can't be exported or loaded, or trained as the schedule says.
@@ -102,7 +102,7 @@ def _prove_stream(file: Path, data: DataModule, threads: int) -> None:
     """Runs a float file whole and in chunks.
 
     Raises:
-        ConfigError: its states can't be taken from outside, or more than its recurrent layers looks along the chunks.
+        ConfigError: its states can't be made inputs, or other operators than its recurrent layers connect the chunks.
     """
     target = stream_file(file)
     add_states(file, target)
@@ -116,7 +116,7 @@ def _prove_stream(file: Path, data: DataModule, threads: int) -> None:
 
 
 def _try_mode(run: Run, model: Captured, data: DataModule) -> bool:
-    """Quantizes a float file once; whether the run can go on."""
+    """Quantizes a float file once; returns whether the run can continue."""
     config, mode = run.config, run.config.export.mode
     with (
         run.stage("export_first", "exporting once, before anything long runs"),
@@ -132,7 +132,11 @@ def _try_mode(run: Run, model: Captured, data: DataModule) -> bool:
 
 
 def _go_on(config: Config, subject: Subject) -> bool:
-    """Asks the checks that need no images; what falls short is said as at the end of a run."""
+    """Runs the checks that need no images, and reports shortfalls as at the end of a run.
+
+    Returns:
+        Whether the run can continue.
+    """
     if not config.verify.audit:
         return True
     checks = [check for check in checks_of(config, labelled=subject.labelled) if check.early]

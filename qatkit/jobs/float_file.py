@@ -1,4 +1,4 @@
-"""A float ONNX file that `quantize_file` has checked: run once, quantized by a mode, verified, reported."""
+"""Quantizes a float ONNX file that `quantize_file` has checked: run once, quantized by a mode, verified, reported."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from qatkit_verify.feeds import Array, by_name, input_names, rows
 from qatkit_verify.files import whole
 from qatkit_verify.session import open_session, run_outputs
 
-_UPGRADE_TOLERANCE = 1e-3  # of the range of the outputs
-# Groups of the configuration that an ONNX file's run has no use for; all but `mode="static"` calibrate nothing.
+_UPGRADE_TOLERANCE = 1e-3  # relative to the range of the outputs
+# Groups of the configuration that have no effect on an ONNX file; only `mode="static"` calibrates.
 _NO_PART = ("model", "quantizer", "algorithm", "schedule", "trainer", "checkpoint", "resume")
 _CLASSES, _ANY = "classification", "outputs"  # tasks
 
 
 def quantized(config: Config, folder: Path, file: FloatFile, made: Path) -> int:
-    """Quantizes the file, verifies and reports; returns as `qatkit.jobs.quantize_file.quantize`.
+    """Quantizes the file, verifies and reports; returns as `qatkit.jobs.quantize_file.quantize` does.
 
     Args:
         folder: of the run.
         file: as it was read.
-        made: a temporary folder, with `file` as it was written.
+        made: a temporary folder that holds `file` as written.
 
     Raises:
         ConfigError: data, checks or a mode that don't fit the file.
@@ -70,10 +70,10 @@ def quantized(config: Config, folder: Path, file: FloatFile, made: Path) -> int:
 
 
 def with_task(config: Config, file: FloatFile) -> tuple[Config, tuple[str, ...]]:
-    """Chooses the task of a run that imports a file: the one that its data and outputs are for.
+    """Chooses the task of a run that imports a file: the one that its data and outputs suit.
 
     Returns:
-        The configuration with it, and what the report has to say of that.
+        The configuration with it, and notes for the report.
     """
     if config.task != _CLASSES:
         return config, ()
@@ -92,7 +92,7 @@ def with_task(config: Config, file: FloatFile) -> tuple[Config, tuple[str, ...]]
 
 
 def _data(config: Config, file: FloatFile) -> DataModule:
-    """The data, found to fit the file."""
+    """Returns the data, checked to fit the file."""
     data = opened_data(as_run(config))
     if not data.of_arrays:
         file.images(layout_of(file.path, config.data.layout))
@@ -107,10 +107,10 @@ def _data(config: Config, file: FloatFile) -> DataModule:
 def _checked(
     config: Config, file: FloatFile, path: Path, data: DataModule, batch: int | None
 ) -> tuple[Config, list[str]]:
-    """One run: the file runs, as it did before an upgrade, and gives the outputs that the task wants.
+    """Runs the file once: it must run, as it did before an upgrade, and give the outputs that the task needs.
 
     Returns:
-        The configuration with the task that the outputs are for, and what the report has to say of that.
+        The configuration with the task that suits the outputs, and notes for the report.
     """
     session = open_session(path, threads=config.verify.threads)
     given, outputs = _outputs(session, file, data, batch)
@@ -138,13 +138,13 @@ def _checked(
 def _outputs(
     session: Any, file: FloatFile, data: DataModule, batch: int | None
 ) -> tuple[Any, Sequence[Array]]:
-    """A batch, and the file's outputs for it; of one sample where it takes no more.
+    """Returns a batch, and the file's outputs for it; a single sample where the file accepts no more.
 
     Raises:
         ConfigError: it runs on none.
     """
     while True:
-        count = data.rows(batch or 2)  # a batch of one says nothing of one that is dynamic
+        count = data.rows(batch or 2)  # a batch of one does not show whether the batch is dynamic
         given = data.first_batch(count) if data.of_arrays else _noise(count, data)
         try:
             found = run_outputs(session, given)
@@ -167,7 +167,7 @@ def _does_not_run(file: FloatFile, inputs: str, error: Exception) -> ConfigError
 
 
 def _task_for(config: Config, data: DataModule, outputs: Sequence[Array]) -> str:
-    """The name of the task: as it is set, or outputs of any meaning where they are no logits of the data's classes."""
+    """Returns the task's name: as set, or "outputs" where the outputs are no logits of the data's classes."""
     if config.task != _CLASSES or config.verify.decision != VerifyConfig().decision:
         return config.task if config.task != _CLASSES else _ANY
     alone = data.labelled or (len(outputs) == 1 and not data.of_arrays)
@@ -175,7 +175,7 @@ def _task_for(config: Config, data: DataModule, outputs: Sequence[Array]) -> str
 
 
 def _unused_labels(config: Config, data: DataModule, first: Array, count: int) -> tuple[str, ...]:
-    """A note where the data have labels that the file's first output can't be compared with."""
+    """Returns a note where the data have labels that the file's first output can't be compared with."""
     if config.task != _ANY or not data.labelled:
         return ()
     samples = "1 sample" if count == 1 else f"{count} samples"
@@ -186,7 +186,7 @@ def _unused_labels(config: Config, data: DataModule, first: Array, count: int) -
 
 
 def _check_upgrade(config: Config, file: FloatFile, session: Any, data: DataModule, given: Any) -> None:
-    """The converter of opsets has mistakes of its own; the file as it was tells."""
+    """Compares an upgraded file with the original: the opset converter may make mistakes."""
     given = data.first_batch(1) if file.fixed else given  # fixed inputs have no rows
     named = by_name(input_names(session), given)
     with readable(file.path) as plain:
@@ -204,14 +204,14 @@ def _check_upgrade(config: Config, file: FloatFile, session: Any, data: DataModu
 
 
 def _largest_difference(exact: Array, found: Array) -> float:
-    """Returns the largest difference where both are finite; infinity for other shapes, or where nothing is finite."""
+    """Returns the largest difference of finite values; infinity for different shapes, or where no value is finite."""
     if exact.shape != found.shape or not (known := np.isfinite(exact) & np.isfinite(found)).any():
         return float("inf")
     return float(np.abs(exact[known].astype(np.float64) - found[known]).max())
 
 
 def _batches(config: Config, batch: int | None, data: DataModule) -> Iterable[Any]:
-    """What the mode measures ranges on; of the file's own size where that is fixed, and full."""
+    """Returns the batches on which the mode measures ranges; full ones where the file fixes their size."""
     if config.mode == "float16":
         return range_batches(data, batch or 1)
     return _Calibration(config, batch, data) if config.mode == "static" else ()
@@ -219,7 +219,7 @@ def _batches(config: Config, batch: int | None, data: DataModule) -> Iterable[An
 
 @dataclass(frozen=True)
 class _Calibration:
-    """The batches that calibrate, read again whenever they are gone through.
+    """The calibration batches, read again in each iteration.
 
     Attributes:
         batch: of the file, where that is fixed.

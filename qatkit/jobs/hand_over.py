@@ -1,4 +1,4 @@
-"""The last stage of a run: its bundle, where one is asked for and the file meets its bounds."""
+"""The last stage of a run: its bundle, where requested and the file meets its bounds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from qatkit_verify.untrusted import read_json
 
 
 def check_hand_over(config: Config) -> None:
-    """Refuses what can't be handed over, before anything long.
+    """Rejects what can't be handed over, before anything long.
 
     Raises:
         ConfigError: a key or a demo without a bundle, a key that can't sign, a demo without its runtime.
@@ -46,10 +46,10 @@ def check_hand_over(config: Config) -> None:
 
 
 def hand_over(run: Run, data: DataModule, status: int, int8: str) -> int:
-    """The bundle of a finished run, and where it goes; no bundle where none is asked for.
+    """Makes the bundle of a finished run and publishes it; does neither where no bundle is requested.
 
     Args:
-        status: of the run: a file that falls short is not handed over by itself.
+        status: of the run: a file that falls short is not handed over automatically.
         int8: the name of the file that ships.
     """
     if not run.config.export.bundle:
@@ -69,7 +69,7 @@ def hand_over(run: Run, data: DataModule, status: int, int8: str) -> int:
 
 
 def bundled(source: BundleSource, folder: Path) -> Path:
-    """The bundle in `folder`, encrypted where that is asked for: then it is put together in memory."""
+    """Writes the bundle into `folder`; an encrypted one is assembled in memory."""
     if not source.export.seals_bundle:
         return write_bundle(source, folder)
     with tempfile.TemporaryDirectory() as memory:
@@ -79,7 +79,7 @@ def bundled(source: BundleSource, folder: Path) -> Path:
 
 
 def source_of(config: Config, run: Path, int8: Path, data: DataModule) -> BundleSource:
-    """What a bundle of `run` is made of, as `config` asks."""
+    """Returns the contents of a bundle of `run`, with the settings of `config`."""
     options = read_json(run / REPORT_FILE).get("session_options") if (run / REPORT_FILE).is_file() else None
     cache = config.calibration.cache
     return BundleSource(config.name, int8, run, data, config.export, config.verify.threads,
@@ -88,7 +88,7 @@ def source_of(config: Config, run: Path, int8: Path, data: DataModule) -> Bundle
 
 
 def bundle_line(path: Path) -> str:
-    """Where it is, and what to type where it goes."""
+    """Returns a line with the bundle's path and the command to use it at its destination."""
     if path.name == SEALED_BUNDLE:
         opened = f"python -m qatkit.encryption.command open {path} KEYFILE bundle.zip"
         return f"bundle: {path}  (in the clear again: {opened})"
@@ -96,13 +96,13 @@ def bundle_line(path: Path) -> str:
 
 
 def same_file(asked: ExportConfig, reported: ExportConfig) -> dict[str, object]:
-    """The settings by which two files differ: of `reported`, where `asked` is another."""
+    """Returns the settings that make two files differ: the values of `reported` where `asked` has others."""
     keys = ("opset", "dynamic_batch", "dynamic_axes", "mode", "io", "packed_weights", "tensorrt_table")
     return {key: getattr(reported, key) for key in keys if getattr(asked, key) != getattr(reported, key)}
 
 
 def check_places(config: Config) -> None:
-    """Whether what is made can go where it is asked to.
+    """Checks that the results can go where the configuration sends them.
 
     Raises:
         ConfigError: a store or a server refuses, or is not there.
@@ -119,7 +119,7 @@ def check_places(config: Config) -> None:
 
 
 def published(run: Run, bundle: Path) -> int:
-    """Publishes the bundle of a finished run where that is asked for: 0, or 1 where it fails."""
+    """Publishes the bundle of a finished run where requested; returns 0, or 1 where it fails."""
     wanted = run.config.export
     if wanted.publish is None:
         return 0

@@ -18,12 +18,13 @@ from qatkit_verify.session import ACCURACY_LEVEL
 
 
 def check_packed(module: QATModule, config: Config) -> None:
-    """Refuses a model without a weight to quantize, and blocks that are longer than every row.
+    """Rejects a model without a weight to quantize, and blocks longer than every row.
 
-    A row that is shorter than a block has one scale, as with scales per channel; where all are, blocks change nothing.
+    A row shorter than a block has one scale, as with scales per channel; where all are, blocks change
+    nothing.
 
     Raises:
-        ConfigError: as said.
+        ConfigError: in these cases.
     """
     if not module.backend.weights_alone:
         return
@@ -38,7 +39,7 @@ def check_packed(module: QATModule, config: Config) -> None:
     rows = [
         (_width(operator), path, fake.spec.granularity)
         for path, operator, fake in found
-        if not isinstance(operator, QATRecurrent)  # one scale per row, whatever is asked for
+        if not isinstance(operator, QATRecurrent)  # one scale per row in any case
     ]
     sizes = [one.size for _, _, one in rows if isinstance(one, PerBlock)]
     if not rows or len(sizes) < len(rows) or any(width >= min(sizes) for width, _, _ in rows):
@@ -48,7 +49,7 @@ def check_packed(module: QATModule, config: Config) -> None:
 
 
 def check_form(config: Config) -> None:
-    """Refuses a form of packed weights, and a level of their products, that the file has no place for.
+    """Rejects a form of packed weights, or an accuracy level of their products, that the file cannot have.
 
     Raises:
         ConfigError: `export.packed_weights` or `export.accuracy_level`.
@@ -77,7 +78,7 @@ def check_form(config: Config) -> None:
 
 
 def _check_dequantized(config: Config, dtype: str) -> None:
-    """Refuses number formats of weights that ONNX Runtime's DequantizeLinear does not take, or not in this opset."""
+    """Rejects number formats of weights that ONNX Runtime's DequantizeLinear does not support, or not in this opset."""
     asked = config.export
     overrides = config.backend.overrides.values()
     for name in (dtype, *(one.weight_dtype for one in overrides if one.weight_dtype is not None)):
@@ -95,7 +96,7 @@ def _check_dequantized(config: Config, dtype: str) -> None:
 
 
 def _width(operator: Any) -> int:
-    """The inputs of an output channel."""
+    """Returns the number of inputs per output channel."""
     return int(operator.weight[0].numel())
 
 

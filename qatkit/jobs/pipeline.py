@@ -1,14 +1,14 @@
-"""The main job, in the order in which its stages run; each has a file beside this one.
+"""The main job: its stages in the order in which they run, each in a file of this folder.
 
     float model → QATModule (fuse, stub, prepare_qat) → export once → algorithms on float activations
-    → calibrate → algorithms on ranges (or all of them compete) → mixed precision (if asked for) → fine-tune
+    → calibrate → algorithms on ranges (or all of them compete) → mixed precision (if requested) → fine-tune
     → convert → export
-    → analysis (if asked for) → verify → report
+    → analysis (if requested) → verify → report
 
 `STAGES` is the list (`qatkit.jobs.stages`).
 
-Every run has one folder. What it holds at the end is the bundle: model.int8.onnx, model.float.onnx,
-model.json (preprocessing and classes), ranges.json (every quantized tensor's range), report.json, report.html,
+Every run has one folder. Its final contents are the bundle: model.int8.onnx, model.float.onnx, model.json
+(preprocessing and classes), ranges.json (every quantized tensor's range), report.json, report.html,
 config.yaml and last.ckpt.
 """
 
@@ -61,7 +61,7 @@ STAGES: Sequence[Stage] = (
     Places(),
     TrainFloat(),
     FirstProcess(),
-    Prepare(),  # again, where weights, places or choices are others by now
+    Prepare(),  # again, where weights, placement or choices have changed
     Adjust(),
     Calibrate(),
     Correct(),
@@ -79,16 +79,15 @@ STAGES: Sequence[Stage] = (
 STAGES_BY_MODE: Sequence[Stage] = (FirstExportByMode(), OpenFolder(), TrainFloat(), Leave(), ByMode())
 
 
-@with_other_ranks(False)  # but in trainings: the first process does the rest for all
+@with_other_ranks(False)  # except in trainings: the first process does the rest for all
 def train(config: Config, module_type: type[QATModule] = QATModule, *, notes: tuple[str, ...] = ()) -> int:
-    """The whole chain. Returns 0, or 1 when the file falls short of a bound in `config.verify`, the first one or the
-    finished one.
+    """Runs the whole chain. Returns 0, or 1 when the first or the finished file misses a bound of `config.verify`.
 
     Args:
-        notes: what the report has to say of the configuration.
+        notes: on the configuration, for the report.
 
     Raises:
-        ConfigError: anything that the user can put right, before any long work.
+        ConfigError: any mistake of the user, before any long work.
     """
     with begun(config, notes) as (run, data, model):
         stages = STAGES if config.export.mode == "static" else STAGES_BY_MODE
@@ -97,12 +96,12 @@ def train(config: Config, module_type: type[QATModule] = QATModule, *, notes: tu
 
 @contextmanager
 def begun(config: Config, notes: tuple[str, ...] = ()) -> Iterator[tuple[Run, DataModule, nn.Module]]:
-    """What every run starts from, checked as far as it can be before anything long; nothing is written.
+    """Yields run, data and model of any job, checked as far as possible before anything long; writes nothing.
 
-    Within, the run's folder is its own.
+    Within the context, the run's folder is locked.
 
     Raises:
-        ConfigError: anything that the user can put right.
+        ConfigError: any mistake of the user.
     """
     validate(config)
     check_placement(config)

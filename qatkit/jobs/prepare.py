@@ -1,4 +1,4 @@
-"""The stages that make the module: the float models, where quantizers stand, and the module of both."""
+"""The stages that make the module: the float models, the placement of quantizers, and the module built from both."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from qatkit.train.module import QATModule
 
 
 def module_of(state: State, *, quantize: bool = True) -> QATModule:
-    """A module with the algorithms and the float operators that the run has chosen, or begins with.
+    """Returns a module with the algorithms and the float operators that the run has chosen, or starts with.
 
     Args:
         quantize: False makes the float control.
@@ -41,7 +41,7 @@ def module_of(state: State, *, quantize: bool = True) -> QATModule:
 
 
 class Models(Always):
-    """The float models that the run begins with: its own, and its teacher."""
+    """Loads and checks the float models that the run begins with: its own, and its teacher."""
 
     def run(self, state: State) -> State:
         run = state.run
@@ -53,7 +53,7 @@ class Models(Always):
 
 
 class KnownPlaces(Always):
-    """The placement of a file, or that the run's folder has."""
+    """Applies the placement of a file, or of the run's folder."""
 
     def run(self, state: State) -> State:
         run = placed_before(state.run, state.captured, state.data.inputs, state.module_type)
@@ -61,7 +61,7 @@ class KnownPlaces(Always):
 
 
 class Prepare(Conditional):
-    """The module, where there is none or the one before is not what the run goes on with."""
+    """Builds the module, where there is none or the previous one no longer applies."""
 
     def done(self, state: State) -> bool:
         return state.module is not None
@@ -71,7 +71,7 @@ class Prepare(Conditional):
 
 
 class Check(Always):
-    """What is asked of the layers, what is fixed of them, and the teacher fit the module."""
+    """Checks that the settings for layers, the fixed encodings and the teacher fit the module."""
 
     def run(self, state: State) -> State:
         check_layers(state.prepared, state.run.config.analysis)
@@ -84,7 +84,7 @@ class Check(Always):
 
 
 class OpenFolder(Always):
-    """The run's folder: until here nothing was written."""
+    """Creates the run's folder; nothing is written before."""
 
     def run(self, state: State) -> State:
         open_folder(state.run)
@@ -92,7 +92,7 @@ class OpenFolder(Always):
 
 
 class Places(Always):
-    """The placement, measured now where it is asked for and not known; another module then."""
+    """Measures the placement where requested and not known; the module is built again then."""
 
     def run(self, state: State) -> State:
         run = placed_now(state.run, state.captured, state.data.inputs, state.prepared)
@@ -100,7 +100,7 @@ class Places(Always):
 
 
 class FirstProcess(Conditional):
-    """In every process but the first: waits until that one has chosen what the module is built with."""
+    """Waits, in every process but the first, until that one has chosen the settings of the module."""
 
     def done(self, state: State) -> bool:
         return main_process()

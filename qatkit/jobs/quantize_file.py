@@ -1,4 +1,4 @@
-"""A user's float ONNX file by a mode: checked, quantized, verified and reported like a trained model.
+"""Quantizes a user's float ONNX file by a mode: checked, quantized, verified and reported like a trained model.
 
     clean, summary, encodings                    `qatkit.jobs.clean_file`, `qatkit.jobs.summarize_file`,
                                                  `qatkit.jobs.encodings_file`
@@ -7,11 +7,11 @@
     the other modes                              float file → check, upgrade → `qatkit.jobs.float_file` →
                                                  `qatkit.jobs.by_mode`
 
-Here is what can be said of the settings and of the file by themselves. torch is imported once nothing is wrong with
-them: a file that can't be used is refused at once.
+This file checks the settings and the file by themselves. torch is imported only after that: an unusable file
+is rejected at once.
 
-What needs a module is absent from the report of the other modes: no simulation, no control, and parity compares the
-file with itself, optimizations on against off, and with the float file.
+The report of the other modes lacks everything that needs a module: there is no simulation and no control.
+Parity compares the file with itself, optimizations on against off, and with the float file.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ from qatkit.run.find import output_dir
 from qatkit.run.lock import locked
 from qatkit_verify.errors import ConfigError
 
-_MODEL = "onnx/"  # of a model's name: a file (`qatkit.models.onnx_files`)
+_MODEL = "onnx/"  # prefix of a model's name: a file (`qatkit.models.onnx_files`)
 _WEIGHTS_ALONE, _BLOCK = "qatkit.quant.backends.WEIGHT_ONLY", 32
 _CALIBRATED = ScheduleConfig(epochs=0, float_epochs=0, distill=0.0, batch_norm="fold", enable_fake_quant=0.0)
-# What of its keys names no file of the user's, so its samples are known to be pictures before it is called.
+# Sources of qatkit that name no file of the user's, so their samples are known to be pictures before the
+# call.
 _OURS, _ARRAYS = "qatkit.data.", ("qatkit.data.arrays.", AUDIO, DRAWN, TEXT, PAIRS)
 
 
@@ -50,7 +51,7 @@ def quantize(config: Config) -> int:
     """Quantizes `config.onnx` by `config.mode`. Returns 0, or 1 when the file falls short of a bound.
 
     Raises:
-        ConfigError: anything that the user can put right, before any long work; nothing is written.
+        ConfigError: any mistake of the user, before any long work; nothing is written.
     """
     if config.mode == SUMMARY:
         from qatkit.jobs.summarize_file import summarize_file
@@ -69,22 +70,22 @@ def quantize(config: Config) -> int:
 
 
 def as_run(config: Config) -> Config:
-    """Returns the configuration with which train.py imports the file, calibrates it and does not train it."""
+    """Returns the configuration with which train.py imports the file and calibrates it without training."""
     model = ModelConfig(name=f"{_MODEL}{config.onnx}", kwargs=config.model.kwargs)
     task = config.task
     if task == "classification" and config.verify.decision != VerifyConfig().decision:
-        task = "outputs"  # which alone takes a decision
+        task = "outputs"  # the only task with a decision
     backend = _packed_backend(config) if _packs(config) else config.backend
     return replace(config, onnx=None, model=model, schedule=_CALIBRATED, task=task, backend=backend)
 
 
 def _packs(config: Config) -> bool:
-    """Returns whether weights of few bits are asked for."""
+    """Returns whether weights of few bits are requested."""
     return config.mode == "weight_only" and config.weights.bits is not None
 
 
 def _packed_backend(config: Config) -> BackendConfig:
-    """The backend of weights alone, as `config.weights` asks."""
+    """Returns the weight-only backend with the settings of `config.weights`."""
     asked = config.weights
     block = _BLOCK if asked.block is None else asked.block
     return BackendConfig(
@@ -101,9 +102,9 @@ def _packed_backend(config: Config) -> BackendConfig:
 
 
 def _by_graph(config: Config) -> int:
-    """The stages of train.py with the file as the model."""
+    """Runs the stages of train.py with the file as the model."""
     validate(config)
-    config = replace(config, verify=replace(config.verify))  # a fixed batch becomes that of the latency
+    config = replace(config, verify=replace(config.verify))  # a fixed batch becomes the latency batch
     assert config.onnx is not None and config.mode is not None
     folder = _new_folder(config, file_name(config.mode))
     with protected(config.export.encrypt):
@@ -120,19 +121,19 @@ def _by_graph(config: Config) -> int:
 
 
 def _of_batch(run: Config, batch: int) -> Config:
-    """The configuration for a file of so many images per run, which a new file, without dynamic axes, takes too."""
+    """Returns the configuration for a file with a fixed batch size, which a new file, without dynamic axes, has too."""
     whole = run.calibration.images // batch * batch
     calibration = replace(run.calibration, images=whole, batch_size=batch)
     return replace(run, calibration=calibration, export=replace(run.export, dynamic_batch=False))
 
 
 def by_tools(config: Config) -> int:
-    """Quantizes `config.onnx` by ONNX Runtime's own tools; `mode="static"`, where a rescue starts, too.
+    """Quantizes `config.onnx` by ONNX Runtime's own tools, also `mode="static"`, where a rescue starts.
 
-    Returns and raises as `quantize`.
+    Returns and raises as `quantize` does.
     """
     validate(config)
-    config = replace(config, verify=replace(config.verify))  # a fixed batch becomes that of the latency
+    config = replace(config, verify=replace(config.verify))  # a fixed batch becomes the latency batch
     assert config.onnx is not None and config.mode is not None
     folder = _new_folder(config, file_name(config.mode))
     with _prepared(config, folder) as (file, made):
@@ -143,7 +144,7 @@ def by_tools(config: Config) -> int:
 
 @contextmanager
 def _prepared(config: Config, folder: Path) -> Iterator[tuple[FloatFile, Path]]:
-    """The file, upgraded, and a temporary folder with it as it was written; the run's folder is its own within."""
+    """Yields the upgraded file, and a temporary folder with it as written; the run's folder is locked within."""
     with (
         protected(config.export.encrypt),
         locked(folder),
@@ -155,7 +156,7 @@ def _prepared(config: Config, folder: Path) -> Iterator[tuple[FloatFile, Path]]:
 
 
 def _new_folder(config: Config, name: str) -> Path:
-    """The run's folder, in which a file called `name` will be made."""
+    """Returns the run's folder, in which a file called `name` will be made."""
     folder, begun = output_dir(config), False
     for existing in (FLOAT_FILE, name):
         if (folder / existing).exists() and not (begun := begun or _begun(config, folder)):
@@ -169,7 +170,7 @@ def _new_folder(config: Config, name: str) -> Path:
 
 
 def _begun(config: Config, folder: Path) -> bool:
-    """Whether it was this run that was stopped there, which is begun again."""
+    """Returns whether this run was stopped in that folder before, so that it is restarted."""
     try:
         before = load_config(folder / CONFIG_FILE)
     except ConfigError:
@@ -179,7 +180,7 @@ def _begun(config: Config, folder: Path) -> bool:
 
 
 def _read(config: Config) -> FloatFile:
-    """The file, once it and the settings are found to fit each other."""
+    """Returns the file, after checking that it and the settings fit each other."""
     assert config.onnx is not None and config.mode is not None
     if config.mode != "static" and not _packs(config):
         refuse_selectors(config.backend, f"mode={config.mode}")
@@ -199,13 +200,13 @@ def _read(config: Config) -> FloatFile:
 
 
 def _of_pictures(config: Config) -> bool:
-    """Whether the samples are known to be pictures; of a source of the user's only its call will tell."""
+    """Returns whether the samples are known to be pictures; for a user's own source only its call will tell."""
     source = config.data.source
     return source.startswith(_OURS) and not source.startswith(_ARRAYS)
 
 
 def _use_library(options: dict[str, Any]) -> None:
-    """Takes `model.kwargs` of a file.
+    """Applies `model.kwargs` to a file.
 
     Raises:
         ConfigError: a key that a file does not have, or a library that can't be used.
@@ -219,7 +220,7 @@ def _use_library(options: dict[str, Any]) -> None:
 
 
 def _check_images(config: Config, file: FloatFile) -> None:
-    """Refuses settings that the images of the file don't fit; a fixed batch becomes that of the latency."""
+    """Rejects settings that the file's images don't fit; a fixed batch becomes the latency batch."""
     image = file.images(layout_of(file.path, config.data.layout))
     image.size(config.data.image_size, config.onnx)
     batch, verify = image.shape[0], config.verify
@@ -234,7 +235,7 @@ def _check_images(config: Config, file: FloatFile) -> None:
 
 
 def _check_runs(file: FloatFile) -> None:
-    """Refuses a file that ONNX Runtime does not load."""
+    """Rejects a file that ONNX Runtime does not load."""
     from qatkit.encryption.vault import readable
     from qatkit_verify.session import open_session
 

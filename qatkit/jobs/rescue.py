@@ -1,12 +1,12 @@
 """A climb: rung after rung as a whole run, each in a folder of its own, until the target is met.
 
     FOLDER/rungs/float/              the float file, and its weights where they were trained here
-    FOLDER/rungs/naive/ ...          a run each: configuration, checkpoint, file, report; what it printed in table.txt
-    FOLDER/ladder.json               what each rung came to so far
-    FOLDER/                          in the end: the bundle of the rung that is handed over, verified as it was asked
+    FOLDER/rungs/naive/ ...          a run each: configuration, checkpoint, file, report; its output in table.txt
+    FOLDER/ladder.json               the results of the rungs so far
+    FOLDER/                          at the end: the bundle of the chosen rung, verified with the user's settings
 
-Every figure is of a file in ONNX Runtime, on the test images. A rung that is done, by its report, is not run again: a
-killed climb goes on in the rung in which it was.
+Every figure is measured on a file in ONNX Runtime, on the test images. A rung that is done, by its report, is
+not run again: a killed climb continues in the rung in which it was.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
 def climb(config: Config) -> int:
-    """From naive PTQ up to the target. Returns as `pipeline.train`, for the file that is handed over.
+    """Climbs from naive PTQ up to the target. Returns as `pipeline.train`, for the file that is handed over.
 
     Raises:
-        ConfigError: anything that the user can put right, before any long work.
+        ConfigError: any mistake of the user, before any long work.
     """
     with pipeline.begun(config) as (run, data, model):
         return _climbed(run, data, model)
@@ -70,7 +70,7 @@ def climb(config: Config) -> int:
 def _climbed(run: Run, data: DataModule, model: nn.Module) -> int:
     config = run.config
     run.folder.mkdir(parents=True, exist_ok=True)
-    for name in (CLIMB_FILE, CONFIG_FILE):  # the second becomes that of the file in the end
+    for name in (CLIMB_FILE, CONFIG_FILE):  # the second becomes that of the final file
         save_config(config, run.folder / name)
     if config.schedule.float_epochs:
         train_float(run, model, data)
@@ -79,7 +79,7 @@ def _climbed(run: Run, data: DataModule, model: nn.Module) -> int:
 
 
 def _from_float(config: Config, data: DataModule, model: nn.Module, folder: Path) -> Config:
-    """Every rung starts from the float model that was trained here, with the images prepared as they were."""
+    """Makes every rung start from the float model that was trained here, with its preprocessing of images."""
     path = folder / RUNG_FOLDERS / FLOAT / FLOAT_WEIGHTS
     path.parent.mkdir(parents=True, exist_ok=True)
     with secret(path) as temporary, temporary.open("wb") as stream:
@@ -91,7 +91,7 @@ def _from_float(config: Config, data: DataModule, model: nn.Module, folder: Path
 
 
 def _prepared(config: DataConfig, used: Preprocessing) -> DataConfig:
-    """Returns the data group with what is done to images written out."""
+    """Returns the data group with the preprocessing of images written out."""
     further = {
         key: getattr(used, name)
         for name, key in KEYS.items()
@@ -107,7 +107,7 @@ def _prepared(config: DataConfig, used: Preprocessing) -> DataConfig:
     )
 
 
-_Rung = Judged[Config, RungResult]  # a rung that was climbed: its configuration, and what it came to
+_Rung = Judged[Config, RungResult]  # a rung that was climbed: its configuration and its result
 
 
 class _Climb:
@@ -124,7 +124,7 @@ class _Climb:
         self.won: _Rung | None = None
 
     def to_the_end(self) -> int:
-        """All rungs that are needed, then the run of the one that is handed over."""
+        """Climbs all rungs that are needed, then runs the one that is handed over."""
         self._start()
         for rung in RUNGS:
             self._climb(rung)
@@ -133,7 +133,10 @@ class _Climb:
         return self._hand_over()
 
     def _start(self) -> None:
-        """Where a user without us starts. Another tool's file is shown for what it is, and never handed over."""
+        """Measures the naive rung, where a user without qatkit starts.
+
+        It is labelled as another tool's, and never handed over.
+        """
         config, folder = self.asked.config, self.folder / RUNG_FOLDERS / FLOAT
         source = folder / FLOAT_FILE
         if not source.is_file():
@@ -159,7 +162,7 @@ class _Climb:
         self._add(row)
 
     def _compared(self, rung: Rung, climbed: _Rung) -> RungResult:
-        """Says whether the rungs behind build on this one, and whether the climb may end here."""
+        """Decides whether later rungs build on this one, and whether the climb may end here."""
         outcome = self.contest.keep(climbed) if rung.always else self.contest.enter(climbed)
         row = replace(climbed.verdict, meets=self._meets(climbed.verdict), kept=outcome.kept, why=outcome.why)
         if row.meets and rung.ends and self.won is None:
@@ -172,7 +175,7 @@ class _Climb:
     def _measured(
         self, name: str, title: str, config: Config, job: Callable[[Config], int]
     ) -> tuple[RungResult, dict[str, Any]]:
-        """A rung's figures and report; neither where it can't be climbed, and why."""
+        """Returns a rung's figures and report; without them where it can't be climbed, with the reason."""
         place = f"{RUNG_FOLDERS}/{name}"
         folder, start = self.folder / place, time.monotonic()
         try:
@@ -186,11 +189,11 @@ class _Climb:
         return replace(rung_result(name, title, place, report), seconds=seconds), report
 
     def _run(self, folder: Path, config: Config, job: Callable[[Config], int]) -> None:
-        """A rung's run, unless it is done; from its checkpoint if it has one. Its table goes into a file."""
+        """Runs a rung unless it is done, from its checkpoint if it has one. Its table goes into a file."""
         if (folder / REPORT_FILE).is_file():
             return
         checkpoint = last_checkpoint(folder)
-        if checkpoint is None and config.onnx is not None:  # such a run goes on from nothing
+        if checkpoint is None and config.onnx is not None:  # such a run has no checkpoint to continue from
             shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True, exist_ok=True)
         config = replace(config, resume=None if checkpoint is None else str(checkpoint))
@@ -224,7 +227,7 @@ class _Climb:
         return Ladder(tuple(self.rungs), target=wanted, task=names)
 
     def _hand_over(self) -> int:
-        """The bundle of the first rung that meets the target, else of the best one, verified in the climb's folder."""
+        """Hands over the first rung that meets the target, else the best one, verified in the climb's folder."""
         chosen = self.won or self.contest.kept
         if chosen is None:
             raise ConfigError(
@@ -239,7 +242,7 @@ class _Climb:
             shutil.copyfile(plain, temporary)
         say(f"rescue: verifying the file of '{chosen.verdict.title}'")
         final = replace(handed_over(asked, chosen.made), output_dir=str(self.folder), resume=str(checkpoint))
-        save_config(final, self.folder / CONFIG_FILE)  # what is gone on with is the rung
+        save_config(final, self.folder / CONFIG_FILE)  # the rung is what a restart continues
         status = self._train(final)
         save_config(replace(final, resume=None), self.folder / CONFIG_FILE)
         return status

@@ -1,10 +1,10 @@
-"""The rungs, each a change of the configuration that was kept below it.
+"""The rungs of a climb, each a change of the configuration kept so far.
 
     naive → whole operators → per-channel scales → tournament of ranges → the backend's places
     → SmoothQuant → corrections compete → block reconstruction → mixed precision → QAT with distillation
 
-The first is ONNX Runtime's quantize_static as it comes, which splits a LayerNorm into its sums and roots; the others
-are runs of our own. One more rung is one more entry of `RUNGS`.
+The first is ONNX Runtime's quantize_static with its defaults, which splits a LayerNorm into its sums and
+roots; the others are runs of qatkit. A new rung is a new entry of `RUNGS`.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _CORRECTIONS = {
     "equalize": f"{_PACKAGE}.Equalize",
 }
 _OWN_RUNG = ("smooth_quant", "block_reconstruction")
-# They come after the ranges, and what trains weights or learns roundings starts without them.
+# They come after the ranges, and rungs that train weights or learn roundings start without them.
 _OF_RANGES = ("bias_correction", "moment_rounding", "block_reconstruction")
-# Of a transformer as of a CNN: a hundredth of the rate that trains it (conf/schedule).
+# For transformers and for CNNs: a hundredth of the rate that trains them (conf/schedule).
 _ADAMW = ScheduleConfig(optimizer="adamw", lr=1e-5, weight_decay=0.01, warmup=0.1)
 _SGD = ScheduleConfig(optimizer="sgd", lr=1e-4)
-# A rung is compared by its file; the one that is handed over is verified as the configuration says.
+# A rung is compared by its file; the one that is handed over is verified with the user's configuration.
 _CHECKS = [
     "qatkit.verify.checks.latency.LatencyCheck",
     "qatkit.verify.checks.accuracy.FilesAccuracyCheck",
@@ -50,7 +50,7 @@ _COMPARED = 1000  # images that distinguish the outputs of rungs where the metri
 
 @dataclass(frozen=True)
 class RungInputs:
-    """What the rungs are made of.
+    """The inputs of the rungs.
 
     Attributes:
         config: as the user gave it.
@@ -63,16 +63,16 @@ class RungInputs:
 
 @dataclass(frozen=True)
 class Rung:
-    """One rung.
+    """A rung of the climb.
 
     Attributes:
-        name: of its folder too.
-        title: what is done, in a few words.
-        about: the same in more of them.
-        change: (what was asked, the configuration kept below) -> its own.
-        always: the rungs behind build on it whatever it gives: it is on the way to the user's own configuration.
+        name: also of its folder.
+        title: its action, in a few words.
+        about: a longer description.
+        change: (the inputs, the configuration kept so far) -> its own.
+        always: whether later rungs build on it whatever its result: it is on the way to the user's configuration.
         ends: whether the climb may end there. Not where every operator is quantized: kernels that multiply two
-            activations are simulated to a step, not exactly, and the file would fall short in parity.
+            activations are simulated to within a step, not exactly, and the file would fall short in parity.
     """
 
     name: str
@@ -84,7 +84,10 @@ class Rung:
 
 
 def naive(config: Config, float_file: str) -> Config:
-    """ONNX Runtime's quantize_static as it comes, of a float file: every operator, per-tensor scales, min-max."""
+    """Returns the configuration of ONNX Runtime's quantize_static with its defaults, for a float file.
+
+    Every operator is quantized, with per-tensor scales and min-max ranges.
+    """
     backend = BackendConfig(config.backend.target, weight_granularity="per_tensor", every_operator=True)
     return replace(
         _plain(config),
@@ -136,14 +139,14 @@ def _mixed(asked: RungInputs, kept: Config) -> Config:
 
 
 def _qat(asked: RungInputs, kept: Config) -> Config:
-    """By the user's own schedule if it trains, else an epoch at a low rate; towards float's outputs."""
+    """Trains by the user's own schedule if it trains, else an epoch at a low rate; towards float's outputs."""
     own = asked.config.schedule
     trains = own.epochs > 0
     schedule = (
         own if trains else replace(_ADAMW if asked.normalizes else _SGD, epochs=asked.config.rescue.epochs)
     )
     schedule = replace(schedule, distill=schedule.distill or 1.0, float_epochs=0)
-    # Channels that were divided would take steps of another size: SGD's follow the scale of a weight, Adam's do not.
+    # Divided channels would take steps of another size: SGD's follow the scale of a weight, Adam's do not.
     kept_below = _before_ranges(kept.algorithm) if schedule.optimizer == "adamw" else {}
     verify = replace(kept.verify, every=asked.config.verify.every)
     return replace(kept, algorithm=kept_below, algorithm_choice="all", schedule=schedule, verify=verify)
@@ -165,7 +168,7 @@ RUNGS = (
 
 
 def with_choices_of(config: Config, report: Mapping[str, Any]) -> Config:
-    """A rung's configuration with what it has chosen (by its report.json) written down: there the next rungs start."""
+    """Returns a rung's configuration with its choices (from report.json) written out, where the next rungs start."""
     if config.algorithm_choice == "auto":
         chosen = {row["name"] for row in report["algorithms"] if row["kept"]}
         kept = {name: entry for name, entry in config.algorithm.items() if name in chosen}
@@ -179,13 +182,13 @@ def with_choices_of(config: Config, report: Mapping[str, Any]) -> Config:
 
 
 def handed_over(asked: Config, rung: Config) -> Config:
-    """The configuration of the run that verifies a rung's file as the user asked."""
+    """Returns the configuration of the run that verifies a rung's file with the user's settings."""
     verify = replace(asked.verify, control=False, every=rung.verify.every)
     return replace(rung, verify=verify, analysis=asked.analysis)
 
 
 def _plain(config: Config) -> Config:
-    """Nothing but ranges: no algorithm, no training, no search, no bound that would end a rung."""
+    """Returns a configuration with only ranges: no algorithm, training, search, or bound that would end a rung."""
     return replace(
         config,
         algorithm={},
@@ -230,7 +233,7 @@ def _minmax(calibration: CalibrationConfig) -> CalibrationConfig:
 
 
 def _named(asked: RungInputs, offered: Mapping[str, str]) -> dict[str, Any]:
-    """Algorithms as the user has set them, else by their targets with their own settings."""
+    """Returns algorithms with the user's settings, else with their defaults."""
     own = asked.config.algorithm
     return {name: own.get(name, {"target": target}) for name, target in offered.items()}
 

@@ -1,10 +1,10 @@
-"""A run is a list of stages on one state: each is done already and restored, or runs now.
+"""A run as a list of stages on one state: each is already done and restored, or runs now.
 
     state ── done? ─ no ──> run ─────┬──> state of the next stage
                    └ yes ─> restore ─┘
 
-Whether there is a checkpoint, and what it says, is asked as a run begins (`Run.stored`) and handed on in the state: no
-stage looks for it. Only processes that have waited for the first one ask again (`qatkit.jobs.prepare.FirstProcess`).
+The checkpoint is read once as a run begins (`Run.stored`) and passed on in the state: no stage looks for it.
+Only processes that have waited for the first one read it again (`qatkit.jobs.prepare.FirstProcess`).
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from qatkit.train.module import QATModule
 
 @dataclass(frozen=True)
 class State:
-    """What a run has come to.
+    """The state of a run.
 
     Attributes:
         model: the float model.
-        captured: the same model, traced and proven once for all modules of the run.
+        captured: the same model, traced and checked once for all modules of the run.
         module_type: of the modules.
-        stored: what the run's checkpoint says; None where there is none.
-        begun_with: by what the float models are known when the run goes on (`qatkit.run.float_model`).
+        stored: the entries of the run's checkpoint; None without one.
+        begun_with: digests that identify the float models when the run continues (`qatkit.run.float_model`).
         teach: gives a module another teacher than its float model.
-        module: None until it is built, and after a stage that asks for another one.
+        module: None until it is built, and after a stage that requires another one.
         control: the float control, where there is one.
-        status: what the run returns; None while it goes on.
+        status: the return value of the run; None while it continues.
     """
 
     run: Run
@@ -63,22 +63,22 @@ class State:
 
     @property
     def prepared(self) -> QATModule:
-        """The module, of a stage behind the one that builds it."""
+        """The module, for stages after the one that builds it."""
         assert self.module is not None
         return self.module
 
     @property
     def exported(self) -> Written:
-        """The files, of a stage behind the one that writes them."""
+        """The files, for stages after the one that writes them."""
         assert self.written is not None
         return self.written
 
 
 class Stage(Protocol):
-    """One stage. A state is not changed: what a stage comes to is another one."""
+    """A stage of a run. It does not change the state, but returns another one."""
 
     def done(self, state: State) -> bool:
-        """Whether there is nothing to run: it is not asked for, or the checkpoint holds what it came to."""
+        """Returns whether there is nothing to run: not requested, or the result is in the checkpoint."""
         ...
 
     def run(self, state: State) -> State:
@@ -86,7 +86,7 @@ class Stage(Protocol):
         ...
 
     def restore(self, state: State) -> State:
-        """Returns the state as behind `run`, with what is known without running."""
+        """Returns the state as after `run`, from what is known without running."""
         ...
 
 
@@ -101,21 +101,21 @@ class Always:
 
 
 class Conditional:
-    """A stage that leaves the state as it is where nothing is asked of it."""
+    """A stage that leaves the state unchanged where it is not requested."""
 
     def restore(self, state: State) -> State:
         return state
 
 
 class InCheckpoint:
-    """A stage whose outcome is in the checkpoint."""
+    """A stage whose result is in the checkpoint."""
 
     def done(self, state: State) -> bool:
         return state.stored is not None
 
 
 def begin(run: Run, data: DataModule, model: nn.Module, module_type: type[QATModule]) -> State:
-    """The state before the first stage."""
+    """Returns the state before the first stage."""
     return State(run, data, model, captured(run.config, model, data.inputs), module_type, run.stored())
 
 

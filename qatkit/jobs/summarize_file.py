@@ -66,7 +66,7 @@ def _audited(config: Config, path: Path, model: Any) -> tuple[Audit | None, str]
 
 
 def _inputs(config: Config, path: Path, model: Any) -> Any:
-    """Inputs that the file runs on."""
+    """Returns inputs that the file runs on."""
     from qatkit.export.clean.drawn import drawn as drawn_inputs
     from qatkit.export.clean.drawn import given, ports
     from qatkit_verify.session import open_session

@@ -36,7 +36,7 @@ _SGD_AND_SCALES = (
 
 
 class TrainFloat(Conditional):
-    """The float model, trained here; the module is another one then."""
+    """Trains the float model; the module is built again then."""
 
     def done(self, state: State) -> bool:
         return not state.run.config.schedule.float_epochs
@@ -48,7 +48,7 @@ class TrainFloat(Conditional):
 
 
 class FineTune(Always):
-    """The quantized model; from here on the checkpoint has what was chosen."""
+    """Fine-tunes the quantized model; from here on the checkpoint has all choices."""
 
     def run(self, state: State) -> State:
         run, module = state.run, state.prepared
@@ -59,7 +59,7 @@ class FineTune(Always):
 
 
 class Control(Conditional):
-    """The float control, of the same choices."""
+    """Fine-tunes the float control with the same choices."""
 
     def done(self, state: State) -> bool:
         return not state.run.config.verify.control
@@ -93,7 +93,7 @@ def fine_tune(
     title: str,
     teach: Callable[[QATModule], None] | None = None,
 ) -> None:
-    """Lightning's Trainer over the QAT schedule; with no epochs, only the checkpoint is written.
+    """Trains on the QAT schedule with Lightning's Trainer; with no epochs, only the checkpoint is written.
 
     Args:
         checkpoint: its name in the run's folder.
@@ -104,7 +104,7 @@ def fine_tune(
     if teach is not None:
         teach(module)
     lightning.seed_everything(config.seed, verbose=False)
-    module.learn(data.task)  # which knows of the data what `Task.of_data` learned
+    module.learn(data.task)  # it knows what `Task.of_data` has learned from the data
     classes = data.num_classes or _own_width(module, config.model)
     if config.schedule.epochs and config.schedule.optimizer == "sgd" and module.of_stage(OBSERVED):
         warnings.warn(_SGD_AND_SCALES, stacklevel=2)
@@ -132,7 +132,7 @@ def fine_tune(
 def _validating(
     run: Run, module: Learner, data: DataModule, checkpoint: Path, title: str, epochs: int
 ) -> Validating | None:
-    """What validates each epoch, where there are several."""
+    """Returns the validation of each epoch, where there are several; else None."""
     if epochs < 2 or not data.labelled:
         return None
     trainer = run.config.trainer
@@ -141,7 +141,7 @@ def _validating(
 
 
 def _choosing(run: Run, module: QATModule, data: DataModule, checkpoint: Path, title: str) -> Choosing | None:
-    """What chooses between the epochs, where that is asked for."""
+    """Returns the choice between the epochs, where requested; else None."""
     every, trainer = run.config.verify.every, run.config.trainer
     if every is None or not chooses_epochs(run.config):
         return None
@@ -151,7 +151,7 @@ def _choosing(run: Run, module: QATModule, data: DataModule, checkpoint: Path, t
 
 
 def _own_width(module: QATModule, model: ModelConfig) -> int | None:
-    """Of a model that has kept its own head: pretrained weights may have more than their builder's default."""
+    """Returns the width of a model's own head: pretrained weights may have more classes than the builder's default."""
     if model.num_classes is not None or model.weights is None:
         return model.num_classes
     with inference(module.graph):

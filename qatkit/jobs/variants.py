@@ -1,4 +1,4 @@
-"""export.py placement=variants: a folder of files with other placements, for `qatkit-measure` on another machine."""
+"""Writes a folder of files with other placements, for `qatkit-measure` on another machine (placement=variants)."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from qatkit_verify.placement.sites import Sites
 
 
 def variants(config: Config) -> int:
-    """Writes the folder; 0. Weights and ranges are those of no training: they don't matter for times.
+    """Writes the folder; returns 0. Weights and ranges are untrained: they don't affect latency.
 
     Raises:
-        ConfigError: as the start of any run; a folder that holds something else.
+        ConfigError: as at the start of any run, or the folder holds something else.
     """
     if config.export.encrypt is not None:
         raise ConfigError(

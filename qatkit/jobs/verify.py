@@ -1,4 +1,4 @@
-"""The end of every run, of a module or of a file alone: checks, bounds, page, report.json, table.
+"""The end of every run, of a module or of a file only: checks, bounds, page, report.json, table.
 
 Subject ─ each check of `verify.checks` in turn ─> Results ─ bounds ─> shortfalls, each with its proposed fix
 """
@@ -53,15 +53,15 @@ from qatkit_verify.errors import ConfigError
 from qatkit_verify.runtimes.base import other_runtimes
 from qatkit_verify.session import fixed_batch, open_session, session_options
 
-SAMPLE_BATCH = 32  # images of a sample at a time
+SAMPLE_BATCH = 32  # images per batch of a sample
 
 
 def checks_of(config: Config, *, labelled: bool) -> list[Check]:
-    """The checks that `config.verify` lists, for images with labels or without.
+    """Returns the checks that `config.verify` lists, for images with labels or without.
 
     Raises:
-        ConfigError: a path that leads to no check, a bound whose check is not in the list, or one that says nothing of
-            images with labels.
+        ConfigError: a path that leads to no check, a bound whose check is not in the list, or one that does not apply
+            to images with labels.
     """
     for key in UNLABELLED_BOUNDS if labelled else ():
         value, default = getattr(config.verify, key), getattr(VerifyConfig(), key)
@@ -80,7 +80,7 @@ def checks_of(config: Config, *, labelled: bool) -> list[Check]:
 
 
 def _check_runtimes(config: Config) -> None:
-    """A file that is shaped for one runtime says nothing of others."""
+    """Rejects other runtimes for a file that is shaped for one runtime."""
     others = other_runtimes(config.verify.runtimes)
     static = (config.mode or config.export.mode) == "static"
     if others and static and backend_of(config).other_runtime:
@@ -92,13 +92,13 @@ def _check_runtimes(config: Config) -> None:
 
 
 def conclude(run: Run, subject: Subject, told: Results, files: Sequence[str]) -> int:
-    """Checks a finished file, and writes and prints what there is to say.
+    """Checks a finished file, and writes and prints its report.
 
     Args:
         run: its folder holds all files but the page and report.json.
-        subject: what is checked.
-        told: what the run knows without measuring: model, skipped sites, calibration, notes, configuration.
-        files: names in the folder that the report keeps the digests of.
+        subject: the files to check.
+        told: the facts known without measuring: model, skipped sites, calibration, notes, configuration.
+        files: names in the folder whose digests the report keeps.
 
     Returns:
         0, or 1 when a bound is not met.
@@ -129,7 +129,7 @@ def conclude(run: Run, subject: Subject, told: Results, files: Sequence[str]) ->
 
 
 def _climb(config: Config, results: Results) -> str:
-    """What to type where the file is too far from float, and nobody has climbed yet."""
+    """Returns the command to type where the file is too far from float and no climb was made; else ""."""
     far = [line for line in results.shortfalls if line.startswith(("verify.max_drop", "verify.min_float_"))]
     if not far or results.ladder is not None or config.mode is not None:
         return ""
@@ -140,7 +140,7 @@ def _climb(config: Config, results: Results) -> str:
 
 
 def _about(subject: Subject, told: Results) -> Results:
-    """What can be read off the file and the machine."""
+    """Returns the results with the facts that the file and the machine give."""
     threads = subject.settings.threads
     session = open_session(subject.files["int8"], threads=threads, optimize=False, options=subject.options)
     return replace(
@@ -158,7 +158,7 @@ def _about(subject: Subject, told: Results) -> Results:
 
 
 def conclude_module(state: State) -> int:
-    """`conclude` for a file that was made of a module: the simulation, the converted module and the control with it."""
+    """Runs `conclude` for a file made from a module, with the simulation, the converted module and the control."""
     run, data, module, written = state.run, state.data, state.prepared, state.exported
     config = run.config
     idle = [(name, NOTHING) for name in module.about.get(IDLE, ())]
@@ -197,7 +197,7 @@ def conclude_module(state: State) -> int:
 
 
 def other_sizes(converted: fx.GraphModule) -> list[dict[str, dict[int, int]]]:
-    """Returns the sizes beside the example's that a graph with free axes was made with, by input and axis."""
+    """Returns the sizes, other than the example's, that a graph with free axes was made with, by input and axis."""
     names, axes = converted.meta["inputs"], converted.meta.get("free_axes", ())
     found: list[dict[str, dict[int, int]]] = []
     for number in range(max((len(axis.others) for axis in axes), default=0)):
@@ -210,10 +210,11 @@ def other_sizes(converted: fx.GraphModule) -> list[dict[str, dict[int, int]]]:
 
 
 def float_on_purpose(module: QATModule, model: nn.Module) -> list[str]:
-    """Returns what is float and no fault of the file, as globs: what the module leaves, and norms that a given file has
-    in parts.
+    """Returns globs of the operators that are float on purpose.
 
-    Of a given file also by the names of its nodes, which sites have other letters for where torch takes no such path.
+    These are those that the module leaves float, and norms that a given file has in parts. For a given file
+    they include the names of its nodes, since sites use other characters where torch does not accept such a
+    path.
     """
     given = model.norms_in_parts if isinstance(model, ImportedModel) else []
     return list(map(glob.escape, (*names_in_file(module.graph, module.left_float), *given)))
@@ -231,7 +232,7 @@ def _guards(config: Config, module: QATModule) -> dict[str, Any]:
 
 
 def _subject(state: State, converted: fx.GraphModule) -> Subject:
-    """What is checked: the files, and beside them the simulation, the converted module and the control."""
+    """Returns the subject of the checks: the files, the simulation, the converted module and the control."""
     run, data, module, control = state.run, state.data, state.prepared, state.control
     device = accelerator(run.config.trainer)
     predictors = {"simulated": predictor(settled_graph(module.graph.to(device)), data.task)}

@@ -20,9 +20,9 @@ _RETURNS = [False]  # what `keep_freed_memory` has chosen
 def keep_freed_memory(sample: int = 0, weights: int = 0) -> None:
     """Tells glibc to keep large freed buffers for the next step instead of returning them to the kernel.
 
-    Every activation of a step on the CPU, of training or of calibration, is such a buffer, and fresh pages for it have
-    to be cleared. Those of large samples and of large models are returned at once: kept, the heap grows to several
-    times what a pass takes (figures: decisions 15, 46 and 60).
+    Every activation of a step on the CPU, in training or calibration, is such a buffer, and fresh pages for
+    it have to be cleared. Buffers of large samples and of large models are returned at once: if kept, the
+    heap would grow to several times the need of a pass (figures: decisions 15, 46 and 60).
 
     Args:
         sample: bytes of one sample; 0: small.
@@ -33,8 +33,8 @@ def keep_freed_memory(sample: int = 0, weights: int = 0) -> None:
     library = _glibc()
     if library is None:
         return
-    # Fixed where it is returned: otherwise it follows what is freed, up to 32 MiB, and buffers of that size stay in a
-    # heap with gaps.
+    # The threshold is fixed where memory is returned: otherwise it grows with freed buffers, up to 32 MiB,
+    # and buffers of that size stay in a heap with gaps.
     kept, returned = (2**28, 2**30, 2**31 - 1), (_PAGES, _RETURNED, _PAGES)
     names = (_M_TOP_PAD, _M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD)
     for parameter, value in zip(names, returned if returns else kept, strict=True):
@@ -42,13 +42,13 @@ def keep_freed_memory(sample: int = 0, weights: int = 0) -> None:
 
 
 def return_freed_memory(*, cycles: bool = True) -> None:
-    """Returns to the kernel what a stage has freed, unless it is kept (`keep_freed_memory`).
+    """Returns freed memory of a stage to the kernel, unless it is kept (`keep_freed_memory`).
 
-    glibc itself returns only what lies at the end of its heap, where one small object that is still in use holds back
-    everything before it.
+    glibc itself returns only what lies at the end of its heap, where one small object that is still in use
+    holds back everything before it.
 
     Args:
-        cycles: whether objects that refer to each other are looked for first, which takes a few tenths of a second.
+        cycles: whether reference cycles are collected first, which takes a few tenths of a second.
     """
     library = _glibc()
     if _RETURNS[0] and library is not None:
@@ -58,7 +58,7 @@ def return_freed_memory(*, cycles: bool = True) -> None:
 
 
 def _glibc() -> Any:
-    """Returns the C library, or None where it is another one."""
+    """Returns the C library, or None if it is not glibc."""
     if not sys.platform.startswith("linux"):
         return None
     try:

@@ -1,7 +1,7 @@
-"""Outputs for training alone, by torchvision's convention: {"out": logits, "aux": logits of an auxiliary head}.
+"""Outputs used only in training, by torchvision's convention: {"out": logits, "aux": logits of an auxiliary head}.
 
-A task says which names have that meaning (`Task.auxiliary`). Training takes them, and no file has them. A model that
-declares `inference_outputs` has said it itself.
+A task says which names have that meaning (`Task.auxiliary`). Training uses them, and no file has them. A
+model that declares `inference_outputs` has made its own choice.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from qatkit_verify.errors import ConfigError
 
 
 def with_auxiliary(config: Config, model: nn.Module) -> nn.Module:
-    """Returns the model, which knows the names of its outputs for training alone (`outputs_in_inference` reads them); a
-    file's outputs all stay.
+    """Returns the model with the names of its training-only outputs (`outputs_in_inference` reads them).
+
+    A file keeps all its outputs.
     """
     names = task_of(config.task).auxiliary
     if names and not isinstance(model, ImportedModel):
@@ -27,7 +28,7 @@ def with_auxiliary(config: Config, model: nn.Module) -> nn.Module:
 
 
 def check_auxiliary(config: Config, model: nn.Module, outputs: Mapping[str, Tensor]) -> None:
-    """Refuses what training can't take.
+    """Rejects auxiliary outputs that training can't use.
 
     Raises:
         ConfigError: an auxiliary output before another one, or of another shape than the one that ships.

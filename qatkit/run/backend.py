@@ -1,4 +1,4 @@
-"""The backend of a run, as its configuration changes it. Without torch."""
+"""The backend of a run, with the changes of its configuration. There is no torch here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from qatkit_verify.errors import ConfigError
 
 
 def backend_of(config: Config) -> Backend:
-    """The backend that `config.backend` names, changed as the group asks.
+    """Returns the backend that `config.backend` names, with the changes of the group.
 
     Raises:
         ConfigError: `backend.target` is no Backend, or `export.pack_int4` has no weights to pack.
@@ -55,7 +55,7 @@ def backend_of(config: Config) -> Backend:
 
 
 def _check_scales(config: Config, usual: str) -> None:
-    """Refuses scales of a type where pixels, or scales that are quantized themselves, have others.
+    """Rejects a scale type that conflicts with uint8 pixels, or with scales that are quantized themselves.
 
     Args:
         usual: the type of the scales without an override.
@@ -75,7 +75,7 @@ def _check_scales(config: Config, usual: str) -> None:
 
 
 def _check_weights_alone(config: Config) -> None:
-    """Refuses what quantizes activations, or is done anyway."""
+    """Rejects settings that quantize activations, or that a weight-only backend applies anyway."""
     for key, value, needed, why in (
         (
             "backend.reduce_range",
@@ -106,7 +106,7 @@ def _check_weights_alone(config: Config) -> None:
 
 
 def _check_float_biases(config: Config) -> None:
-    """Refuses integers for biases where they stay float."""
+    """Rejects integer biases where biases stay float."""
     for place, one in _settings(config.backend):
         if one.bias_dtype not in (None, "float"):
             allowed = f"null or float with {config.backend.target}, which takes float biases alone"
@@ -114,7 +114,7 @@ def _check_float_biases(config: Config) -> None:
 
 
 def _check_other_runtime(config: Config) -> None:
-    """Refuses integers of 16 bits and zero points, which no other runtime of the backends takes."""
+    """Rejects 16-bit integers and zero points, which the backends' other runtimes do not support."""
     for place, one in _settings(config.backend):
         if one.activation_symmetric is False:
             allowed = f"null or true with {config.backend.target}, which takes no zero points"
@@ -127,7 +127,7 @@ def _check_other_runtime(config: Config) -> None:
                 raise ConfigError(f"{place}.{key}", value, allowed)
 
 
-# What has no meaning without integers, or looks at them: key, and what it has to be.
+# Settings without meaning for number formats, or that inspect integers: the key, and its required value.
 _OF_INTEGERS: tuple[tuple[str, object], ...] = (
     ("backend.weight_granularity", None),
     ("backend.weight_symmetric", None),
@@ -152,7 +152,7 @@ _OF_INTEGERS: tuple[tuple[str, object], ...] = (
 
 
 def _check_formats(config: Config, backend: Backend) -> None:
-    """Refuses number formats where a backend has integers, integers where it has formats, and what counts integers.
+    """Rejects formats on an integer backend, integers on a backend of formats, and settings that count integers.
 
     Raises:
         ConfigError: the first setting that does not fit.
@@ -179,7 +179,7 @@ def _check_formats(config: Config, backend: Backend) -> None:
 
 
 def _check_takes_formats(config: Config) -> None:
-    """Refuses algorithms and observers that count integers."""
+    """Rejects algorithms and observers that count integers."""
     for name, algorithm in algorithms_of(config.algorithm).items():
         if not algorithm.formats:
             known = "equalize, smooth_quant, bias_correction, gptq or none"
@@ -190,7 +190,7 @@ def _check_takes_formats(config: Config) -> None:
 
 
 def _check_no_scales(asked: BackendConfig) -> None:
-    """Refuses scales and ranges of single tensors where numbers are no integers."""
+    """Rejects scales and ranges of single tensors where numbers are no integers."""
     names = [f"{of}_{what}" for of in ("weight", "activation") for what in ("scale", "zero_point", "range")]
     for pattern, override in asked.overrides.items():
         for name in (*names, "weight_axis", "activation_reduce_range", "scale_type", "bias_dtype"):
@@ -211,7 +211,7 @@ _OBSERVERS = tuple(
 
 
 def _dtypes(asked: BackendConfig) -> Iterator[tuple[str, str | None]]:
-    """Yields the number types that are asked for, each with its key."""
+    """Yields the requested number types, each with its key."""
     for key, one in _settings(asked):
         yield f"{key}.weight_dtype", one.weight_dtype
         yield f"{key}.activation_dtype", one.activation_dtype
@@ -225,7 +225,7 @@ def _settings(asked: BackendConfig) -> Iterator[tuple[str, BackendConfig | Overr
 
 
 def _weight(spec: QuantSpec, asked: BackendConfig) -> QuantSpec:
-    """Returns the default of weights as the group changes it."""
+    """Returns the weights' default spec with the changes of the group."""
     if asked.weight_dtype is not None:
         spec = replace(spec, dtype=asked.weight_dtype)
     if asked.weight_granularity is not None:

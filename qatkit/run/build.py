@@ -1,4 +1,4 @@
-"""What a run's configuration builds: data, backend, observers and quantizers, and the module of it all."""
+"""Builds the parts of a run from its configuration: data, backend, observers, quantizers, and the prepared module."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ from qatkit_verify.feeds import by_name
 from qatkit_verify.foreign import described
 
 _EXAMPLE = 48  # tokens
-LEAST_IMAGES = 32  # of a choice between methods or algorithms: with fewer, fewer than 8 would make it
+LEAST_IMAGES = 32  # needed to choose methods or algorithms: with fewer, fewer than 8 are held out
 
 
 def data_of(config: Config) -> DataModule:
-    """The data of a run, checked for what its stages will ask of it.
+    """Returns the data of a run, checked for the needs of its stages.
 
     Raises:
-        ConfigError: as `DataModule`, or too few images for a batch.
+        ConfigError: as in `DataModule`, or too few images for a batch.
     """
     data = opened_data(config)
     for note in data.notes:
@@ -71,10 +71,10 @@ def data_of(config: Config) -> DataModule:
 
 
 def opened_data(config: Config) -> DataModule:
-    """The data of a run as they are, whatever it will do with them.
+    """Returns the data of a run without checks for its stages.
 
     Raises:
-        ConfigError: as `DataModule`, or images of other channels than the model declares.
+        ConfigError: as in `DataModule`, or images with other channels than the model declares.
     """
     told = models.declared(config.model, config.data.layout, config.task)
     size = None
@@ -104,8 +104,9 @@ def opened_data(config: Config) -> DataModule:
 
 
 def _short(config: Config, inputs: ArrayInputs) -> dict[str, dict[int, int]]:
-    """Lengths of an example of text along axes that are asked for by name: these are free, or the capture ends the
-    run.
+    """Returns the lengths of a text example along axes that are requested by name.
+
+    These axes must be free, or the capture ends the run.
     """
     named = config.export.dynamic_axes
     if isinstance(named, str) or not inputs.lone:
@@ -115,23 +116,23 @@ def _short(config: Config, inputs: ArrayInputs) -> dict[str, dict[int, int]]:
 
 
 def held_out(config: Config) -> int | None:
-    """How many training images are held out, as `DataModule` takes it."""
+    """Returns how many training images are held out, in the form of `DataModule`."""
     return config.verify.held_out if config.verify.validation or chooses_epochs(config) else 0
 
 
 def chooses_epochs(config: Config) -> bool:
-    """Whether the epoch that is kept is chosen by its file, on training images that are held out for that."""
+    """Returns whether the kept epoch is chosen by its file, on training images held out for that."""
     return config.verify.every is not None and config.schedule.epochs > 0
 
 
 def holds_out(config: Config) -> bool:
-    """Whether some of the calibration images are kept apart, to judge what was made of the others."""
+    """Returns whether some of the calibration images are held out, to judge the result of the others."""
     searches = (config.calibration.search == "tournament", config.algorithm_choice == "auto")
     return any(searches) or config.precision.search == "auto"
 
 
 def check_unlabelled(config: Config) -> None:
-    """Images without labels calibrate, verify, and fine-tune by the float model's own outputs; nothing else.
+    """Checks that images without labels only calibrate, verify, and fine-tune towards the float model's outputs.
 
     Raises:
         ConfigError: a stage that needs labels.
@@ -151,11 +152,11 @@ def check_unlabelled(config: Config) -> None:
 
 
 def built(config: Config, data: DataModule) -> nn.Module:
-    """Returns the model, which takes the images in the memory and the time that there are, and gives the finite outputs
-    that the task wants.
+    """Returns the model, checked on a batch: memory, time, and finite outputs of the kind that the task needs.
 
     Raises:
-        ConfigError: nothing of it trains where it is to; whatever the forward raises, or other outputs.
+        ConfigError: no parameter can be trained where training is requested, the forward pass fails, or its
+            outputs do not fit.
     """
     check_weights_fit(config, models.parameters(config.model))
     model = float_model(config, config.model, data.num_classes)
@@ -187,7 +188,7 @@ def built(config: Config, data: DataModule) -> nn.Module:
 
 @contextmanager
 def naming_the_file(model: nn.Module) -> Iterator[None]:
-    """Makes errors of an imported model name its file instead of a class that its user does not know."""
+    """Makes errors of an imported model name its file instead of a class that the user does not know."""
     try:
         yield
     except ConfigError as error:
@@ -200,7 +201,7 @@ def float_model(config: Config, wanted: ModelConfig, classes: int | None = None)
     """Returns the float model of a run, with the features of recordings in front of it where the graph has them.
 
     Raises:
-        ConfigError: as `models.build`.
+        ConfigError: as in `models.build`.
     """
     return with_auxiliary(config, with_features(config, models.build(wanted, classes, config.task)))
 
@@ -213,7 +214,7 @@ def _fits(outputs: Mapping[str, Tensor], config: Config, data: DataModule) -> bo
 
 
 def _one_at_a_time(model: nn.Module, data: DataModule) -> bool:
-    """Makes every batch one sample, for the data and for the capture; returns whether that is a change."""
+    """Makes every batch a single sample, for the data and for the capture; returns whether that is a change."""
     changed = data.one_at_a_time()
     if changed and isinstance(model, ImportedModel):
         model.batch_axes = dict.fromkeys(model.inputs)
@@ -221,8 +222,9 @@ def _one_at_a_time(model: nn.Module, data: DataModule) -> bool:
 
 
 def _alone_alike(model: nn.Module, outputs: Mapping[str, Tensor], data: DataModule) -> bool:
-    """Returns whether an imported file gives one sample outputs of as many axes as several: a Squeeze without axes, for
-    one, removes the batch axis of a lone sample.
+    """Returns whether an imported file gives outputs of as many axes for one sample as for several.
+
+    A Squeeze without axes, for example, removes the batch axis of a single sample.
     """
     if not isinstance(model, ImportedModel) or not data.of_arrays or data.rows(2) < 2:
         return True
@@ -232,10 +234,10 @@ def _alone_alike(model: nn.Module, outputs: Mapping[str, Tensor], data: DataModu
 
 
 def _outputs_of(model: nn.Module, config: Config, data: DataModule) -> tuple[dict[str, Tensor], Cost]:
-    """The outputs for a batch by their names, and what they cost; an imported file is proven with it.
+    """Returns the outputs for a batch by their names, and their cost; an imported file is checked with it.
 
     Raises:
-        ConfigError: whatever the forward raises.
+        ConfigError: an error in the forward pass.
     """
     count = data.rows(examples(config))
     batch = data.first_batch(count)
@@ -266,7 +268,7 @@ def feeds_of(model: ImportedModel, batch: Batch) -> dict[str, NDArray[Any]]:
 
 
 def _wrong_output(output: Tensor | None, count: int, data: DataModule) -> str:
-    """Returns in words what a model should have given of `count` images; "" for finite outputs that the task wants."""
+    """Returns what a model should have given for `count` images; "" for finite outputs that suit the task."""
     task, width = data.task, data.num_classes if data.labelled else None
     name = task.names.outputs
     kind = "" if task.every_output else "float "
@@ -283,10 +285,10 @@ def _wrong_output(output: Tensor | None, count: int, data: DataModule) -> str:
 
 
 def check_arrays(config: Config) -> None:
-    """Refuses what is made for pictures alone.
+    """Rejects settings that only apply to pictures.
 
     Raises:
-        ConfigError: the page of a bundle, which shows pictures, or uint8 ends.
+        ConfigError: the demo page of a bundle, which shows pictures, or uint8 inputs and outputs.
     """
     of_pictures = f"with data.source={config.data.source}: it is for pictures"
     if config.export.demo:
@@ -305,12 +307,12 @@ def qat_module(
     algorithms: Sequence[str] | None = None,
     floats: Iterable[str] = (),
 ) -> QATModule:
-    """The prepared module; `quantize=False` makes the float control.
+    """Returns the prepared module; `quantize=False` makes the float control.
 
     Args:
-        model: the float model; captured, it is traced and proven with the first module that is made of it.
-        algorithms: names of those of the configuration that it has; None: all.
-        floats: sites of operators that are float beside what the overrides say.
+        model: the float model; if captured, it is traced and checked with the first module made from it.
+        algorithms: names of the configured algorithms that it gets; None: all.
+        floats: sites of operators that are float in addition to the overrides.
     """
     known = algorithms_of(config.algorithm)
     with naming_the_list(config.backend):
@@ -332,17 +334,18 @@ def qat_module(
 
 
 def captured(config: Config, model: nn.Module, inputs: Inputs) -> Captured:
-    """Returns the float model that all modules of a run are made of (`qat_module`), with an example of two samples,
-    which the exporter won't take for a constant.
+    """Returns the captured float model that all modules of a run are made from (`qat_module`).
+
+    Its example has two samples, which the exporter does not take for a constant.
     """
     return Captured(model, inputs.example(2), config.export.dynamic_axes)
 
 
 def quantizers_of(config: Config) -> Quantizers:
-    """What `prepare_qat` is given.
+    """Returns the arguments of `prepare_qat`.
 
     Raises:
-        ConfigError: a class of another kind, one that does not take the backend's weights, or as `observer_of`.
+        ConfigError: a class of another kind, one that does not support the backend's weights, or as in `observer_of`.
     """
     kinds = {"activation": FakeQuantize, "weight": WeightFakeQuantize}
     found, backend = {}, backend_of(config)
@@ -364,10 +367,10 @@ def quantizers_of(config: Config) -> Quantizers:
 
 
 def observer_of(config: CalibrationConfig) -> Callable[[], Observer]:
-    """What makes the observers, with those of the settings that it takes.
+    """Returns the factory of the observers, with the settings that it accepts.
 
     Raises:
-        ConfigError: no observer, a setting that it does not take, or one without a histogram where a search needs it.
+        ConfigError: no observer, a setting that it does not accept, or no histogram where a search needs one.
     """
     make: Callable[..., Observer] = resolve(config.observer, "calibration.observer")
     if not (inspect.isclass(make) and issubclass(make, Observer) and make.update is not Observer.update):
@@ -397,10 +400,10 @@ def observer_of(config: CalibrationConfig) -> Callable[[], Observer]:
 
 
 def example_batch(config: Config, inputs: Inputs) -> Batch:
-    """A batch to export a file with: of a fixed batch, its very size."""
+    """Returns a batch to export a file with; a fixed batch has exactly the file's size."""
     return inputs.example(examples(config))
 
 
 def examples(config: Config) -> int:
-    """Returns how many samples the batch has that a file is exported with."""
+    """Returns the number of samples in the batch that a file is exported with."""
     return 2 if config.export.dynamic_batch else config.verify.latency_batch

@@ -1,4 +1,4 @@
-"""Encodings that a run holds fixed (`calibration.encodings`): read, checked against the module, and set."""
+"""Encodings that a run keeps fixed (`calibration.encodings`): read, checked against the module, and set."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _ONNX = ".onnx"
 
 
 def check_encodings(module: QATModule, config: Config) -> None:
-    """Before anything long: the file can be read, and what it holds fits the module.
+    """Checks, before anything long, that the file can be read and fits the module.
 
     Args:
         module: prepared.
 
     Raises:
-        ConfigError: as `matched`, or an algorithm that would change what is fixed.
+        ConfigError: as in `matched`, or an algorithm that would change fixed values.
     """
     if config.calibration.encodings is None:
         return
@@ -38,7 +38,7 @@ def check_encodings(module: QATModule, config: Config) -> None:
 
 
 def fix_encodings(module: QATModule, config: Config) -> tuple[str, ...]:
-    """Fixes the quantizers that the file names; returns what the report has to say of that.
+    """Fixes the quantizers that the file names; returns notes for the report.
 
     Args:
         module: prepared.
@@ -52,7 +52,7 @@ def fix_encodings(module: QATModule, config: Config) -> tuple[str, ...]:
 
 
 def digest_of_encodings(config: Config) -> dict[str, str]:
-    """What a calibration cache depends on beside the path: the file's content; {} without a file."""
+    """Returns the file's digest, on which a calibration cache depends in addition to the path; {} without a file."""
     path = config.calibration.encodings
     if path is None:
         return {}

@@ -1,4 +1,4 @@
-"""The export stage of a run: a graph as an ONNX file of the run's settings, and what model.json says of it."""
+"""The export stage of a run: a graph becomes an ONNX file with the run's settings, described in model.json."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ from qatkit_verify.stream import stream_file
 
 @dataclass(frozen=True)
 class Written:
-    """What the export stage made.
+    """The results of the export stage.
 
     Attributes:
         converted: the module of the file.
         files: names in the run's folder.
-        notes: what a reader of the report should know of them.
-        level: the accuracy level of the file and what was measured of it, where another than 0 was asked for.
+        notes: for a reader of the report.
+        level: the accuracy level of the file with its measurements, where another than 0 was requested.
     """
 
     converted: PassResult
@@ -78,7 +78,8 @@ DEQUANTIZE = "dequantize_linear"  # of export.packed_weights
 def write_file(graph: nn.Module, config: Config, inputs: Inputs, path: Path) -> list[str]:
     """Writes the ONNX file of a converted or a float graph.
 
-    A converted graph of an ONNX file is that file, edited. Where the file has no form for it, a new file is written.
+    A converted graph from an ONNX file is written by editing that file. Where the file cannot express it, a
+    new file is written.
 
     Returns:
         Notes for the report: that a given file was not edited, and which axes are not free in the file.
@@ -125,7 +126,7 @@ def _written(graph: nn.Module, config: Config, inputs: Inputs, path: Path) -> li
 
 
 def _check_fixed_batch(config: Config, inputs: Inputs) -> None:
-    """Refuses, by ConfigError, a file of one batch size whose runs can't be cut into batches along first axes."""
+    """Rejects, by ConfigError, a file of fixed batch size whose batch is not on the first axis of every input."""
     if config.export.dynamic_batch or not isinstance(inputs, ArrayInputs):
         return
     for name, axis in inputs.axes.items():
@@ -135,10 +136,10 @@ def _check_fixed_batch(config: Config, inputs: Inputs) -> None:
 
 
 def _only_edited(graph: nn.Module, config: Config) -> bool:
-    """Whether a graph can't be written as a new file: parts of it are computed by ONNX Runtime, not by torch.
+    """Returns whether a graph can't be written as a new file, since ONNX Runtime, not torch, computes parts of it.
 
     Raises:
-        ConfigError: an option asks for a new file.
+        ConfigError: an option requires a new file.
     """
     path = next((path for path, module in graph.named_modules() if is_opaque(module)), None)
     if path is None:
@@ -163,15 +164,19 @@ def _only_edited(graph: nn.Module, config: Config) -> bool:
 
 
 def _edits(graph: nn.Module, config: Config) -> bool:
-    """Whether a graph of an ONNX file is written by editing it: a converted one, with no option of a new file."""
+    """Returns whether a graph from an ONNX file is written by editing the file.
+
+    This holds for a converted graph without an option that requires a new file.
+    """
     wanted = config.export
     new = wanted.pack_int4 or wanted.weights_for_amx or not wanted.dynamic_batch
     return not new and any(isinstance(module, Quantized) or is_packed(module) for module in graph.modules())
 
 
 def write_float_file(model: nn.Module | Captured, config: Config, inputs: Inputs, path: Path) -> list[str]:
-    """Writes the file that the INT8 one is compared with: fused, and nothing more; of an ONNX file that file itself,
-    unless it was trained. Returns notes as `write_file`.
+    """Writes the file that the INT8 one is compared with: the float model, only fused.
+
+    For an ONNX file it is that file itself, unless the model was trained. Returns notes as `write_file` does.
     """
     source = model.model if isinstance(model, Captured) else model
     as_given = not config.schedule.float_epochs and config.model.checkpoint is None
@@ -184,14 +189,16 @@ def write_float_file(model: nn.Module | Captured, config: Config, inputs: Inputs
 
 
 def paths_of(model: nn.Module | Captured) -> dict[str, str]:
-    """Returns the sites of an imported file's nodes by their names (`ImportedModel.paths`); none of other models."""
+    """Returns the sites of an imported file's nodes by their names (`ImportedModel.paths`); {} for other models."""
     source = model.model if isinstance(model, Captured) else model
     return source.paths if isinstance(source, ImportedModel) else {}
 
 
 def check_weights(config: Config) -> None:
-    """Refuses, by ConfigError, quantizers as `quantizers_of` does, weights that the ONNX Runtime here does not run, and
-    weights for AMX on a backend without it.
+    """Rejects, by ConfigError, weights that cannot be exported or run.
+
+    These are quantizers that `quantizers_of` rejects, weights that the installed ONNX Runtime does not run,
+    and weights for AMX on a backend without it.
     """
     backend, weight = backend_of(config), backend_of(config).weight
     quantizers_of(config)
@@ -209,14 +216,14 @@ def check_weights(config: Config) -> None:
 
 
 def check_integer_ends(module: QATModule) -> None:
-    """Refuses a module whose backend takes no uint8 images, by ConfigError."""
+    """Rejects, by ConfigError, a module whose backend accepts no uint8 images."""
     if not module.backend.for_onnxruntime:
         allowed = f"float32 with backend={module.backend.name}, which takes no uint8"
         raise ConfigError("export.io", "uint8", allowed)
 
 
 def finish_file(path: Path, config: Config, data: DataModule) -> dict[str, Any]:
-    """Gives the file integer ends where they are asked for; returns what model.json says of it."""
+    """Gives the file integer inputs and outputs where requested; returns its entries for model.json."""
     about = describe(data)
     if config.export.io != "uint8":
         return about
@@ -231,7 +238,7 @@ def finish_file(path: Path, config: Config, data: DataModule) -> dict[str, Any]:
 
 
 def has_nms(config: Config) -> bool:
-    """Returns whether a file with non-maximum suppression is to stand beside the file."""
+    """Returns whether a file with non-maximum suppression is written in addition."""
     return config.export.nms and task_of(config.task).boxes
 
 
@@ -239,19 +246,19 @@ def write_nms(source: Path, target: Path, config: Config) -> None:
     """Writes a detector's file with non-maximum suppression.
 
     Raises:
-        ConfigError: as `add_nms`.
+        ConfigError: as in `add_nms`.
     """
     wanted = config.export
     add_nms(source, target, Suppression(wanted.nms_score, wanted.nms_overlap, wanted.nms_boxes))
 
 
 def describe(data: DataModule) -> dict[str, Any]:
-    """What model.json says of any file."""
+    """Returns the entries that model.json has for any file."""
     return model_json(data.about_inputs(), data.classes)
 
 
 def _low_bits(module: QATModule, config: Config) -> list[str]:
-    """What runs in float because no kernel has its type."""
+    """Returns notes on tensors and biases that are computed in float because no kernel has their type."""
     quantizers = fake_quantizers(module.graph).values()
     if module.backend.simulated:
         return [
@@ -285,7 +292,7 @@ def _low_bits(module: QATModule, config: Config) -> list[str]:
 
 
 def write_files(run: Run, data: DataModule, model: Captured, module: QATModule) -> Written:
-    """Every file of a finished module, into the run's folder, but for what is said of them."""
+    """Writes every file of a finished module into the run's folder; reports and pages come later."""
     config, folder = run.config, run.folder
     converted = module.convert()
     with run.stage("export", "exporting"):

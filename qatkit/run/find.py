@@ -1,9 +1,10 @@
-"""Which folder a run writes to, and which unfinished one it continues.
+"""Finds the folder that a run writes to, and the unfinished run that it continues.
 
-A run's folder tells its whole story: `config.yaml`, a checkpoint for each stage that trains or what an algorithm has
-finished before it, `report.json` once it is done, and then the bundle, if one is asked for. `resume=auto` is a search
-for the folder where the second is there, one of the last two is not, and the first says the same as the present
-configuration. No torch here: the command line asks before it is imported.
+The files in a run's folder show its progress: `config.yaml`, a checkpoint for each stage that trains or the
+partial result of an algorithm before it, `report.json` once it is done, and then the bundle, if one is
+requested. `resume=auto` searches for a folder where the second exists, one of the last two is missing, and
+the first equals the present configuration. There is no torch here: the command line asks before it is
+imported.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ OUTPUTS, SEARCH = Path("outputs"), "search"
 
 
 def output_dir(config: Config, job: int | None = None) -> Path:
-    """The run's folder: `config.output_dir`, or a new outputs/NAME/DATE_TIME (_JOB in a sweep).
+    """Returns the run's folder: `config.output_dir`, or a new outputs/NAME/DATE_TIME (_JOB in a sweep).
 
-    A search, to which every worker comes back, has outputs/NAME/search.
+    A search, which every worker reopens, has outputs/NAME/search.
 
-    Nothing is created; the place is tried by writing next to it.
+    Nothing is created; the place is checked for write access.
 
     Raises:
         ConfigError: the folder could not be created or written.
@@ -49,36 +50,36 @@ def output_dir(config: Config, job: int | None = None) -> Path:
         stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S") + ("" if job is None else f"_{job}")
         names = itertools.chain([stamp], (f"{stamp}_{again}" for again in itertools.count(2)))
         every = OUTPUTS / config.name
-        folder = next(new for name in names if not (new := every / name).exists())  # clocks are set back
+        folder = next(new for name in names if not (new := every / name).exists())  # clocks may be set back
     if reason := not_writable(folder):
         raise ConfigError("output_dir", folder, f"a folder that can be created and written ({reason})")
     return folder
 
 
 def place(config: Config, job: int | None = None) -> Path:
-    """Where a run goes, before it begins: `output_dir`, or with resume=auto the folder that it goes on in.
+    """Returns the folder of a run before it begins: `output_dir`, or with resume=auto the one that it continues in.
 
     Raises:
-        ConfigError: as `output_dir`.
+        ConfigError: as in `output_dir`.
     """
     return _unfinished(config) or output_dir(config, job)
 
 
 def _unfinished(config: Config) -> Path | None:
-    """The folder that resume=auto goes on in."""
-    resumes = config.resume == "auto" and not config.search.trials  # a search goes on by itself
+    """Returns the folder that resume=auto continues in."""
+    resumes = config.resume == "auto" and not config.search.trials  # a search continues by itself
     found = find_resume(config) if resumes else None
     return None if found is None else found[0]
 
 
 @contextmanager
 def taken(config: Config, job: int | None = None) -> Iterator[Path]:
-    """The folder of `place`; a new one is made, so that of runs begun in one second each has its own.
+    """Yields the folder of `place`; a new one is created, so that runs begun in the same second get different ones.
 
-    What was made, and is left empty, goes again.
+    A folder that was created and stays empty is removed.
 
     Raises:
-        ConfigError: as `place`.
+        ConfigError: as in `place`.
     """
     unfinished = _unfinished(config)
     if unfinished is not None or config.output_dir is not None or config.search.trials:
@@ -106,12 +107,12 @@ def taken(config: Config, job: int | None = None) -> Iterator[Path]:
 
 
 def finished(config: Config, folder: Path) -> bool:
-    """Whether `folder` holds a finished run of this configuration."""
+    """Returns whether `folder` holds a finished run of this configuration."""
     return _done(config, folder) and _same_run(config, _asked(folder))
 
 
 def _done(config: Config, folder: Path) -> bool:
-    """Whether nothing is left to do for a run of `config`, if it is one: a bundle is made behind the report."""
+    """Returns whether a run of `config` in `folder` is complete: a bundle is made after the report."""
     report = report_of(folder)
     if report is None:
         return False
@@ -120,18 +121,18 @@ def _done(config: Config, folder: Path) -> bool:
 
 
 def begun_as(config: Config, folder: Path) -> bool:
-    """Whether nothing in `folder` speaks against its run being of this configuration: it may not have begun yet."""
+    """Returns whether `folder` may hold a run of this configuration; it may not have begun yet."""
     asked = _asked(folder)
     return not asked.is_file() or _same_run(config, asked)
 
 
 def find_resume(config: Config) -> tuple[Path, Path] | None:
-    """The unfinished run that `resume=auto` continues: its folder and what it goes on from, or None.
+    """Returns the unfinished run that `resume=auto` continues, as its folder and its latest checkpoint; or None.
 
-    Looked for in `config.output_dir` and in every outputs/NAME/*; unfinished means that a stage's checkpoint or an
-    algorithm's partial result is there, or that it is a rescue, and that something of its end (report, bundle) is
-    not. The configuration that it was started with must equal `config` but for `resume` and `output_dir`: a run with
-    another learning rate is another run. The newest wins.
+    The search covers `config.output_dir` and every outputs/NAME/*. A run is unfinished if a stage's
+    checkpoint or an algorithm's partial result exists, or it is a rescue, and its report or bundle is
+    missing. The configuration that it was started with must equal `config` except for `resume` and
+    `output_dir`: a run with another learning rate is another run. The newest run wins.
     """
     folders = {path.parent.resolve() for path in (OUTPUTS / config.name).glob(f"*/{CONFIG_FILE}")}
     if config.output_dir is not None:
@@ -148,7 +149,7 @@ def find_resume(config: Config) -> tuple[Path, Path] | None:
 
 
 def going_on(config: Config) -> Config:
-    """`config` of a run that is started again in its own folder: from its last checkpoint, if it has come to one."""
+    """Returns `config` for a restart in its own folder: from its last checkpoint, if there is one."""
     folder = Path(config.output_dir or ".")
     if (folder / CLIMB_FILE).is_file():
         return replace(config, resume="auto")
@@ -163,20 +164,20 @@ def _newest(folder: Path) -> Path | None:
 
 
 def _asked(folder: Path) -> Path:
-    """The configuration that the run was started with."""
+    """Returns the file with the configuration that the run was started with."""
     climb = folder / CLIMB_FILE
     return climb if climb.is_file() else folder / CONFIG_FILE
 
 
 def _same_run(config: Config, saved: Path) -> bool:
-    """Whether `saved` holds `config`. A file of an older schema, or none, is simply another run."""
+    """Returns whether `saved` holds `config`. A file of an older schema, or a missing one, counts as another run."""
     try:
         other = load_config(saved)
     except ConfigError:
         return False
     in_order = list(other.algorithm.items()) == list(
         config.algorithm.items()
-    )  # equal mappings may differ in that
+    )  # order is not part of their equality
     return in_order and replace(other, resume=None, output_dir=None) == replace(
         config, resume=None, output_dir=None
     )

@@ -1,6 +1,6 @@
-"""Float weights that are an average over steps (`schedule.ema`), fine-tuned by a run that takes none.
+"""Warns where float weights are an average over steps (`schedule.ema`) and the fine-tuning keeps no average.
 
-Fine-tuning moves such weights to those of single steps, which are often worth less (decision 65).
+Fine-tuning moves such weights to those of single steps, which are often worse (decision 65).
 """
 
 from __future__ import annotations
@@ -35,9 +35,11 @@ def warn_of_average(config: Config) -> None:
 
 
 def decay_of(path: Path) -> float | None:
-    """Returns the decay of the average that a finished float.ckpt has for weights; None for weights of a step.
+    """Returns the decay of the average that a finished float.ckpt holds as weights.
 
-    Checkpoints of earlier versions do not hold it, so the configuration of the run that lies beside is asked.
+    None for weights of a single step.
+
+    Checkpoints of earlier versions do not store it, so the configuration in the same folder is read.
     """
     stored = _stored(path)
     about = stored.get("qatkit")
@@ -56,7 +58,7 @@ def _stored(path: Path) -> Mapping[str, Any]:
     try:
         with readable(path) as plain:
             found = torch.load(plain, map_location="cpu", weights_only=True, mmap=True)
-    except Exception:  # the model's own loading tells what is wrong with it
+    except Exception:  # the model's own loading reports what is wrong with it
         return {}
     return found if isinstance(found, Mapping) else {}
 

@@ -1,10 +1,10 @@
-"""The float models that a run began with, known again by their weights where it goes on.
+"""Checks on resume, by digests of their weights, that a run has the float models that it began with.
 
-    last.ckpt: a digest of each ── the run goes on ── the same? ─ no ─> refused
-                                                              └ yes ─> teacher, float file, control, drop
+    last.ckpt: a digest of each ── the run continues ── the same? ─ no ─> refused
+                                                                  └ yes ─> teacher, float file, control, drop
 
-The weights that are trained travel in checkpoints. What teaches, what accuracy is compared with and what a control
-begins as are read again, from a file that may have been written over since, or is not named any more.
+The trained weights travel in checkpoints. The teacher, the reference of the accuracy and the start of a
+control are read again, from a file that may have been overwritten since, or is no longer named.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _FLOAT, _TEACHER = "float", "teacher"
 
 
 def digests(config: Config, model: nn.Module, teacher: nn.Module | None) -> dict[str, str]:
-    """By what the float models are known; of one that the run trains itself, its own checkpoint says it.
+    """Returns the digests of the float models; a model that the run trains itself is known by its own checkpoint.
 
     Args:
         model: as it was built.
-        teacher: None where the model itself is the teacher, or nothing is.
+        teacher: None where the model itself is the teacher, or there is none.
     """
     found = {} if config.schedule.float_epochs else {_FLOAT: _digest(model)}
     return found if teacher is None else {**found, _TEACHER: _digest(teacher)}
@@ -37,10 +37,10 @@ def digests(config: Config, model: nn.Module, teacher: nn.Module | None) -> dict
 def check_same(
     config: Config, folder: Path, found: Mapping[str, str], known: Mapping[str, Any] | None
 ) -> None:
-    """A run that goes on has the float models that it began with.
+    """Checks that a resumed run has the float models that it began with.
 
     Args:
-        known: what its checkpoint says (`Run.stored`).
+        known: the entries of its checkpoint (`Run.stored`).
 
     Raises:
         ConfigError: one has other weights.

@@ -1,4 +1,4 @@
-"""A run: its configuration, its folder, what it says on the way, and the checkpoints that it can go on from."""
+"""A run: its configuration, its folder, its messages, and the checkpoints that it can continue from."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ from qatkit_verify import stopping
 from qatkit_verify.errors import ConfigError, first_line
 from qatkit_verify.placement.record import Placed
 
-_LARGEST_SIZE = 2**20  # pixels or classes: more are no model's, but a damaged file's
+_LARGEST_SIZE = 2**20  # pixels or classes: larger numbers come from a damaged file
 
 
 @dataclass
 class Run:
-    """A configuration, its folder, how long each stage took, and what there is to say of where it goes on from.
+    """A configuration, its folder, the time of each stage, and notes on the checkpoint it continues from.
 
     Attributes:
         config: with the overrides of a placement.
-        asked: the configuration as it was given, where that is another; config.yaml and the report have this one.
-        placed: the placement, of a run that has one.
-        curves: of each stage that trained, what was found of its epochs (`qatkit.train.learner.Learner.curve`).
+        asked: the configuration as it was given, where that differs; config.yaml and the report have this one.
+        placed: the placement of a run that has one.
+        curves: for each stage that trained, the results of its epochs (`qatkit.train.learner.Learner.curve`).
     """
 
     config: Config
@@ -58,22 +58,22 @@ class Run:
 
     @cached_property
     def scratch(self) -> Path:
-        """A folder for files that one stage makes and the next may take; it goes with the run."""
+        """A folder for files that one stage makes and the next may use; it is removed with the run."""
         self._temporary = tempfile.TemporaryDirectory(prefix="qatkit-")
         return Path(self._temporary.name)
 
     @property
     def files(self) -> Path:
-        """Where the ONNX files are while the run is at work: in its folder, or with a key in memory until `keep`."""
+        """The folder of the ONNX files during the run: its own, or with a key one in memory until `keep`."""
         return self.folder if key_held() is None else self.scratch
 
     @property
     def int8_name(self) -> str:
-        """The name of the INT8 file that is made of a module."""
+        """The name of the INT8 file that is made from a module."""
         return file_name(self.config.mode)
 
     def stored(self) -> Mapping[str, Any] | None:
-        """Returns what the run's checkpoint says of it; None while there is no checkpoint.
+        """Returns the run's entries in its checkpoint; None while there is no checkpoint.
 
         Raises:
             ConfigError: the checkpoint is damaged.
@@ -85,14 +85,14 @@ class Run:
         return found
 
     def keep(self, names: Iterable[str]) -> None:
-        """Brings those of `names` that are in memory into the folder, encrypted."""
+        """Copies those of `names` that are in memory into the folder, encrypted."""
         for plain in (self.files / name for name in names if self.files != self.folder):
             if plain.is_file():
                 encrypted_copy(plain, self.folder / plain.name)
 
     @contextmanager
     def stage(self, name: str, title: str = "") -> Iterator[None]:
-        """Times a stage and says what is being waited for; its end is a safe point."""
+        """Times a stage and prints its title; its end is a safe point to stop."""
         if title:
             say(title)
         start = time.monotonic()
@@ -106,7 +106,7 @@ class Run:
 
 
 def folder_of(config: Config) -> Path:
-    """The run's folder, new or to be continued. Nothing is written yet."""
+    """Returns the run's folder, new or to be continued. Nothing is written yet."""
     if config.resume == "auto":
         found = find_resume(config)
         if found:
@@ -125,7 +125,7 @@ def folder_of(config: Config) -> Path:
         return _checked(there)
     folder = output_dir(config)
     if not main_process():
-        return folder  # which the first process has opened
+        return folder  # the first process has opened it
     if any((folder / name).exists() for name in (REPORT_FILE, CLIMB_FILE)) or list(folder.glob("*.ckpt")):
         reason = "the folder holds another run; choose another folder (resume=auto continues an unfinished, equal run)"
         raise ConfigError("output_dir", folder, reason=reason)
@@ -133,7 +133,7 @@ def folder_of(config: Config) -> Path:
 
 
 def _checked(folder: Path) -> Path:
-    """`folder`, once every checkpoint in it has been read: a damaged one would show only in its stage."""
+    """Returns `folder` after reading every checkpoint in it: a damaged one would show only in its stage."""
     for path in (folder / name for name in STAGE_CHECKPOINTS):
         if path.is_file():
             if key_held() is not None and not is_encrypted(path):
@@ -144,10 +144,13 @@ def _checked(folder: Path) -> Path:
 
 
 def check_images(config: Config, folder: Path, fingerprint: str) -> None:
-    """A run that goes on trains on the images that it began with (`DataModule.fingerprint`), wherever they lie now.
+    """Checks that a resumed run trains on the images that it began with, wherever they lie now.
+
+    Args:
+        fingerprint: of the images (`DataModule.fingerprint`).
 
     Raises:
-        ConfigError: they are others.
+        ConfigError: the images differ.
     """
     found = last_checkpoint(folder) if config.resume is not None else None
     state = {} if found is None else read_checkpoint(str(found), "resume").get("DataModule", {})
@@ -160,14 +163,14 @@ def check_images(config: Config, folder: Path, fingerprint: str) -> None:
 
 
 def open_folder(run: Run) -> None:
-    """Makes the run's folder, with its configuration in it."""
+    """Creates the run's folder, with its configuration in it."""
     run.folder.mkdir(parents=True, exist_ok=True)
     if main_process():
         save_config(run.asked or run.config, run.folder / CONFIG_FILE)
 
 
 def read_checkpoint(path: str, key: str = "checkpoint") -> dict[str, Any]:
-    """A checkpoint of `train`, tensors only.
+    """Reads a checkpoint of `train`, tensors only.
 
     Raises:
         ConfigError: a file that is no such checkpoint, is damaged, or holds code.
@@ -177,7 +180,7 @@ def read_checkpoint(path: str, key: str = "checkpoint") -> dict[str, Any]:
         try:
             found = damage(plain)
             stored = None if found else torch.load(plain, map_location="cpu", weights_only=True)
-        except Exception as error:  # of the disk, and whatever bytes make of torch's reader
+        except Exception as error:  # of the disk, or of torch's reader on arbitrary bytes
             raise ConfigError(key, path, f"{allowed} ({first_line(error)[:160]})") from error
     if found:
         raise ConfigError(key, path, f"{allowed} ({found})")
@@ -187,7 +190,9 @@ def read_checkpoint(path: str, key: str = "checkpoint") -> dict[str, Any]:
 
 
 def _describes_a_run(stored: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint says what the rest relies on: its images, its classes, and how far Lightning came."""
+    """Returns whether a checkpoint has the entries that are relied on: image shape, classes, and Lightning's
+    progress.
+    """
     about, weights = stored.get("qatkit"), stored.get("state_dict")
     if not isinstance(about, dict) or not isinstance(weights, dict) or "loops" not in stored:
         return False
@@ -199,11 +204,11 @@ def _describes_a_run(stored: Mapping[str, Any]) -> bool:
 
 
 def main_process() -> bool:
-    """Whether this is rank 0, which alone writes and speaks."""
+    """Returns whether this is rank 0, the only process that writes files and messages."""
     return getattr(rank_zero_only, "rank", 0) == 0
 
 
 def say(text: str) -> None:
-    """One line for whoever waits, from rank 0 alone."""
+    """Prints a progress line, from rank 0 only."""
     if main_process():
         print(text, file=sys.stderr, flush=True)

@@ -1,9 +1,10 @@
-"""One run a folder: a lock that ends with its process, however that ends.
+"""A lock that allows one run per folder and ends with its process, however that ends.
 
-    folder/.lock    locked by fcntl while a run is at work, with its process and machine for whoever comes second
+    folder/.lock    locked by fcntl while a run is active, with its process and machine for whoever comes second
 
-The lock is the process's (POSIX), so what it forks to load images does not hold it on, and a killed run's folder is
-free at once. Another rank of a run asks for none. The file goes when the run ends; one that is left says nothing.
+The lock belongs to the process (POSIX), so forked processes that load images do not hold it, and a killed
+run's folder is free at once. Other ranks of a run take no lock. The file is removed when the run ends; a
+remaining file means nothing.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ _HELD: set[Path] = set()  # by this process: a climb's last run is in the climb'
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Within, no other run writes into `folder`; what killed ones left half-written in it is removed first.
+    """Prevents, within the context, that another run writes into `folder`, and removes half-written files of
+    killed runs.
 
-    The folder is made if need be; one that was made, and is left empty, goes again.
+    The folder is created if needed; a created folder that stays empty is removed.
 
     Raises:
-        ConfigError: another run does.
+        ConfigError: another run uses the folder.
     """
     place = folder.absolute()
     if place in _HELD:
@@ -58,7 +60,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def _acquired(folder: Path) -> int | None:
-    """An open file that is locked; None where the system or the disk knows no locks."""
+    """Returns the descriptor of a locked file; None where the system or the disk supports no locks."""
     try:
         import fcntl  # not on Windows
     except ImportError:
@@ -68,9 +70,9 @@ def _acquired(folder: Path) -> int | None:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The run before may have removed the file in between: then nobody else would see this lock.
+            # The previous run may have removed the file in between: then nobody else would see this lock.
             if os.path.samestat(os.fstat(descriptor), path.stat()):
-                with suppress(OSError):  # a full disk, of which those who write files will tell
+                with suppress(OSError):  # a full disk, which those who write files will report
                     os.truncate(descriptor, 0)
                     os.write(descriptor, f"process {os.getpid()} on {platform.node()}\n".encode())
                 return descriptor
@@ -91,7 +93,7 @@ def _acquired(folder: Path) -> int | None:
 
 
 def at_work(folder: Path) -> bool | None:
-    """Whether a run is at work in `folder`; None where that is unknown: on another machine, or without locks."""
+    """Returns whether a run is active in `folder`; None if unknown: on another machine, or without locks."""
     try:
         text = (folder / LOCK_FILE).read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:

@@ -1,10 +1,10 @@
-"""What a run would take of this machine, estimated before it is taken.
+"""Estimates the memory and time of a run before it starts, and rejects what cannot work.
 
-    one batch of noise through the float model ─> bytes and seconds an image ─ x batches, epochs, rounds ─> refused?
+    one batch of noise through the float model ─> bytes and seconds per image ─ x batches, epochs, rounds ─> refused?
 
-Each figure is less than what a run really takes (inputs and outputs of modules alone, no gradients of weights, no
-simulation), so whatever is refused here would have ended by the kernel's hand, or not in its user's time. Training on
-an accelerator has another memory and another clock, of which nothing is claimed.
+Each estimate is a lower bound (only inputs and outputs of modules, no gradients of weights, no simulation).
+So every rejected run would have been killed by the kernel, or would not have ended in useful time. Training
+on an accelerator has another memory and another speed, for which there is no estimate.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from qatkit_verify.fitting import as_typed
 
 GROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _LONGEST = 365 * 24 * 3600.0  # seconds of one stage
-_COPIES = 2  # of the weights: the float model's, and those of the module that is made of it
-_LARGEST_FILE = 2**31 - 2**24  # bytes of weights in a file of Protocol Buffers, beside its graph
+_COPIES = 2  # of the weights: the float model's, and those of the module made from it
+_LARGEST_FILE = 2**31 - 2**24  # bytes of weights in a file of Protocol Buffers, without its graph
 _BACKWARD = 3  # a training step, in forward passes
 _DAY = 24 * 3600.0
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one image in the float model.
+    """The cost of one image in the float model.
 
     Attributes:
         largest: bytes of the largest output of a module.
-        kept: bytes of all of them, which training keeps for its backward pass.
+        kept: bytes of all outputs, which training keeps for its backward pass.
         seconds: of a forward pass on the CPU.
     """
 
@@ -50,7 +50,7 @@ class Cost:
 
 
 def available_memory() -> int | None:
-    """Bytes that this process could still take, of the machine and of its control groups; None where nothing says."""
+    """Returns the bytes that this process can still use, by the machine and its control groups; None if unknown."""
     found = [room for room in (_of_machine(), *_of_groups()) if room is not None]
     return min(found, default=None)
 
@@ -64,9 +64,9 @@ def _of_machine() -> int | None:
 
 
 def _of_groups() -> Iterator[int | None]:
-    """Limit less usage in the group of this process and in every one above, of either version.
+    """Yields limit minus usage for the group of this process and every group above, of either version.
 
-    Usage counts files that were read and are kept for as long as nobody wants the memory: they make room.
+    Usage includes cached files, which are dropped when memory is needed: they count as available.
     """
     try:
         groups = OWN_GROUPS.read_text(encoding="ascii").splitlines()
@@ -93,16 +93,16 @@ def _room(limit: Path, usage: Path, stat: Path, prefix: str) -> int | None:
     try:
         every = dict(line.split() for line in stat.read_text(encoding="ascii").splitlines())
         return room + sum(int(every[f"{prefix}{name}"]) for name in ("inactive_file", "active_file"))
-    except (OSError, ValueError, KeyError):  # a system that does not tell
+    except (OSError, ValueError, KeyError):  # a system without these figures
         return room
 
 
 def check_weights_fit(config: Config, parameters: int | None) -> None:
-    """Raises ConfigError, before they are read, for weights that fill more than the memory, or more than one file.
+    """Raises ConfigError, before they are read, for weights larger than the memory, or than one file may hold.
 
     Args:
         config: of the run.
-        parameters: how many there are; None: that is not known.
+        parameters: their number; None: unknown.
     """
     if parameters is None:
         return
@@ -120,10 +120,10 @@ def check_weights_fit(config: Config, parameters: int | None) -> None:
 
 
 def check_inputs(config: Config, data: DataModule) -> None:
-    """Every batch fits into memory, as far as the images alone tell.
+    """Checks that every batch fits into memory, by the size of the inputs only.
 
     Raises:
-        ConfigError: the largest batch that fits, and what was asked for.
+        ConfigError: names the largest batch that fits, and the requested one.
     """
     image = data.inputs.bytes
     room = available_memory()
@@ -151,10 +151,10 @@ def _too_large(config: Config, data: DataModule, room: int, each: int) -> Config
 
 
 def check_model(config: Config, data: DataModule, cost: Cost) -> None:
-    """Every batch fits into memory with what the model makes of it, and every stage ends within a year.
+    """Checks that every batch fits into memory with the model's activations, and every stage ends within a year.
 
     Raises:
-        ConfigError: the most that fits, and what was asked for.
+        ConfigError: names the largest value that fits, and the requested one.
     """
     schedule = config.schedule
     for key, batch in _batches(config, data):
@@ -196,7 +196,7 @@ def measured(model: nn.Module, batch: Batch, count: int) -> tuple[Any, Cost]:
 
 
 def _batches(config: Config, data: DataModule) -> Iterator[tuple[str, int]]:
-    """The settings that say how many images are in memory at once, and how many of them there can be."""
+    """Yields the settings that say how many images are in memory at once, with their largest possible value."""
     tests = min(len(data.splits.test), config.data.test_images or math.inf)
     if config.schedule.epochs or config.schedule.float_epochs:
         yield "data.batch_size", config.data.batch_size
@@ -208,7 +208,7 @@ def _batches(config: Config, data: DataModule) -> Iterator[tuple[str, int]]:
 
 
 def check_memory(key: str, batch: int, each: int, inputs: Inputs, what: str) -> None:
-    """Raises ConfigError where `batch` times `each` bytes are more than there are."""
+    """Raises ConfigError where `batch` times `each` bytes exceed the available memory."""
     room = available_memory()
     if room is not None and batch * each > room:
         sizes = "x".join(map(str, inputs.shape))

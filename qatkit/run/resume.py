@@ -1,8 +1,9 @@
-"""What may be another in a run that goes on than in the one that was stopped, in one table, and what was changed.
+"""The settings that may change in a resumed run, in one table, and the differences found.
 
     config.yaml in the folder ── compared key by key ── now ──> refused, or a note of the report
 
-What decides ranges, weights or the order of images has to be the same: a resumed run ends as the uninterrupted one.
+Settings that decide ranges, weights or the order of images must be the same: a resumed run ends like an
+uninterrupted one.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from qatkit.config.schema import Config
 from qatkit.records.run_files import CLIMB_FILE, CONFIG_FILE, last_checkpoint
 from qatkit_verify.errors import ConfigError
 
-# Where a process is, how it is watched, and what is looked into and handed over beside its figures.
+# Where a process runs, how it is watched, and what is analysed and delivered in addition to its figures.
 ELSEWHERE = (
     *("resume", "output_dir", "name"),
     *("data.root", "data.workers", "data.eval_batch_size", "data.download"),
@@ -31,7 +32,7 @@ ELSEWHERE = (
     *("export.publish", "export.version", "export.encrypt_bundle", "export.bundle", "export.bundle_as"),
     *("export.bundle_float", "export.golden_images", "export.sign", "export.demo", "export.demo_runtime"),
 )
-# And what is asked once the weights are there.
+# In addition, settings that apply once the weights exist.
 MAY_CHANGE = (
     *ELSEWHERE,
     *("data.test_images",),
@@ -39,19 +40,19 @@ MAY_CHANGE = (
     *("verify", "target", "export.tensorrt_table"),
     *("export.encrypt",),  # a key file may move; another key is refused by what it encrypted
 )
-# Of those groups what decides which images train, and which epoch is kept.
+# Exceptions in these groups: they decide which images train, and which epoch is kept.
 FIXED = ("verify.every", "verify.held_out", "verify.validation")
-# How a step's images are shared out: other numbers of processes, as long as their product stays.
+# How a step's images are divided: other numbers of processes are allowed, as long as their product stays.
 _FACTORS = ("data.batch_size", "trainer.devices", "trainer.num_nodes", "trainer.accumulate")
 _SHARES = (*_FACTORS, "trainer.strategy", "trainer.sync_batch_norm")
 _SHOWN = 3
 
 
 def resumed_from(folder: Path, config: Config) -> tuple[str, ...]:
-    """What the report says of a run that goes on: from what, and with which settings changed; nothing of a new one.
+    """Returns the report's note on a resumed run: its checkpoint and changed settings; nothing for a new run.
 
     Raises:
-        ConfigError: as `changes`.
+        ConfigError: as in `changes`.
     """
     found = last_checkpoint(folder) if config.resume is not None else None
     if found is None:
@@ -61,10 +62,10 @@ def resumed_from(folder: Path, config: Config) -> tuple[str, ...]:
 
 
 def changes(folder: Path, config: Config) -> list[str]:
-    """What is another than in the run of `folder`, in words; empty where its configuration can't be read any more.
+    """Returns the differences to the run of `folder`, in words; empty where its configuration is missing.
 
     Raises:
-        ConfigError: something that may not change; it names the first few of them.
+        ConfigError: settings that may not change; it names the first few of them.
     """
     path = folder / (CLIMB_FILE if config.rescue.climb else CONFIG_FILE)
     if not path.is_file():
@@ -86,18 +87,18 @@ def changes(folder: Path, config: Config) -> list[str]:
 
 
 def _images_a_step(config: dict[str, Any]) -> int | None:
-    """None where that depends on the machine (trainer.devices=-1)."""
+    """Returns the images per step; None where that depends on the machine (trainer.devices=-1)."""
     factors = [config.get(key, 1) for key in _FACTORS]
     return None if -1 in factors else math.prod(factors)
 
 
 def listed(key: str, table: Sequence[str]) -> bool:
-    """Whether a setting, or the group that it is in, is in `table`."""
+    """Returns whether a setting, or a group that contains it, is in `table`."""
     return any(key == one or key.startswith(f"{one}.") for one in table)
 
 
 def flat(values: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value); the order of algorithms is part of theirs."""
+    """Yields (dotted key, value); the value of `algorithm` keeps its order."""
     for key, value in values.items():
         inner = f"{path}.{key}" if path else str(key)
         if isinstance(value, dict) and value and not is_dataclass(value) and inner != "algorithm":

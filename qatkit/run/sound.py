@@ -1,4 +1,4 @@
-"""A model that computes the features of recordings itself: what a run puts in front of it, and leaves float."""
+"""A model that computes the features of recordings itself: the run puts them in front of it, and leaves them float."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from qatkit.models.sound_features import FEATURES, WithFeatures
 
 
 def with_features(config: Config, model: nn.Module) -> nn.Module:
-    """Returns a model that takes what the data give: itself, or with `data.features_in=graph` behind its features.
+    """Returns a model that accepts the data: itself, or with `data.features_in=graph` with the features in front.
 
-    An ONNX file that takes samples has its features in it.
+    An ONNX file that takes samples includes its features.
     """
     if not _in_front(config):
         return model
@@ -24,8 +24,9 @@ def with_features(config: Config, model: nn.Module) -> nn.Module:
 
 
 def overrides_of(config: Config) -> Mapping[str, OverrideConfig]:
-    """Returns the overrides of a run: its own, and those of `backend.exclude` and `only`, behind the one that leaves
-    features in the graph float.
+    """Returns the overrides of a run: its own, and those of `backend.exclude` and `only`.
+
+    They follow the one that leaves features in the graph float.
     """
     own = {f"{FEATURES}.*": OverrideConfig(float=True)} if _in_front(config) else {}
     return own | every_override(config.backend)

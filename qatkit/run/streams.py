@@ -1,8 +1,8 @@
-r"""What a process is started with, made fit to be written to: a terminal, a pipe that closes early, or nothing.
+r"""Makes the standard streams of a process safe to write to: a terminal, a pipe that closes early, or nothing.
 
 closed descriptor 0, 1, 2   ──> /dev/null, or the first file that is opened would take its place
 a pipe that nobody reads    ──> /dev/null from then on: a training run does not end with `| head -1`
-ascii, Latin-1              ──> what it can't say as \x.. or \u....
+ascii, Latin-1              ──> characters that they lack as \x.. or \u....
 our own warnings            ──> one line each, without the place in the code
 """
 
@@ -20,12 +20,12 @@ _PACKAGE, _PYTHONS_OWN = Path(__file__).parents[1], warnings.formatwarning
 
 
 def prepare() -> None:
-    """Of this process, once, before anything is written or opened."""
+    """Prepares the streams of this process, once, before anything is written or opened."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:  # Python found it closed
@@ -38,7 +38,7 @@ def prepare() -> None:
 def _plain_warning(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
 ) -> str:
-    """Our own are for users."""
+    """Formats qatkit's own warnings as one line for users."""
     if Path(filename).is_relative_to(_PACKAGE):
         return f"warning: {message}\n"
     return _PYTHONS_OWN(message, category, filename, lineno, line)
@@ -53,7 +53,9 @@ def _patient(stream: io.TextIOWrapper) -> io.TextIOWrapper:
 
 
 class _Descriptor(io.FileIO):
-    """Goes to /dev/null once nobody reads it any more: a pipe's reader has ended, or a terminal was closed."""
+    """A stream that switches to /dev/null once its reader is gone: a pipe's reader has ended, or a terminal was
+    closed.
+    """
 
     def write(self, data: Any, /) -> int:
         try:

@@ -1,9 +1,9 @@
-"""A run in MLflow (`trainer.mlflow`): parameters, the metrics of training, the figures in the end, report and bundle.
+"""Logs a run to MLflow (`trainer.mlflow`): parameters, training metrics, final figures, report and bundle.
 
-Lightning's own MLFlowLogger does the logging. All stages of a run, and what goes on after a kill, are one run of
-MLflow: its id is kept in the folder as mlflow.json. A server is asked before anything long; one that goes away later
-ends no training and holds none up: what it misses waits in this process and is sent when it is back. What still waits
-at the end is said, with the command that logs it later:
+Lightning's own MLFlowLogger does the logging. All stages of a run, also those after a kill, are one run of
+MLflow: its id is kept in the folder as mlflow.json. A server is contacted before anything long. If it goes
+away later, it ends no training and delays none: missed calls wait in this process and are sent when it is
+back. If some still wait at the end, a message gives the command that logs them later:
 
     python -m qatkit.run.tracking RUN_FOLDER http://HOST:PORT
 """
@@ -37,19 +37,19 @@ from qatkit_verify.untrusted import read_json
 TRACKED_FILE = "mlflow.json"
 _KEY = "trainer.mlflow"
 _SCHEMES = ("http", "https", "file", "sqlite", "postgresql", "mysql", "mssql", "databricks")
-# While training waits for an answer: MLflow's own patience is minutes.
+# While training waits for an answer: MLflow's own retries take minutes.
 _IMPATIENT = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
-# Seconds until a server that did not answer is asked again, and at least so many times what the answer took.
+# Seconds until a server that did not answer is tried again, and at least so many times its response time.
 _PAUSE, _TIMES = 30.0, 20.0
 _AWAY = "does not answer: what it misses is sent when it does"
-_NO_KEY = re.compile(r"[^A-Za-z0-9_./: -]")  # what MLflow refuses in the name of a parameter
+_NO_KEY = re.compile(r"[^A-Za-z0-9_./: -]")  # characters that MLflow rejects in the name of a parameter
 
 
 def check_tracking(config: Config) -> None:
-    """Whether the server is there.
+    """Checks that the server answers.
 
     Raises:
-        ConfigError: it is not, it has deleted the experiment, or MLflow is not installed.
+        ConfigError: it does not, it has deleted the experiment, or MLflow is not installed.
     """
     uri = config.trainer.mlflow
     if uri is None or not main_process():
@@ -77,11 +77,11 @@ def check_tracking(config: Config) -> None:
 
 
 class Tracker(MLFlowLogger):
-    """A run in MLflow. Whatever the server does not take at once waits, in its order.
+    """A run in MLflow. Calls that the server does not accept at once wait, in their order.
 
     Attributes:
-        stage: stands before the names of metrics.
-        waiting: what was not sent yet, and whether it may take MLflow's own time.
+        stage: prefix of the names of metrics.
+        waiting: calls not sent yet, and whether each may take MLflow's own time.
     """
 
     def __init__(self, folder: Path, uri: str, name: str) -> None:
@@ -95,11 +95,11 @@ class Tracker(MLFlowLogger):
 
     @property
     def experiment(self) -> Any:
-        """MLflow's client. Lightning asks for it as each stage begins, whether the server is there or not."""
+        """MLflow's client. Lightning reads it as each stage begins, whether the server answers or not."""
         return super().experiment if self._initialized or self._sending else self._mlflow_client
 
     def begin(self, told: Mapping[str, str]) -> None:
-        """Before anything else, once: a new run with its parameters, or an older one that goes on."""
+        """Begins once, before anything else: a new run with its parameters, or an older one that continues."""
         if self._begun:
             return
         self._begun = True
@@ -117,13 +117,13 @@ class Tracker(MLFlowLogger):
         self.send(partial(super().log_metrics, named, step))
 
     def finalize(self, status: str = "success") -> None:
-        """Lightning's, behind each stage: the run is not over, unless it failed."""
+        """Flushes after each stage, called by Lightning: the run is not over, unless it failed."""
         if status != "success":
             self.send(partial(super().finalize, status))
         self.flush()
 
     def end(self, bundle: Path | None) -> None:
-        """The figures of the report, the report itself and the bundle: with them the run is finished."""
+        """Logs the figures of the report, the report itself and the bundle, which finishes the run."""
         folder = self._file.parent
         self.stage = ""
         self.log_metrics(figures(read_json(folder / REPORT_FILE)))
@@ -140,7 +140,7 @@ class Tracker(MLFlowLogger):
             self.experiment.log_artifact(self.run_id, str(path))
 
     def send(self, call: Callable[[], object], *, patient: bool = False) -> None:
-        """Does it now, or, where the server did not answer lately, with what follows."""
+        """Sends a call now or, where the server did not answer lately, later with those that follow."""
         if not main_process():
             return
         self.waiting.append((call, patient))
@@ -148,7 +148,7 @@ class Tracker(MLFlowLogger):
             self.flush()
 
     def flush(self) -> None:
-        """Sends what waits, until the server does not answer; what it refuses is said, and not tried again."""
+        """Sends waiting calls until the server does not answer; a rejected call is reported, and not tried again."""
         while self.waiting:
             (call, patient), start = self.waiting[0], time.monotonic()
             try:
@@ -167,14 +167,14 @@ class Tracker(MLFlowLogger):
             self._told.discard(_AWAY)
 
     def _say(self, text: str, error: Exception) -> None:
-        """Once, however often it happens in a row."""
+        """Reports a problem once, however often it happens in a row."""
         if text not in self._told:
             self._told.add(text)
             say(f"{_KEY}={self._uri}: the tracking server {text} ({first_line(error)[:200]})")
 
 
 def tracker(run: Run, stage: str = "") -> Tracker | None:
-    """Lightning's logger of a stage, whose name stands before those of its metrics; None where nothing is tracked."""
+    """Returns Lightning's logger of a stage, whose name prefixes its metrics; None where nothing is tracked."""
     config = run.config
     if config.trainer.mlflow is None:
         return None
@@ -184,11 +184,11 @@ def tracker(run: Run, stage: str = "") -> Tracker | None:
     return logger
 
 
-_tracker_of = cache(Tracker)  # of all stages of a run: what waits in one is sent in the next
+_tracker_of = cache(Tracker)  # shared by all stages of a run: calls that wait in one are sent in the next
 
 
 def track_end(run: Run, bundle: Path | None) -> None:
-    """The end of a run that has a report; nothing where nothing is tracked."""
+    """Logs the end of a run that has a report; does nothing where nothing is tracked."""
     if run.config.trainer.mlflow is None or not main_process() or not (run.folder / REPORT_FILE).is_file():
         return
     logger = tracker(run)
@@ -200,7 +200,7 @@ def track_end(run: Run, bundle: Path | None) -> None:
 
 
 def parameters(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Every setting of a configuration by its dotted key, as text."""
+    """Returns every setting of a configuration by its dotted key, as text."""
 
     def flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
         for key, value in values.items():
@@ -213,7 +213,7 @@ def parameters(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def figures(report: Mapping[str, Any]) -> dict[str, float]:
-    """What report.json measured, by keys of its own: accuracy.int8.KEY, latency.float.median_ms, ..."""
+    """Returns the measurements of report.json by their own keys: accuracy.int8.KEY, latency.float.median_ms, ..."""
     found = dict[str, float]()
     for group in ("accuracy", "fidelity", "latency"):
         for row, values in report[group].items():
@@ -227,7 +227,7 @@ def figures(report: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _stored(path: Path) -> dict[str, str]:
-    """{tracking URI: id of the run there}."""
+    """Returns {tracking URI: id of the run there}."""
     try:
         stored = read_json(path)
     except (OSError, ValueError):
@@ -236,7 +236,7 @@ def _stored(path: Path) -> dict[str, str]:
 
 
 def _refused(error: Exception) -> bool:
-    """Whether it is not wanted, by the server or by MLflow itself, and would not be later."""
+    """Returns whether the server or MLflow itself rejects a call, and would do so later too."""
     from mlflow.exceptions import MlflowException
 
     return isinstance(error, MlflowException) and error.get_http_status_code() < 500
@@ -244,7 +244,10 @@ def _refused(error: Exception) -> bool:
 
 @contextmanager
 def _impatient() -> Iterator[None]:
-    """Within, a server has seconds to answer, unless the environment says otherwise; single tries are not logged."""
+    """Gives a server seconds to answer within the context, unless the environment says otherwise.
+
+    Retries are not logged.
+    """
     changed = {name: value for name, value in _IMPATIENT.items() if name not in os.environ}
     os.environ.update(changed)
     tries = logging.getLogger("urllib3.connectionpool")
@@ -259,7 +262,7 @@ def _impatient() -> Iterator[None]:
 
 
 def _finished(folder: Path) -> tuple[str, dict[str, str]]:
-    """The name and the parameters of the run in a folder, which has all that is logged of it.
+    """Returns the name and the parameters of the finished run in a folder.
 
     Raises:
         ConfigError: it has no report, or a broken one.

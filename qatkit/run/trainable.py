@@ -1,4 +1,4 @@
-"""Checks that a model can be trained, and that a head without weights is."""
+"""Checks that a model can be trained, and that a head without weights is trained."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from qatkit_verify.errors import ConfigError
 
 
 def check_trains(model: nn.Module, config: Config) -> None:
-    """Refuses a model that is to be trained and has every parameter frozen, or no loss that its task knows.
+    """Rejects a model to train whose parameters are all frozen, or without a loss that its task knows.
 
     Raises:
-        ConfigError: as said.
+        ConfigError: in these cases.
     """
     schedule, parameters = config.schedule, list(model.parameters())
     if (
@@ -32,10 +32,10 @@ def check_trains(model: nn.Module, config: Config) -> None:
 
 
 def check_head(model: nn.Module, config: Config) -> None:
-    """Refuses a head that no weights were loaded into, unless the float model is trained first.
+    """Rejects a head without loaded weights, unless the float model is trained first.
 
     Raises:
-        ConfigError: as said.
+        ConfigError: in this case.
     """
     fresh = getattr(model, "fresh_head", ())
     if fresh and not config.schedule.float_epochs:

@@ -1,1 +1,1 @@
-"""A search: many runs (trials) whose settings Optuna proposes, of one study that any number of workers share."""
+"""A search: many runs (trials) whose settings Optuna proposes, in one study that any number of workers share."""

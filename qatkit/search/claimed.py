@@ -1,4 +1,4 @@
-"""A trial in the hands of a worker: what it writes down of it, epoch by epoch, and how it ends."""
+"""A trial that a worker owns: the records that it writes, epoch by epoch, and the trial's end."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from qatkit.search.storage import StorageError, answering
 from qatkit_verify.classification import NAMES
 from qatkit_verify.records import Metric
 
-_BY_EPOCHS = ("accuracy", "drop")  # what an epoch's score says something of
+_BY_EPOCHS = ("accuracy", "drop")  # an epoch's score bears on these
 
 
 class Claimed:
     """A trial that belongs to this worker, within `with`; its folder is locked before.
 
     Args:
-        study: that it is of.
-        frozen: as it is stored.
+        study: that it belongs to.
+        frozen: the trial as it is stored.
         folder: of its run.
-        lock: of the folder, which is let go at the end.
+        lock: of the folder, released at the end.
         metric: of the epochs.
     """
 
@@ -49,7 +49,7 @@ class Claimed:
         self.attempts: int = frozen.user_attrs.get("attempts", 0)
 
     def __enter__(self) -> Self:
-        if self._uncounted.exists():  # what is stored has this beginning already
+        if self._uncounted.exists():  # the stored count includes this start already
             self._uncounted.unlink()
         else:
             self._count(+1)
@@ -59,8 +59,10 @@ class Claimed:
         self._lock.close()
 
     def uncount(self) -> None:
-        """This beginning was ended in order; where the storage is away, the trial's folder tells the next worker. A
-        trial whose end is in the study has no other.
+        """Takes back the count of a start that ended in an orderly way.
+
+        Where the storage does not answer, a file in the trial's folder tells the next worker. A trial whose
+        end is in the study has no further start.
         """
         try:
             with suppress(UpdateFinishedTrialError):
@@ -79,7 +81,7 @@ class Claimed:
         return self.folder / ".uncounted"
 
     def epoch(self, stage: str, epoch: int, score: float) -> bool:
-        """Writes an epoch's score down. Whether the trial is to end here."""
+        """Stores an epoch's score; returns whether the trial should end here."""
         self.epochs[f"{stage} {epoch}"] = score
         with answering(self._asked.storage):
             return self._ends_at(score)
@@ -102,7 +104,7 @@ class Claimed:
     def complete(
         self, figures: Mapping[str, float], tested: Mapping[str, float], shortfalls: Sequence[str] = ()
     ) -> None:
-        """The trial has its figures, those that decide, those of the test images, and what falls short in its run."""
+        """Stores the final figures of the trial, those of the test images, and the shortfalls of its run."""
         told = [finite(name, figures[name]) for name in self._asked.objectives]
         with answering(self._asked.storage):
             self._trial.set_user_attr("figures", dict(figures))
@@ -114,18 +116,18 @@ class Claimed:
             self._study.tell(self.number, told)
 
     def prune(self) -> None:
-        """The trial ends early."""
+        """Marks the trial as pruned."""
         with answering(self._asked.storage):
             self._study.tell(self.number, state=TrialState.PRUNED)
 
     def fail(self, reason: str) -> None:
-        """The trial has no figures, and will have none."""
+        """Marks the trial as failed: it has no figures, and will have none."""
         with answering(self._asked.storage):
             self._trial.set_user_attr("reason", reason)
             self._study.tell(self.number, state=TrialState.FAIL)
 
 
 def of_state(study: optuna.Study, state: TrialState) -> list[FrozenTrial]:
-    """The trials of a state, as they are stored."""
+    """Returns the trials of a state, as they are stored."""
     found: list[FrozenTrial] = study.get_trials(deepcopy=False, states=(state,))
     return found

@@ -1,7 +1,7 @@
 """The median stopping rule (Golovin et al., Google Vizier, KDD 2017, section 3.2), on the epochs' scores.
 
-A trial ends early if the best score that it has had so far is worse than the median of what the finished trials had at
-the same epoch. Optuna's own MedianPruner decides the same, but refuses a study of several objectives.
+A trial ends early if its best score so far is worse than the median of the finished trials' scores at the
+same epoch. Optuna's own MedianPruner decides the same, but rejects a study of several objectives.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ Epochs = Mapping[str, float]  # "QAT 3" -> main metric of the task, in the order
 def falls_behind(
     epochs: Epochs, finished: Sequence[Epochs], startup: int, metric: Metric = NAMES.main
 ) -> bool:
-    """Whether a trial ends here.
+    """Returns whether a trial ends here.
 
     Args:
         epochs: of the trial, up to now.
-        finished: of the trials that came to their end.
-        startup: so many of them must have.
+        finished: of the trials that reached their end.
+        startup: the least number of finished trials.
         metric: which direction is better.
     """
     if not epochs or len(finished) < max(1, startup):

@@ -1,8 +1,9 @@
-"""What is tried next: settings that no trial of the study has had, since equal runs give equal figures.
+"""Proposes the next settings: a point that no trial of the study has had, since equal runs give equal figures.
 
-Optuna's sampler proposes, by all trials: of one that is at work it expects the worst, so that whoever asks meanwhile
-looks elsewhere. A sampler that comes back to what was tried is asked again, as if that were at work; then one of the
-rest is drawn. So a small space is tried as a whole, no point of it twice, and then the search is over.
+Optuna's sampler proposes, based on all trials. It expects the worst of a running trial, so that other workers
+look elsewhere meanwhile. A sampler that returns to a known point is asked again, as if that point were
+running; after some attempts one of the remaining points is drawn. So a small space is tried completely, no
+point of it twice, and then the search is over.
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ from optuna.trial import FrozenTrial, TrialState
 
 from qatkit.config.search_space import Axis, Numbers, Value
 
-_ASKED = 10  # times, before one of the rest is drawn
+_ASKED = 10  # attempts, before one of the remaining points is drawn
 Point = tuple[float, ...]
 
 
 def proposal(
     study: optuna.Study, trials: Sequence[FrozenTrial], axes: Sequence[Axis], seed: int, startup: int
 ) -> FrozenTrial | None:
-    """A trial that begins, not yet in the study; None where every point of the space has had one.
+    """Returns a new trial, not yet in the study; None where every point of the space has had one.
 
     Args:
         study: whose directions count.
         trials: of the study, with a value of every axis.
         axes: of its space.
-        seed: of what is drawn.
+        seed: of the random draws.
         startup: trials that are drawn at random.
     """
     taken = {_point(axes, one.params) for one in trials}
@@ -50,7 +51,7 @@ def proposal(
 
 
 def possible(axes: Sequence[Axis]) -> int:
-    """How many points the space has."""
+    """Returns the number of points of the space."""
     return math.prod(axis.count for axis in axes)
 
 
@@ -59,7 +60,7 @@ def _point(axes: Sequence[Axis], values: Mapping[str, Any]) -> Point:
 
 
 def _left(axes: Sequence[Axis], taken: set[Point], draw: random.Random) -> dict[str, Value]:
-    """A point that is not taken, of which there is one: the first behind one that is drawn."""
+    """Returns a free point, of which there must be one: the first at or after a random one."""
     index = draw.randrange(possible(axes))
     while True:
         rest, values = index % possible(axes), dict[str, Value]()
@@ -72,7 +73,7 @@ def _left(axes: Sequence[Axis], taken: set[Point], draw: random.Random) -> dict[
 
 
 def distribution(axis: Axis) -> optuna.distributions.BaseDistribution:
-    """An axis as Optuna has it."""
+    """Returns an axis in Optuna's form."""
     if not isinstance(axis, Numbers):
         return optuna.distributions.CategoricalDistribution(axis.values)
     if axis.whole:

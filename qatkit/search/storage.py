@@ -1,4 +1,4 @@
-"""Where a study's trials are kept: SQLite or a journal in its folder, or a database that several machines see."""
+"""The storage of a study's trials: SQLite or a journal in its folder, or a database that several machines see."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _LIBPQ = {
 
 
 class StorageError(ConfigError):
-    """A storage that was there no longer answers: the worker ends, its trial is as it was last written down."""
+    """A storage stopped answering: the worker ends, and its trial stays as it was last stored."""
 
 
 def storage_of(where: str | None, folder: Path) -> BaseStorage:
-    """The storage that `search.storage` names, of a study in `folder`.
+    """Returns the storage that `search.storage` names, for a study in `folder`.
 
     Raises:
         ImportError: the database's driver is missing.
@@ -44,14 +44,15 @@ def storage_of(where: str | None, folder: Path) -> BaseStorage:
         waiting = {"connect_args": {"timeout": _BUSY}}
         url = URL.create("sqlite", database=str(folder.absolute() / DATABASE)).render_as_string()
         return RDBStorage(url.replace("{", "{{").replace("}", "}}"), engine_kwargs=waiting)
-    # Trainings take hours, in which servers restart and firewalls drop connections that are silent.
+    # Trainings take hours, in which servers restart and firewalls drop silent connections.
     return RDBStorage(where, engine_kwargs={"pool_pre_ping": True, "connect_args": _patience(where)})
 
 
 def _patience(where: str) -> dict[str, int]:
-    """How long PostgreSQL's driver waits for a network that was cut, but for what the URL says itself.
+    """Returns the time limits of PostgreSQL's driver for a broken network, except those that the URL sets.
 
-    By Linux's own settings that is a quarter of an hour for what was sent (measured), and for ever for an answer.
+    With Linux's own settings it waits a quarter of an hour for sent data (measured), and for ever for an
+    answer.
     """
     url = make_url(where)
     if url.get_backend_name() != "postgresql" or not url.get_driver_name().startswith("psycopg"):
@@ -61,10 +62,10 @@ def _patience(where: str) -> dict[str, int]:
 
 @contextmanager
 def answering(where: str | None) -> Iterator[None]:
-    """Within, what a storage raises is one line, and no fault of the trial.
+    """Turns errors of a storage within the context into one line, which is not counted against the trial.
 
     Raises:
-        StorageError: from whatever it was; a full disk is reported as anywhere else.
+        StorageError: for any such error; a full disk is reported as anywhere else.
     """
     try:
         yield
@@ -79,7 +80,9 @@ def answering(where: str | None) -> Iterator[None]:
 
 
 def _cause(error: BaseException) -> str:
-    """Optuna's own words are of what it might have been; the driver's, below them, of what it was. Some say nothing."""
+    """Returns the cause of an error in one line: the driver's own message rather than Optuna's guess, if there
+    is one.
+    """
     below, told = error.__cause__ or error.__context__, first_line(error)
     while below is not None:
         told = first_line(below) if str(below).strip("() ") else told
@@ -88,7 +91,7 @@ def _cause(error: BaseException) -> str:
 
 
 def driver(error: ImportError) -> str:
-    """Where the driver that is missing comes from."""
+    """Returns the install command of a missing driver, or its name."""
     cause: BaseException | None = error
     while cause is not None and getattr(cause, "name", None) is None:
         cause = cause.__cause__ or cause.__context__
@@ -99,11 +102,11 @@ def driver(error: ImportError) -> str:
 
 
 class _Journal(BaseJournalBackend):  # type: ignore[misc]  # Optuna's types are not read
-    """Optuna's file of lines, whole ones only.
+    """Optuna's file of lines, complete ones only.
 
-    On a disk that fills up, or by a kill, a line is cut off. Optuna writes the next one behind it, and the two are then
-    a line that nobody can read, for good. So what is cut off goes before anything is written: no caller has seen
-    it succeed.
+    A full disk, or a kill, cuts off a line. Optuna appends the next one to it, and the two are then a line
+    that can never be read. So a cut-off line is removed before anything is written: no caller has seen it
+    succeed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -134,7 +137,7 @@ class _Journal(BaseJournalBackend):  # type: ignore[misc]  # Optuna's types are 
 
 
 def _end_of_lines(file: Any) -> int:
-    """Where the last whole line ends; from the end, by pieces."""
+    """Returns the position after the last complete line; the file is read from the end, in pieces."""
     end: int = file.seek(0, os.SEEK_END)
     while end > 0:
         start = max(0, end - 65536)

@@ -1,12 +1,13 @@
-"""One study, as each of its workers sees it: Optuna's storage, and locks in the folder that they all see.
+"""A study as each of its workers sees it: Optuna's storage, and locks in their shared folder.
 
     FOLDER/study.db (or study.journal, or a database)     trials, proposals, figures: Optuna's
     FOLDER/.claim       held while a worker takes a trial: one after the other, so that none is taken twice
     FOLDER/trials/7/    a run; its lock is held by the worker that it belongs to, and ends with that worker
 
-A trial that is running and whose folder is not locked is one whose worker was killed: whoever asks next goes on with
-it, from its last checkpoint, under the same number. So none is lost and none is counted twice. Optuna's own way, a
-heartbeat after which a failed trial is copied, counts it twice, waits for the heartbeat, and knows no checkpoints.
+A running trial whose folder is not locked belonged to a killed worker. The next worker that asks continues it
+from its last checkpoint, under the same number. So none is lost and none is counted twice. Optuna's own way,
+a heartbeat after which a failed trial is copied, counts it twice, waits for the heartbeat, and knows no
+checkpoints.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ _STATES = {TrialState.COMPLETE: "complete", TrialState.PRUNED: "pruned", TrialSt
 
 
 class SharedStudy:
-    """The study of a folder, opened or begun.
+    """The study of a folder, opened or created.
 
     Args:
         name: of the study in its storage.
-        settings: of every run but for what the trials choose, which have to be those of the study.
+        settings: of every run except those that the trials choose; they must equal the study's.
 
     Raises:
         ConfigError: the storage can't be used, or holds a study of something else.
@@ -97,13 +98,13 @@ class SharedStudy:
             ) from error
 
     def _check_unused(self) -> None:
-        """A study begins where there are no trials: their reports would be taken for its own."""
+        """Checks that a new study has no trials in its folder: their reports would be taken for its own."""
         if any((self.folder / TRIALS).glob("*")):
             allowed = f"a folder without trials of another study, for the study {self.name} that begins"
             raise ConfigError("output_dir", self.folder, allowed)
 
     def _compare(self, settings: Mapping[str, Any]) -> None:
-        """The study must ask for the same, and its trials' folders be here."""
+        """Checks that the study has the same settings, and its trials' folders are here."""
         asked = {
             "space": {axis.key: _entry(axis) for axis in self.axes},
             "objectives": list(self.asked.objectives),
@@ -132,7 +133,7 @@ class SharedStudy:
             raise ConfigError("output_dir", self.folder, allowed)
 
     def _advice(self) -> str:
-        """How what is asked for here can be had, for the end of a message."""
+        """Returns how to get the requested study, for the end of a message."""
         inside = self.asked.storage in (None, "journal")
         if inside and all(one.state == TrialState.FAIL for one in self.optuna.get_trials(deepcopy=False)):
             return f"none of its trials finished: to start over, remove {self.folder}"
@@ -140,7 +141,7 @@ class SharedStudy:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Within, no other worker takes a trial; they wait. The lock ends with the process."""
+        """Excludes other workers from taking a trial within the context; they wait. The lock ends with the process."""
         import fcntl  # not on Windows
 
         descriptor = os.open(self.folder / _CLAIM, os.O_RDWR | os.O_CREAT, 0o666)
@@ -156,13 +157,11 @@ class SharedStudy:
             os.close(descriptor)
 
     def trial_folder(self, number: int) -> Path:
-        """Where a trial's run is."""
+        """Returns the folder of a trial's run."""
         return self.folder / TRIALS / str(number)
 
     def claim(self) -> Claimed | None:
-        """A trial to go on with, or the next one that is proposed; None where there are as many as were asked for, or
-        none is left in the space.
-        """
+        """Returns a trial to continue, or a new one; None if enough trials exist, or the space is used up."""
         with answering(self.asked.storage), self._alone():
             for frozen in of_state(self.optuna, TrialState.RUNNING):
                 if (claimed := self._taken(frozen)) is not None:
@@ -170,7 +169,7 @@ class SharedStudy:
             trials = self.optuna.get_trials(deepcopy=False)
             if len(trials) >= self.asked.trials:
                 return None
-            # By the number, so that workers, and one that was started again, don't propose the same.
+            # The number is part of the seed, so that workers, and a restarted one, don't propose the same.
             seed = (self.seed * 1_000_003 + len(trials)) % 2**32
             proposed = proposal(self.optuna, trials, self.axes, seed, self.asked.startup)
             if proposed is None:
@@ -179,7 +178,7 @@ class SharedStudy:
             return self._taken(self.optuna.get_trials(deepcopy=False)[-1])
 
     def _taken(self, frozen: FrozenTrial) -> Claimed | None:
-        """None where the trial is somebody's."""
+        """Returns the trial, locked; None where it belongs to another worker."""
         lock = ExitStack()
         folder = self.trial_folder(frozen.number)
         folder.mkdir(parents=True, exist_ok=True)
@@ -193,7 +192,7 @@ class SharedStudy:
         return Claimed(self.optuna, self.asked, frozen, folder, lock, self.task.main)
 
     def records(self) -> Study:
-        """The study as it stands."""
+        """Returns the current records of the study."""
         with answering(self.asked.storage):
             return self._records()
 
@@ -216,7 +215,7 @@ def _mark(folder: Path) -> str | None:
 
 
 def _entry(axis: Axis) -> Any:
-    """An axis as it is written."""
+    """Returns an axis as it is stored."""
     if isinstance(axis, Numbers):
         return {
             key: value for key, value in vars(axis).items() if key != "key" and value not in (None, False)

@@ -1,13 +1,14 @@
-"""A worker of a search: takes one trial after the other and runs it, a whole run of the pipeline in its own folder.
+"""A worker of a search: takes one trial after the other and runs it as a whole run of the pipeline in its own
+folder.
 
-    claim ──> compose the overrides ──> run (or go on from its checkpoint) ──> its report's figures ──> the study
+    claim ──> compose the overrides ──> run (or resume from its checkpoint) ──> its report's figures ──> the study
                                          └ each epoch's accuracy ──> ends early if it falls behind
 
-Both are of training images that are held out (`verify.validation`); test images choose nothing.
+Both are measured on held-out training images (`verify.validation`); test images choose nothing.
 
-A trial that a signal ends goes on when a worker is started again, as one that was killed does; one that meets a mistake
-or a defect has failed, with its reason, and the search goes on. Runs equal those that are typed: `config.yaml` and
-`report.json` in a trial's folder are of the very same kind.
+A trial that a signal ends continues when a worker is started again, as a killed one does. A trial with a
+wrong setting or a defect has failed, with its reason, and the search continues. Runs equal those started by
+hand: `config.yaml` and `report.json` in a trial's folder are of the same kind.
 """
 
 from __future__ import annotations
@@ -50,21 +51,23 @@ from qatkit_verify.files import write_text
 Compose = Callable[[Sequence[str]], Config]
 _TABLE, _TRACEBACK = "table.txt", "error.txt"
 _OF_LABELS = ("accuracy", "drop")
-_OF_IMAGES = ("data", "data.source", "data.root", "recipe")  # what may bring other images with it
-_HOPELESS = 3  # trials that fail before any comes to its end
+_OF_IMAGES = ("data", "data.source", "data.root", "recipe")  # keys that may change the images
+_HOPELESS = 3  # trials that fail before any is finished
 
 
 def work(config: Config, typed: Sequence[str], compose: Compose, job: Callable[[Config], int | None]) -> int:
-    """Takes trials until there are as many as asked for. Returns 0, or 1 where none came to its end.
+    """Takes trials until there are as many as requested.
+
+    Returns 0, or 1 where no trial on the front meets all bounds.
 
     Args:
         config: the run that the trials change; its folder is that of the study.
         typed: its overrides.
-        compose: makes the configuration of overrides that are added to those.
+        compose: makes a configuration from overrides added to those.
         job: runs a trial.
 
     Raises:
-        ConfigError: anything that the user can put right, before the first trial; or trials that fail one and all.
+        ConfigError: any mistake of the user, before the first trial; or all of the first trials failed.
     """
     folder = Path(config.output_dir or ".")
     space = axes(config.search.space, _hints(config))
@@ -94,14 +97,14 @@ def work(config: Config, typed: Sequence[str], compose: Compose, job: Callable[[
 
 
 def _hopeless(study: Study) -> Trial | None:
-    """The last trial, where so many have failed and none has come to its end."""
+    """Returns the last trial, where so many have failed and none is finished."""
     ended = [trial for trial in study.trials if trial.state != "running"]
     failed = all(trial.state == "failed" for trial in ended)
     return ended[-1] if len(ended) >= _HOPELESS and failed else None
 
 
 def _hints(config: Config) -> Callable[[str], Any]:
-    """The type of a key: of an algorithm's settings its class declares it."""
+    """Returns a function that gives the type of a key; for an algorithm's settings its class declares it."""
     chosen = {f"algorithm.{name}": type(one) for name, one in algorithms_of(config.algorithm).items()}
 
     def hint(key: str) -> Any:
@@ -112,12 +115,12 @@ def _hints(config: Config) -> Callable[[str], Any]:
 
 
 def _asked(search: SearchConfig) -> list[str]:
-    """The figures that trials are chosen by."""
+    """Returns the figures that trials are chosen by."""
     return [*search.objectives, *(bound.name for bound in constraints(search.constraints))]
 
 
 def _check_measured(config: Config) -> None:
-    """Each of them is measured by a check that is in the list."""
+    """Checks that the list has a check that measures each figure."""
     there = {check.name for check in load_checks(config.verify.checks)}
     for name in _asked(config.search):
         if (needed := OBJECTIVES[name].check) not in there:
@@ -126,7 +129,7 @@ def _check_measured(config: Config) -> None:
 
 
 def _check_labelled(config: Config, data: DataModule) -> None:
-    """Without labels nothing is right or wrong."""
+    """Checks that figures that need labels are only requested where there are some."""
     for name in _asked(config.search):
         if name in _OF_LABELS and not data.labelled:
             key = "search.objectives" if name in config.search.objectives else "search.constraints"
@@ -135,14 +138,14 @@ def _check_labelled(config: Config, data: DataModule) -> None:
 
 
 def _check_a_run(config: Config) -> None:
-    """What every run is asked before anything long, of one of the trials."""
+    """Checks one of the trials as every run is checked before anything long."""
     data = opened_data(config)
     checks_of(config, labelled=data.labelled)
     built(config, data)
 
 
 def _check_space(space: Sequence[Axis], typed: Sequence[str], compose: Compose, data: DataModule) -> None:
-    """Every key takes the ends of its interval, or each of its values, and every one of them makes a run of its own."""
+    """Checks that every key accepts the ends of its interval, or each value, and that each makes a different run."""
     keys = {one.lstrip("+~").partition("=")[0] for one in typed}
     for axis in space:
         if axis.key in keys:
@@ -164,7 +167,7 @@ def _check_space(space: Sequence[Axis], typed: Sequence[str], compose: Compose, 
 
 
 def _composed(key: str, value: Value, compose: Compose, data: DataModule) -> Config:
-    """The configuration with a value of the space, of the study's images."""
+    """Returns the configuration with a value of the space, which must keep the study's images."""
     made = compose([override(key, value)])
     check_job(replace(made, search=SearchConfig()), from_checkpoint=False)
     if key in _OF_IMAGES and opened_data(made).fingerprint != data.fingerprint:
@@ -173,7 +176,7 @@ def _composed(key: str, value: Value, compose: Compose, data: DataModule) -> Con
 
 
 def _trial(claimed: Claimed, config: Config, compose: Compose, job: Callable[[Config], int | None]) -> None:
-    """One trial to its end; one that a signal, a full disk or the storage ends stays as it is: that is no attempt."""
+    """Runs one trial to its end; an end by a signal, a full disk or the storage does not count as an attempt."""
     if claimed.attempts > config.search.attempts:
         claimed.fail(f"its worker was killed {config.search.attempts} times")
         return
@@ -190,7 +193,7 @@ def _trial(claimed: Claimed, config: Config, compose: Compose, job: Callable[[Co
 def _ended(
     claimed: Claimed, config: Config, compose: Compose, job: Callable[[Config], int | None]
 ) -> Callable[[], None]:
-    """What is to be written down of the trial, once its run has ended."""
+    """Runs a trial and returns the function that records its outcome."""
     try:
         return _told(claimed, config, _finished(claimed, compose, job))
     except Pruned:
@@ -209,7 +212,7 @@ def _ended(
 def _finished(
     claimed: Claimed, compose: Compose, job: Callable[[Config], int | None]
 ) -> Mapping[str, Any] | None:
-    """The report of the trial's run, which is run unless it has one; None where it left none."""
+    """Returns the report of the trial's run, which is run unless it has one; None where it left none."""
     if (report := report_of(claimed.folder)) is not None:
         return report
 
@@ -221,7 +224,7 @@ def _finished(
     config = replace(
         config,
         search=SearchConfig(),
-        calibration=replace(config.calibration, cache=None),  # it is of one trial's observers
+        calibration=replace(config.calibration, cache=None),  # it belongs to one trial's observers
         export=config.export.kept(),
         verify=replace(config.verify, validation=True),
         output_dir=str(claimed.folder),
@@ -234,7 +237,7 @@ def _finished(
 
 @contextlib.contextmanager
 def _into(path: Path) -> Iterator[None]:
-    """What a trial prints is in its folder."""
+    """Redirects the output of a trial to a file in its folder."""
     with path.open("a", encoding="utf-8") as table, contextlib.redirect_stdout(table):
         yield
 
@@ -252,7 +255,7 @@ def _told(claimed: Claimed, config: Config, report: Mapping[str, Any] | None) ->
 
 
 def _without_file(table: Path) -> str:
-    """Why a run has left no report, as it has said itself."""
+    """Returns the run's own reason for leaving no report."""
     said = table.read_text(encoding="utf-8").splitlines()
     short = [line.removeprefix("SHORTFALL ") for line in said if line.startswith("SHORTFALL ")]
     return short[-1] if short else f"no file: see {table}"

@@ -1,4 +1,4 @@
-"""What algorithms that go through a graph block by block have in common: settings, and what they leave as it is."""
+"""Base classes of algorithms that process a graph block by block: their settings, and notes on what they leave."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class BlockAlgorithm(Algorithm):
     """An algorithm of one or more walks.
 
     Attributes:
-        stays: what of an operator is left as it is where the algorithm can do nothing, in words.
-        tables: whether it changes weights that are tables of Embeddings, too.
+        stays: words for what is left unchanged in an operator that the algorithm cannot improve.
+        tables: whether it also changes weights that are tables of Embeddings.
     """
 
     stage: ClassVar[str] = CALIBRATED
@@ -34,7 +34,7 @@ class BlockAlgorithm(Algorithm):
     memory: int = setting(2048, "MiB of activations in memory; what is more is in temporary files", COUNT)
 
     def notes(self, graph_module: fx.GraphModule) -> list[tuple[str, str]]:
-        """The quantized operators that it can do nothing about."""
+        """Returns (site, reason) of the quantized operators that it cannot change."""
         from qatkit.algorithms.blocks.lesson import changeable
 
         return changeable(graph_module, self.stays, tables=self.tables)[1]
@@ -42,7 +42,7 @@ class BlockAlgorithm(Algorithm):
 
 @dataclass(frozen=True)
 class LearnedRounding(BlockAlgorithm):
-    """One that learns whether each weight is rounded up or down (`qatkit.algorithms.blocks.learn`)."""
+    """An algorithm that learns whether each weight is rounded up or down (`qatkit.algorithms.blocks.learn`)."""
 
     expensive: ClassVar[bool] = True
     stays: ClassVar[str] = "rounding not learned"

@@ -1,12 +1,12 @@
-"""The tensors between blocks, chunk by chunk, for all images at once: exact where that is cheap, bounded in memory.
+"""A cache of the tensors between blocks, by chunk, for all images: exact where that is cheap, bounded in memory.
 
-    what a quantizer yields     its integers, exactly: a byte a value; so what only moves such values
-    other floats                float16 where it holds them (relative error 2^-11), else float32
-    integers and masks          as they are, and so the model's inputs
+    a quantizer's output        its integers, exactly: a byte per value; also after operators that only move values
+    other floats                float16 where its range suffices (relative error 2^-11), else float32
+    integers and masks          unchanged, and so the model's inputs
 
-A chunk is one batch of images as the graph ran it. It is never taken apart, so that nothing has to be known of where
-a tensor has its images (windows, tokens first, masks without any). All is in the host's memory, whatever device the
-model is on; beyond `limit` bytes chunks are files in a temporary folder, read when they are asked for.
+A chunk is one batch of images as the graph ran it. It is never split, so that the position of the batch in a
+tensor need not be known (windows, tokens first, masks without any). All tensors are in the host's memory,
+whatever device the model is on; beyond `limit` bytes chunks are files in a temporary folder, read on demand.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from torch import Tensor
 
 from qatkit.quant.fake_quantize import FakeQuantize
 
-# float16's largest number, and below which largest value of a tensor it has too few digits for the others.
+# float16's largest number, and the largest value of a tensor below which float16 is too coarse for the
+# others.
 _LARGEST, _SMALLEST = 65504.0, 2.0**-7
 
 
@@ -45,10 +46,10 @@ class _Packed:
 
 
 class Cache:
-    """Tensors by a name and a chunk. Tuples of tensors are kept as such, and so is what is no tensor.
+    """A store of tensors by name and chunk. Tuples of tensors are kept as such, and so are other values.
 
     Args:
-        limit: bytes in memory; what comes on top of it goes to the disk.
+        limit: bytes in memory; further tensors go to the disk.
 
     Attributes:
         held: bytes in memory now.
@@ -63,15 +64,15 @@ class Cache:
     def put(
         self, name: Any, chunk: int, value: Any, quantizer: FakeQuantize | None = None, *, exact: bool = False
     ) -> None:
-        """Keeps a value, every bit of it if `exact`; `quantizer` is the one on whose grid it is, if any."""
+        """Stores a value, every bit of it if `exact`; `quantizer` is the one whose grid it lies on, if any."""
         self._kept[name][chunk] = self._packed(value, quantizer, exact)
 
     def get(self, name: Any, chunk: int) -> Any:
-        """A value as a new tensor, or a tuple of them."""
+        """Returns a value as a new tensor, or a tuple of them."""
         return _read(self._kept[name][chunk])
 
     def drop(self, name: Any) -> None:
-        """Forgets a name."""
+        """Removes all values of a name."""
         for packed in self._kept.pop(name, {}).values():
             self._forget(packed)
 

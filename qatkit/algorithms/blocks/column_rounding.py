@@ -1,4 +1,4 @@
-"""GPTQ of one operator: moments of its inputs, from which its integers and its bias follow."""
+"""GPTQ of one operator: its integers and its bias follow from moments of its inputs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from qatkit.algorithms.gptq import GPTQ
 
 
-# Damping of a weight that is a table, too: it stands for the error of what is looked up (decision 55).
+# Damping of a weight that is also a table: it accounts for the error of looked-up rows (decision 55).
 _TIED = 0.1
 
 
@@ -34,7 +34,7 @@ class _Moments:
     """Moments of an operator's inputs over all places of all images.
 
     Attributes:
-        quantized, original: means [groups, inputs], behind quantized operators and behind float ones.
+        quantized, original: means [groups, inputs], after quantized operators and after float ones.
         second, cross: means [groups, inputs, inputs] of x'·x'ᵀ and (x - x')·x'ᵀ.
     """
 
@@ -44,7 +44,7 @@ class _Moments:
     cross: Tensor
 
     def centred(self) -> _Moments:
-        """Covariances in the place of second moments."""
+        """Returns the moments with covariances instead of second moments."""
         behind = self.quantized[:, None]
         lost = self.original - self.quantized
         return _Moments(
@@ -57,7 +57,7 @@ class _Moments:
 
 @dataclass
 class _Rounded:
-    """What a weight, or some of its output channels, is rounded to.
+    """The rounding of a weight, or of some of its output channels.
 
     Attributes:
         integers: of the weight's shape; a byte each where all of them fit one.
@@ -72,7 +72,10 @@ class _Rounded:
 
 
 def _made_up(moments: _Moments, share: float, damping: float) -> Tensor | None:
-    """Returns M [groups, inputs, inputs]: a weight w becomes w + w·M for the loss of the operators before; None: w."""
+    """Returns M [groups, inputs, inputs]: a weight w becomes w + w·M to compensate earlier operators' error.
+
+    None: w.
+    """
     if not share:
         return None
     factor = damped_factor(moments.second, damping)
@@ -86,7 +89,7 @@ class ColumnRounding:
     Attributes:
         settings: of the algorithm.
         with_bias: the operators whose bias takes the mean error.
-        tables: the Embeddings that a weight is the table of, by the id of the parameter.
+        tables: the Embeddings that share a weight as their table, by the id of the parameter.
     """
 
     settings: GPTQ
@@ -95,7 +98,7 @@ class ColumnRounding:
 
     @classmethod
     def of(cls, settings: GPTQ, graph_module: fx.GraphModule) -> ColumnRounding:
-        """Returns the learner of a calibrated graph."""
+        """Returns the learner for a calibrated graph."""
         return cls(settings, set(targets(graph_module)[0].values()), tied_tables(graph_module))
 
     def learn(self, lesson: Lesson) -> Found:
@@ -106,7 +109,7 @@ class ColumnRounding:
         return found
 
     def _learned(self, operator: QATOperator, seen: _Moments) -> Found:
-        """Integers, scale and zero point of the weight, and the bias where it takes the mean error."""
+        """Returns integers, scale and zero point of the weight, and the bias where it takes the mean error."""
         fake, takes = weight_quantizer(operator), operator in self.with_bias
         weight, bias = (None if t is None else t.detach() for t in operator.effective())
         assert weight is not None
@@ -122,7 +125,7 @@ class ColumnRounding:
         return found
 
     def _rounded(self, operator: QATOperator, weight: Tensor, moments: _Moments, *, takes: bool) -> _Rounded:
-        """Rounds a weight, some rows at a time: what is computed of them takes many times their own memory.
+        """Rounds a weight, some rows at a time: the intermediate tensors take many times their memory.
 
         Args:
             takes: whether the bias takes the mean error of the outputs.
@@ -134,7 +137,7 @@ class ColumnRounding:
         form = damped(moments.second, damping) if searches else moments.second
         integers = torch.empty_like(weight, dtype=spec.differences)
         found = list[tuple[Tensor, ...]]()
-        # Rows of all groups are solved side by side, so they come together.
+        # Rows of all groups are solved together, so they come together.
         for rows in fake.pieces(weight) if groups == 1 else [slice(None)]:
             part, one = weight[rows], fake.of_rows(rows)
 
@@ -166,7 +169,10 @@ class ColumnRounding:
     def _in_format(
         self, operator: QATOperator, fake: FormatWeightFakeQuantize, moments: _Moments, *, takes: bool
     ) -> Found:
-        """Values and scales of a weight in a number format, whose scales are those of its definition, and the bias."""
+        """Returns values and scales of a weight in a number format, and the bias.
+
+        The format's definition gives the scales.
+        """
         weight, bias = (None if t is None else t.detach() for t in operator.effective())
         assert weight is not None and fake.spec.form is not None
         damping, groups = self._damping(operator), len(moments.second)
@@ -206,7 +212,7 @@ class ColumnRounding:
 
 
 def _moments(lesson: Lesson, operator: QATOperator) -> _Moments:
-    """Moments of what an operator reads, over all chunks."""
+    """Returns moments of an operator's inputs, over all chunks."""
     count, sums = 0, list[Tensor]()
     for chunk in range(lesson.chunks):
         x = patches(operator, lesson.inputs([chunk])[0])

@@ -1,10 +1,10 @@
-"""Which values of a block's output matter: the diagonal of the Fisher information, by one backward pass an image.
+"""The importance of a block's output values: the diagonal of the Fisher information, one backward pass per image.
 
     F = E_r (Σ_o r_o · ∂out_o / ∂y)²
 
-To second order KL(float || changed) grows by ½ · Σ F · (y' - y)². Of classes r = softmax(out) - one-hot of a class
-drawn from it, so that no labels are needed; for other outputs (one axis alone, tokens, several outputs)
-r is a random sign a value, which makes F the diagonal of JᵀJ, that of the squared error.
+To second order KL(float || changed) grows by ½ · Σ F · (y' - y)². For classes, r = softmax(out) - one-hot of
+a class drawn from it, so that no labels are needed. For other outputs (a single axis, tokens, several
+outputs) r is a random sign per value, which makes F the diagonal of JᵀJ, that of the squared error.
 Source: Li et al., "BRECQ", 2021, section 3.3, where the class is the label.
 """
 
@@ -16,19 +16,19 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-# [N, classes] of a classifier, [N, classes, H, W] of a segmentation.
+# [N, classes] for a classifier, [N, classes, H, W] for a segmentation.
 _CLASSES = (2, 4)
 
 
 def fisher_diagonal(
     tail: fx.GraphModule, values: Sequence[Any], chosen: Sequence[int], generator: torch.Generator
 ) -> list[Tensor]:
-    """The squared gradients with regard to some of the inputs of a float graph, of their shapes.
+    """Returns the squared gradients with respect to some inputs of a float graph, of their shapes.
 
     Args:
-        tail: gives a tuple; quantization is off.
+        tail: returns a tuple; quantization is off.
         values: its inputs.
-        chosen: which of them, all floating-point.
+        chosen: indices of the inputs to differentiate, all floating-point.
         generator: of classes and signs.
     """
     with torch.enable_grad():
@@ -46,7 +46,7 @@ def fisher_diagonal(
 
 
 def direction(y: Tensor, generator: torch.Generator, *, classes: bool) -> Tensor:
-    """R of an output, of its shape; `classes` says that it may be [N, classes, ...]."""
+    """Returns r of an output, of its shape; `classes` says that it may be [N, classes, ...]."""
     if not classes or y.ndim not in _CLASSES:
         return (torch.rand(y.shape, generator=generator) < 0.5).to(y) * 2 - 1
     shares = y.softmax(1)

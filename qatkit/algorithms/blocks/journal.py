@@ -1,12 +1,12 @@
-"""What is finished of a long algorithm, in files: a run that is killed goes on with the next block.
+"""Stores the finished blocks of a long algorithm in files: a killed run continues with the next block.
 
     with working(progress=True, seed=0, file=folder / "adaround.partial"):
         module.correct(batches, [algorithm])
 
-Each finished block has a file (adaround.0.partial, ...) with what it came to and a key: a fingerprint of the graph, the
-ranges, the settings and the images. A file that is damaged or of something else is put aside with a warning, and its
-block and those behind it are done again. Whoever opened them removes them (`qatkit.jobs.calibrate`), once what they
-led to is in a checkpoint.
+Each finished block has a file (adaround.0.partial, ...) with its result and a key: a fingerprint of the
+graph, the ranges, the settings and the images. A damaged file, or one with another key, is ignored with a
+warning, and its block and later ones are done again. The caller removes the files (`qatkit.jobs.calibrate`),
+once a checkpoint holds the result.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from qatkit.encryption.vault import readable, secret
 
-Found = dict[str, Tensor]  # what a block came to
+Found = dict[str, Tensor]  # the result of a block
 
 
 def _nothing() -> None:
@@ -36,12 +36,12 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class Work:
-    """How an algorithm works that takes long.
+    """Settings for the work of a long algorithm.
 
     Attributes:
-        progress: with a bar.
+        progress: whether a bar is shown.
         seed: of the order of its images.
-        file: by whose name the files of finished blocks are called, None: there are none.
+        file: gives the names of the files of finished blocks; None: no files.
         between: called after each block, to return the memory that it has freed.
     """
 
@@ -58,7 +58,7 @@ _CURRENT: ContextVar[Work] = ContextVar("work", default=Work())  # noqa: B039  f
 def working(
     *, progress: bool, seed: int, file: Path | None, between: Callable[[], None] = _nothing
 ) -> Iterator[None]:
-    """What algorithms called within show, and where they keep what they have finished."""
+    """Sets, within the context, the progress bar, seed and files of algorithms."""
     token = _CURRENT.set(Work(progress, seed, file, between))
     try:
         yield
@@ -67,12 +67,12 @@ def working(
 
 
 def current() -> Work:
-    """Of the innermost `working`."""
+    """Returns the settings of the innermost `working`."""
     return _CURRENT.get()
 
 
 def fingerprint(*parts: Any) -> str:
-    """Hexadecimal digits of tensors (their bytes), mappings of them, and what has a JSON."""
+    """Returns a hexadecimal digest of tensors (their bytes), mappings of them, and values that JSON can express."""
     digest = hashlib.sha256()
     for part in parts:
         for name, one in sorted(part.items()) if isinstance(part, Mapping) else [("", part)]:
@@ -89,16 +89,16 @@ class Journal:
     """The finished blocks of one call, in their order: each in a file of its own, and none of them in memory.
 
     Args:
-        file: NAME.partial, where blocks are NAME.0.partial, NAME.1.partial, ...; None: they are kept nowhere.
-        key: of what they depend on.
+        file: NAME.partial, where blocks are NAME.0.partial, NAME.1.partial, ...; None: they are not stored.
+        key: of everything that they depend on.
     """
 
     def __init__(self, file: Path | None, key: str) -> None:
         self._file, self._key, self._count = file, key, 0
-        self._reads = True  # until a block is missing: those behind it are done again, too
+        self._reads = True  # until a block is missing: later ones are done again, too
 
     def next(self, learn: Callable[[], Found]) -> Found:
-        """Returns what the next block came to: as it is stored, else by `learn`, and then it is stored."""
+        """Returns the result of the next block: from its file, else by `learn`, and then it is stored."""
         path = None if self._file is None else block_file(self._file, self._count)
         self._count += 1
         stored = None if path is None or not self._reads else self._stored(path)
@@ -113,7 +113,10 @@ class Journal:
         return found
 
     def _stored(self, path: Path) -> Found | None:
-        """Returns the block in a file; None where there is no file, or with a warning one of something else."""
+        """Returns the block in a file.
+
+        None where there is no file, or, with a warning, where it is of something else.
+        """
         if not path.is_file():
             return None
         with readable(path) as plain:
@@ -124,7 +127,7 @@ class Journal:
             found: Found = stored["found"]
             if stored["digest"] != fingerprint(found):
                 reason = "is damaged"
-        except Exception as error:  # whatever a file may hold
+        except Exception as error:  # any content is possible
             reason = f"can't be read ({type(error).__name__})"
         if reason:
             warnings.warn(f"{path}: {reason}; its blocks are done again", stacklevel=3)

@@ -1,13 +1,13 @@
-"""Learning what a block's weights are rounded to, from the error of its outputs.
+"""Learns the rounding of a block's weights from the error of its outputs.
 
     L = E_images |y' - y|²_F / E0 + λ · mean(1 - |2·h(V) - 1|^β)
 
-y are the float block's outputs on float inputs, y' the quantized block's on quantized inputs (asymmetric, so that it
-takes back what the blocks before did), |.|_F² weighs every value with F if there is one, E0 is the error of rounding
-to the nearest: λ means the same whatever the block's size. The quantizers inside of the block are on, those of its
-outputs clamp to their bounds only: a ReLU behind the last operator counts, the rounding behind it is nobody's fault.
-At the end the rounding found is held against the nearest one, in the output error over all images, and is left if it
-is not better.
+y are the float block's outputs on float inputs, y' the quantized block's on quantized inputs (asymmetric, so
+that it compensates for errors of earlier blocks). |.|_F² weighs every value with F if there is one. E0 is the
+error of rounding to the nearest, so λ means the same whatever the block's size. The quantizers inside the
+block are on; those of its outputs only clamp to their bounds. So a ReLU after the last operator counts, but
+the rounding after it does not. At the end the learned rounding is compared with the nearest one, in the
+output error over all images, and dropped if it is not better.
 Sources: Nagel et al., 2020, section 3.3; Li et al., "BRECQ", 2021, equation 10.
 """
 
@@ -50,7 +50,7 @@ class Rounding:
     bias_lr: float = 0.0
 
     def learn(self, lesson: Lesson) -> Found:
-        """By site: `NAME.rounds_up`, `NAME.scale`, and `NAME.bias` where that is learned."""
+        """Returns, by site, `NAME.rounds_up`, `NAME.scale`, and `NAME.bias` where that is learned."""
         with _soft(lesson.operators, biases=self.bias_lr > 0) as soft, _outputs_clamp(lesson):
             order = chunk_order(lesson, self.steps)
             start = _nearest_error(lesson, soft)
@@ -88,7 +88,7 @@ class Rounding:
 
 
 def output_error(lesson: Lesson, chunks: Sequence[int]) -> Tensor:
-    """Mean over the outputs' values of (y' - y)², weighed; rank 0."""
+    """Returns the mean over the outputs' values of (y' - y)², weighted; rank 0."""
     outputs, targets = lesson.module(*lesson.inputs(chunks)), lesson.targets(chunks)
     pairs = [
         (y, target.to(y.dtype))
@@ -104,12 +104,12 @@ def output_error(lesson: Lesson, chunks: Sequence[int]) -> Tensor:
 
 
 def mean_error(lesson: Lesson) -> float:
-    """`output_error` of the block as it is, over all chunks."""
+    """Returns `output_error` of the block in its current state, over all chunks."""
     return sum(float(output_error(lesson, [chunk])) for chunk in range(lesson.chunks)) / lesson.chunks
 
 
 def descend(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
-    """One step; gradients reach the optimizer's parameters alone, not those of the block."""
+    """Takes one step; only the optimizer's parameters get gradients, not those of the block."""
     learned = [p for group in optimizer.param_groups for p in group["params"]]
     for p, grad in zip(learned, torch.autograd.grad(loss, learned, allow_unused=True), strict=True):
         p.grad = grad
@@ -117,7 +117,7 @@ def descend(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
 
 
 def chunk_order(lesson: Lesson, steps: int) -> list[list[int]]:
-    """The chunks of each step in random order, every one once before any comes again."""
+    """Returns the chunks of each step in random order; every one is used once before any repeats."""
     many = min(lesson.together, lesson.chunks)
     rounds = -(-steps * many // lesson.chunks)
     drawn = torch.cat([torch.randperm(lesson.chunks, generator=lesson.generator) for _ in range(rounds)])
@@ -126,7 +126,7 @@ def chunk_order(lesson: Lesson, steps: int) -> list[list[int]]:
 
 @contextmanager
 def _soft(operators: dict[str, QATOperator], *, biases: bool) -> Iterator[dict[str, SoftRounding]]:
-    """A `SoftRounding` in the place of each operator's quantizer."""
+    """Replaces each operator's quantizer by a `SoftRounding` within the context."""
     fakes = {name: operator.weight_fake_quant for name, operator in operators.items()}
     soft = {}
     try:
@@ -143,7 +143,7 @@ def _soft(operators: dict[str, QATOperator], *, biases: bool) -> Iterator[dict[s
 
 @contextmanager
 def _outputs_clamp(lesson: Lesson) -> Iterator[None]:
-    """The block quantized, but for the quantizers that give its outputs and nothing else in it."""
+    """Turns on the quantizers of the block, except those that only give its outputs: these clamp."""
     set_phase(lesson.module, observe=False, quantize=True)
     inside = set(lesson.block.nodes)
     for node in lesson.block.outputs:
@@ -159,7 +159,7 @@ def _nearest_error(lesson: Lesson, soft: dict[str, SoftRounding]) -> float:
 def _hard_error(
     lesson: Lesson, soft: dict[str, SoftRounding], rounding: dict[str, Tensor], *, shifted: bool
 ) -> float:
-    """Output error over all chunks with weights rounded for good."""
+    """Returns the output error over all chunks with final roundings."""
     before = {name: operator.weight_fake_quant for name, operator in lesson.operators.items()}
     for name, operator in lesson.operators.items():
         operator.weight_fake_quant = cast(Any, _Hard(soft[name], rounding[name], shifted))

@@ -1,4 +1,4 @@
-"""What an algorithm gets of a block and gives back, and which operators it may change."""
+"""The interface of a block algorithm: its inputs and results for a block, and the operators that it may change."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ Tensors = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Lesson:
-    """A block and what there is to learn from.
+    """A block and the data to learn from.
 
     Attributes:
         block: the nodes.
-        module: the block alone; called with its inputs it gives its outputs.
-        operators: of its operators those that may be changed, by site.
-        chunks: how many batches of images there are.
+        module: the block as a module, from its inputs to its outputs.
+        operators: those of its operators that may be changed, by site.
+        chunks: the number of batches of images.
         generator: of random numbers, the same whenever this block is learned.
-        together: how many chunks a step should see: those of a block with few positions are small.
-        inputs: of the quantized block, of some chunks.
-        originals: of the float block, of some chunks.
-        targets: the float outputs, of some chunks.
-        importance: None, or of some chunks the weight of each value of the floating-point outputs.
+        together: the number of chunks per step: those of a block with few positions are small.
+        inputs: of the quantized block, for some chunks.
+        originals: inputs of the float block, for some chunks.
+        targets: the float outputs, for some chunks.
+        importance: None, or the weight of each value of the floating-point outputs, for some chunks.
     """
 
     block: Block
@@ -50,24 +50,24 @@ class Lesson:
 
 
 class Learner(Protocol):
-    """What an algorithm makes of a block."""
+    """The part of an algorithm that learns a block."""
 
     def learn(self, lesson: Lesson) -> Found:
-        """What the block's operators should be; nothing is changed yet."""
+        """Returns the new parts of the block's operators; nothing is changed yet."""
 
     def apply(self, lesson: Lesson, found: Found) -> None:
-        """Changes the operators to what `learn` found, now or before a kill."""
+        """Applies the results of `learn` to the operators, from now or from before a kill."""
 
 
 def changeable(
     graph_module: fx.GraphModule, what: str, *, tables: bool = False
 ) -> tuple[dict[str, QATOperator], list[tuple[str, str]]]:
-    """The quantized Convs and Linears by site whose rounding or scale may be chosen, and (site, why not) of the others.
+    """Returns Convs and Linears whose rounding or scale may be chosen, by site, and (site, reason) of the others.
 
     Args:
         graph_module: prepared.
-        what: stays as it is, in words.
-        tables: whether a weight may be that of an Embedding, too (`tied_tables`).
+        what: words for what stays unchanged.
+        tables: whether a weight may also be that of an Embedding (`tied_tables`).
     """
     tied = tied_tables(graph_module) if tables else {}
 
@@ -85,7 +85,7 @@ def changeable(
 
 
 def tied_tables(graph_module: fx.GraphModule) -> dict[int, list[QATEmbedding]]:
-    """Returns the Embeddings with a quantized table, by the id of the parameter that it is."""
+    """Returns the Embeddings with a quantized table, by the id of its parameter."""
     found: dict[int, list[QATEmbedding]] = {}
     for _, module, _ in quantized_weights(graph_module):
         if isinstance(module, QATEmbedding):
@@ -94,7 +94,7 @@ def tied_tables(graph_module: fx.GraphModule) -> dict[int, list[QATEmbedding]]:
 
 
 def rounded(algorithm: object, operators: dict[str, QATOperator]) -> int:
-    """How many operators have a rounding of their own; warns where none has."""
+    """Returns the number of operators with a rounding of their own; warns where none has."""
     fakes = [operator.weight_fake_quant for operator in operators.values()]
     count = sum(fake is not None and fake.rounding is not None for fake in fakes)
     if not count:

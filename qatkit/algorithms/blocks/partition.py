@@ -1,16 +1,17 @@
-"""A partition of the graph into blocks, by what is alive between its nodes.
+"""Partitions the graph into blocks, by the tensors that are alive between its nodes.
 
-The nodes stand in the order in which they run. Between two of them some tensors are alive: computed before, read
-behind. Where that is one tensor, the graph can be cut as if with one knife (an articulation point of the dataflow):
-before and behind a residual block, between two layers of a chain. Inside a residual block two are alive, inside a
-gate three.
+The nodes are in execution order. Between two of them some tensors are alive: computed before and read later.
+Where that is one tensor, the graph can be cut in two (an articulation point of the dataflow): before and
+after a residual block, between two layers of a chain. Inside a residual block two are alive, inside a gate
+three.
 
-    blocks(graph, 5)       consecutive nodes with at most 5 quantized Convs and Linears a block, such that the sum of
+    blocks(graph, 5)       consecutive nodes with at most 5 quantized Convs and Linears per block, so that the sum of
                            (values alive x tensors alive) over all cuts is least: blocks are cut at bottlenecks
-    layers(graph)          each Conv and Linear with the activation behind it; what lies between is a block of its own
+    layers(graph)          each Conv and Linear with the activation after it; nodes in between form their own blocks
 
-No module name is asked. Tensors that no quantized operator stands before (masks, positions) are alive everywhere and
-say nothing of the structure, so they are not counted; what depends on parameters alone is computed where it is read.
+Module names play no part. Tensors that precede every quantized operator (masks, positions) are alive
+everywhere and do not show the structure, so they are not counted. Values that depend only on parameters are
+computed where they are read.
 Source of the idea: Li et al., "BRECQ", 2021, section 3.2, where blocks are named by hand for each family.
 """
 
@@ -29,18 +30,18 @@ from qatkit.graph.placement import constants
 from qatkit.graph.quantizers import is_quantizer
 from qatkit.quant.qat_layers import QATOperator
 
-# What a layer's error is measured behind, where the operator alone feeds it.
+# A layer's error is measured after these, where the operator is their only input.
 _ACTIVATIONS = frozenset({"relu", "relu6", "silu", "gelu", "hardswish", "leaky_relu"})
 
 
 @dataclass(frozen=True)
 class Block:
-    """Consecutive nodes.
+    """A block of consecutive nodes.
 
     Attributes:
-        nodes: in the order in which they run, constants aside.
-        inputs: computed before it and read in it.
-        outputs: computed in it and read behind it, or yielded by the graph.
+        nodes: in execution order, without constants.
+        inputs: computed before the block and read in it.
+        outputs: computed in it and read after it, or returned by the graph.
         operators: its quantized Convs and Linears.
     """
 
@@ -50,14 +51,14 @@ class Block:
     operators: tuple[fx.Node, ...]
 
     def extract(self) -> fx.GraphModule:
-        """The block alone: called with its inputs, it gives the tuple of its outputs. Modules are shared."""
+        """Returns the block as a module from its inputs to the tuple of its outputs. Submodules are shared."""
         return extract(self.nodes, self.inputs, self.outputs)
 
 
 def extract(
     nodes: Iterable[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]
 ) -> fx.GraphModule:
-    """A graph of `nodes` with the modules of theirs; constants that they read are computed in it."""
+    """Returns a graph of `nodes` that shares their modules; constants that they read are computed in it."""
     graph = fx.Graph()
     copies = {node: graph.placeholder(node.name) for node in inputs}
 
@@ -77,13 +78,13 @@ def extract(
 
 
 def is_learner(node: fx.Node) -> bool:
-    """Whether a node is a Conv or Linear with a quantized weight."""
+    """Returns whether a node is a Conv or Linear with a quantized weight."""
     module = module_of(node) if node.op == "call_module" and facts(node).weighted else None
     return isinstance(module, QATOperator) and module.weight_fake_quant is not None
 
 
 def blocks(graph_module: fx.GraphModule, operators: int) -> list[Block]:
-    """The whole graph in blocks of at most `operators` quantized Convs and Linears, cut where least is alive."""
+    """Returns the whole graph in blocks of at most `operators` quantized Convs and Linears, cut at bottlenecks."""
     steps = _steps(graph_module)
     prices = _prices(steps)
     ends = [i for i in range(1, len(steps)) if not is_quantizer(steps[i])] + [len(steps)]
@@ -105,7 +106,7 @@ def blocks(graph_module: fx.GraphModule, operators: int) -> list[Block]:
 
 
 def layers(graph_module: fx.GraphModule) -> list[Block]:
-    """The whole graph, each quantized Conv and Linear with its activation in a block of its own."""
+    """Returns the whole graph, each quantized Conv and Linear with its activation in a block of its own."""
     steps = _steps(graph_module)
     cuts = {0, len(steps)}
     for i, node in enumerate(steps):
@@ -120,20 +121,20 @@ def layers(graph_module: fx.GraphModule) -> list[Block]:
 
 
 def _belongs(node: fx.Node, last: fx.Node) -> bool:
-    """Whether a node is a quantizer of `last`, or the activation that alone reads it."""
+    """Returns whether a node is a quantizer of `last`, or an activation that is its only reader."""
     if last not in node.all_input_nodes:
         return False
     return is_quantizer(node) or (op_class(node) in _ACTIVATIONS and len(last.users) == 1)
 
 
 def _steps(graph_module: fx.GraphModule) -> list[fx.Node]:
-    """The nodes that depend on the inputs, in order, without inputs and the graph's end."""
+    """Returns the nodes that depend on the inputs, in order, without inputs and the graph's end."""
     free = constants(graph_module.graph)
     return [n for n in graph_module.graph.nodes if not is_end(n) and n.op != "placeholder" and n not in free]
 
 
 def is_end(node: fx.Node) -> bool:
-    """Returns whether a node only gathers what the graph yields (`qatkit.graph.nodes.Outputs`)."""
+    """Returns whether a node only collects the graph's results (`qatkit.graph.nodes.Outputs`)."""
     return node.op == "output" or op_class(node) == "outputs"
 
 
@@ -155,9 +156,12 @@ def _between(steps: Sequence[fx.Node], cuts: Sequence[int]) -> list[Block]:
 
 
 def _prices(steps: Sequence[fx.Node]) -> list[float]:
-    """Of a cut before each step: values alive times tensors alive. A tensor and its quantized self are one."""
+    """Returns the price of a cut before each step: values alive times tensors alive.
+
+    A tensor and its quantized version count as one.
+    """
     order = {node: i for i, node in enumerate(steps)}
-    behind: set[fx.Node] = set()  # what a quantized operator stands before
+    behind: set[fx.Node] = set()  # nodes after a quantized operator
     last: dict[fx.Node, int] = {}
     for node in steps:
         if is_learner(node) or any(n in behind for n in node.all_input_nodes):

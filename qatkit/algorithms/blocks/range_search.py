@@ -1,4 +1,4 @@
-"""The range of a weight, searched by the error of its operator's output (`qatkit.algorithms.SequentialMSE`)."""
+"""Searches the range of a weight by the error of its operator's output (`qatkit.algorithms.SequentialMSE`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from qatkit.quant.weight_fake_quantize import WeightFakeQuantize
 
 
 def even_shares(least: float, count: int) -> list[float]:
-    """`count` shares of the largest value, from 1 down to `least`."""
+    """Returns `count` shares of the largest value, evenly from 1 down to `least`."""
     found: list[float] = torch.linspace(1.0, least, count).tolist()
     return found
 
@@ -25,7 +25,7 @@ class RangeSearch:
     """A `qatkit.algorithms.blocks.lesson.Learner` of blocks with one operator, which is their first node.
 
     Attributes:
-        shares: of the largest value, in the order in which the first of equal ones is taken.
+        shares: of the largest value; of equally good ones the first is taken.
     """
 
     shares: list[float]
@@ -58,13 +58,13 @@ class RangeSearch:
 
 
 def squared_errors(difference: Tensor, operator: QATOperator) -> Tensor:
-    """[channels] of an operator's output, summed over everything else; float64."""
+    """Returns the squared error [channels] of an operator's output, summed over all other axes; float64."""
     axis = difference.ndim - operator.weight.ndim + 1  # Conv: [N, C, ...] or [C, ...]; Linear: [..., C]
     return difference.double().square().sum([d for d in range(difference.ndim) if d != axis])
 
 
 def weight_quantizer(operator: QATOperator) -> WeightFakeQuantize:
-    """What quantizes the weight of an operator that may be changed."""
+    """Returns the weight quantizer of an operator that may be changed."""
     fake = operator.weight_fake_quant
     assert fake is not None
     return fake

@@ -2,9 +2,10 @@
 
     y = s · clip(round(x / s), low, high)        s = s0 · exp(p), p learned
 
-with the gradient of LSQ: inside of the range (round(v) - v), v = x / s, beyond it the range's end. The zero point
-stands, so that the range shrinks and grows around zero; weights are rounded to the nearest meanwhile.
-Sources: Esser et al., "Learned step size quantization", 2020, equation 3; Hubara et al., "AdaQuant", 2021, section 3.1.
+with the gradient of LSQ: within the range (round(v) - v), v = x / s, beyond it the range's end. The zero
+point is fixed, so that the range shrinks and grows around zero; weights are rounded to the nearest meanwhile.
+Sources: Esser et al., "Learned step size quantization", 2020, equation 3; Hubara et al., "AdaQuant", 2021,
+section 3.1.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Scales:
     """Learns scales; a `qatkit.algorithms.blocks.lesson.Learner`.
 
     Attributes:
-        steps: of Adam, each on one lot of images.
+        steps: of Adam, each on a few chunks of images.
         lr: of p.
     """
 
@@ -39,7 +40,7 @@ class Scales:
     lr: float
 
     def learn(self, lesson: Lesson) -> Found:
-        """By site: the scale; nothing where none is better than those that are there."""
+        """Returns the scales by site; nothing where they are no better than the present ones."""
         set_phase(lesson.module, observe=False, quantize=True)
         start = mean_error(lesson)
         with _learned(lesson) as learned:
@@ -55,14 +56,14 @@ class Scales:
             return {name: one.scale().detach().clone() for name, one in learned.items()}
 
     def apply(self, lesson: Lesson, found: Found) -> None:
-        """Sets the scales for the blocks behind; `settle` makes them stay."""
+        """Sets the scales for later blocks; `settle` makes them permanent."""
         for node, quantizer in _movable(lesson).items():
             if site(node) in found:
                 quantizer.scale.copy_(found[site(node)])
 
 
 class LearnedScale(nn.Module):
-    """Stands where the graph has a `FakeQuantize`, while its scale is learned."""
+    """Replaces a `FakeQuantize` in the graph while its scale is learned."""
 
     def __init__(self, quantizer: FakeQuantize) -> None:
         super().__init__()
@@ -72,18 +73,18 @@ class LearnedScale(nn.Module):
         self.p = nn.Parameter(torch.zeros_like(self.first))
 
     def scale(self) -> Tensor:
-        """Rank 0."""
+        """Returns the scale, rank 0."""
         return self.first * self.p.exp()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of x's shape."""
+        """Returns the quantized x, of its shape."""
         scale = self.scale()
         v = torch.clamp(x / scale, self.low, self.high)
         return (v + (torch.round(v) - v).detach()) * scale
 
 
 def settle(graph_module: fx.GraphModule) -> None:
-    """Makes ranges of the scales as they are, in the observers that alignment asks, and aligns again."""
+    """Sets the observers' ranges, which alignment reads, to the present scales, and aligns again."""
     for quantizer in fake_quantizers(graph_module).values():
         if quantizer.movable and quantizer.observer is not None:
             zero, spec = int(quantizer.zero_point), quantizer.spec
@@ -99,7 +100,7 @@ def _movable(lesson: Lesson) -> dict[fx.Node, FakeQuantize]:
 
 @contextmanager
 def _learned(lesson: Lesson) -> Iterator[dict[str, LearnedScale]]:
-    """A `LearnedScale` in the place of each quantizer of the block that has a range of its own."""
+    """Replaces each quantizer of the block that has a range of its own by a `LearnedScale` within the context."""
     movable = _movable(lesson)
     learned = {site(node): LearnedScale(quantizer) for node, quantizer in movable.items()}
     for node in movable:

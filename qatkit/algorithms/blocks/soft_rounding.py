@@ -1,11 +1,12 @@
-"""A rounding that can be learned: each weight is rounded down, plus something between 0 and 1 that ends at either.
+"""A rounding that can be learned: each weight is rounded down, plus a value between 0 and 1 that ends at either.
 
     W'(V) = s · clip(floor(W / s) + h(V), -n, n)
     h(V)  = clip(sigmoid(V) · (ζ - γ) + γ, 0, 1)        ζ = 1.1, γ = -0.1: reaches 0 and 1, with a gradient up to there
     f(V)  = Σ 1 - |2·h(V) - 1|^β                        pulls h to 0 or 1; a large β lets it move first
 
 β falls from 20 to 2; before that, for the share `warm` of the steps, there is no f at all.
-Source: Nagel et al., "Up or Down? Adaptive Rounding for Post-Training Quantization", 2020, equations 22 to 24.
+Source: Nagel et al., "Up or Down? Adaptive Rounding for Post-Training Quantization", 2020, equations 22 to
+24.
 """
 
 from __future__ import annotations
@@ -22,22 +23,22 @@ _FIRST_BETA, _LAST_BETA = 20.0, 2.0
 
 
 def rectified_sigmoid(v: Tensor) -> Tensor:
-    """h(V), of V's shape, 0 to 1."""
+    """Returns h(V), of V's shape, 0 to 1."""
     return torch.clamp(torch.sigmoid(v) * (ZETA - GAMMA) + GAMMA, 0, 1)
 
 
 def inverse(h: Tensor) -> Tensor:
-    """The V with h(V) = `h`, 0 to 1."""
+    """Returns the V with h(V) = `h`, 0 to 1."""
     return -torch.log((ZETA - GAMMA) / (h - GAMMA) - 1)
 
 
 def regularizer(h: Tensor, beta: float) -> Tensor:
-    """f, rank 0: how far all of `h` are from 0 and 1."""
+    """Returns f, rank 0: how far all of `h` are from 0 and 1."""
     return (1 - (2 * h - 1).abs().pow(beta)).sum()
 
 
 def beta_at(step: int, steps: int, warm: float) -> float | None:
-    """β of a step, 0 to `steps` - 1; None as long as there is no regularizer."""
+    """Returns β of a step, 0 to `steps` - 1; None while there is no regularizer."""
     start = warm * steps
     if step < start:
         return None
@@ -45,14 +46,14 @@ def beta_at(step: int, steps: int, warm: float) -> float | None:
 
 
 class SoftRounding(nn.Module):
-    """Stands where an operator has its `weight_fake_quant`, while the rounding is learned.
+    """Replaces an operator's `weight_fake_quant` while the rounding is learned.
 
     Args:
-        fake: the quantizer, whose scale of now stands.
+        fake: the quantizer, whose present scale is kept.
         weight, bias: of the operator, a BatchNorm folded in.
 
     Attributes:
-        v: V; its rounding at the start is the one between, h(V) = W/s - floor(W/s).
+        v: V; at the start it reproduces the weight, h(V) = W/s - floor(W/s).
         shift: [out] added to the bias, or None where that is not learned.
     """
 
@@ -70,15 +71,15 @@ class SoftRounding(nn.Module):
         self.shift = nn.Parameter(torch.zeros_like(bias)) if learns and bias is not None else None
 
     def h(self) -> Tensor:
-        """Of the weight's shape."""
+        """Returns the rectified sigmoid h of V, of the weight's shape."""
         return rectified_sigmoid(self.v)
 
     def rounds_up(self) -> Tensor:
-        """bool, of the weight's shape: h above 1/2."""
+        """Returns whether h is above 1/2: bool, of the weight's shape."""
         return self.v.detach() > 0
 
     def hard(self, rounds_up: Tensor) -> Tensor:
-        """The weight by a rounding, as it ships."""
+        """Returns the weight with a rounding, as it ships."""
         fake, weight = self.fake[0], self.floor + rounds_up
         if fake.spec.guards_pairs:
             weight = fitted(clamped(weight, self.ends), self.steps)
@@ -88,12 +89,12 @@ class SoftRounding(nn.Module):
         return clamped(steps, self.ends) * self.fake[0].spec.granularity.spread(self.scale, steps.shape)
 
     def forward(self, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """The soft weight, and the bias with its shift: what `QATOperator.quantized` asks for."""
+        """Returns the soft weight, and the bias with its shift, as `QATOperator.quantized` needs them."""
         del weight
         return self._in_range(self.floor + self.h()), self.shifted(bias)
 
     def shifted(self, bias: Tensor | None) -> Tensor | None:
-        """The bias with its shift, in float: its steps are finer than any of these errors."""
+        """Returns the bias with its shift, in float: its steps are finer than any of these errors."""
         if bias is None:
             return None
         return bias.detach() if self.shift is None else bias.detach() + self.shift

@@ -1,11 +1,14 @@
-"""Every block of a graph once, in order: the float block on what the float blocks before gave, then what an algorithm
-makes of it, then the quantized block on what the quantized blocks before gave.
+"""Walks through every block of a graph once, in order.
+
+Each block first runs in float on the outputs of the earlier float blocks. Then the algorithm changes it, and
+it runs quantized on the outputs of the earlier quantized blocks.
 
     float inputs ──── block in float ────────────────────────→ float outputs, the target
     quantized inputs ─ learn(block): changes its operators ──→ block quantized ─→ quantized outputs
 
-So later blocks see earlier ones as they were left, the whole model runs twice over the images, whatever its number of
-blocks, and only the tensors that are alive between two blocks are kept (`qatkit.algorithms.blocks.cached`).
+So later blocks see earlier ones in their final state. The whole model runs twice over the images, whatever
+its number of blocks, and only the tensors that are alive between two blocks are kept
+(`qatkit.algorithms.blocks.cached`).
 """
 
 from __future__ import annotations
@@ -36,19 +39,19 @@ from qatkit.quant.fake_quantize import FakeQuantize
 from qatkit.quant.qat_layers import QATOperator
 
 _FLOAT, _QUANTIZED, _FISHER = "float", "quantized", "fisher"
-# A step sees so many positions (rows of a Linear, pixels of a Conv) or images, whichever is reached first.
+# A step uses so many positions (rows of a Linear, pixels of a Conv) or images, whichever is reached first.
 _ROWS, _MOST_IMAGES = 1024, 32
 _MIB = 2**20
 
 
 @dataclass(frozen=True)
 class BlockWalk:
-    """One call of an algorithm: its graph and images, what it may change, and what of it is finished.
+    """A call of an algorithm: its graph and images, the operators that it may change, and its finished blocks.
 
     Attributes:
         graph_module: calibrated; fake quantization is on after each walk.
         operators: those that may be changed, by site.
-        skipped: (site, why not) of the others.
+        skipped: (site, reason) of the others.
         batches: the graph's inputs, of each chunk.
         journal: blocks that it has are not learned again.
         memory: MiB of cached tensors in memory.
@@ -65,7 +68,7 @@ class BlockWalk:
     def of(
         cls, algorithm: BlockAlgorithm, graph_module: fx.GraphModule, inputs: Iterable[Example]
     ) -> BlockWalk:
-        """Reads the images that the algorithm wants, and what it has done with them before a kill."""
+        """Reads the images that the algorithm needs, and its results from before a kill."""
         operators, skipped = changeable(graph_module, algorithm.stays, tables=algorithm.tables)
         batches = _chunks(graph_module, inputs, algorithm.images, algorithm.batch_size)
         journal = Journal(current().file, _key(graph_module, batches, algorithm))
@@ -80,13 +83,13 @@ class BlockWalk:
         fisher: bool = False,
         targets: bool = True,
     ) -> None:
-        """Takes `learner` through the blocks, all of the graph in order.
+        """Applies `learner` to the blocks, all of the graph in order.
 
         Args:
             blocks: of the graph.
-            learner: what changes them.
+            learner: changes them.
             title: of the bar.
-            fisher: with `Lesson.importance`, by a float pass of what is behind each block.
+            fisher: with `Lesson.importance`, by a float pass of the rest of the graph after each block.
             targets: with `Lesson.targets`; without, outputs that no later block reads are not computed.
         """
         if not self.operators:
@@ -107,7 +110,7 @@ class BlockWalk:
 
 
 class _State:
-    """What is alive on the way."""
+    """The tensors that are alive at a point of the walk."""
 
     def __init__(self, walker: BlockWalk) -> None:
         graph_module, batches = walker.graph_module, walker.batches
@@ -139,14 +142,16 @@ class _State:
         )
 
     def together(self, block: Block) -> int:
-        """1 where a tensor's images are not its rows; else chunks until there are `_ROWS` positions."""
+        """Returns the number of chunks per step, for about `_ROWS` positions; 1 where rows are not images."""
         if not all(self.by_rows(node) for node in (*block.inputs, *block.outputs)):
             return 1
         sizes = [_positions(node) * self.images // self.example for node in block.operators]
         return max(1, min(_ROWS // max(1, min(sizes, default=1)), -(-_MOST_IMAGES // self.images)))
 
     def by_rows(self, node: fx.Node) -> bool:
-        """Whether a tensor has a row an image: its first axis is as long as the batch, of the example as of a chunk."""
+        """Returns whether a tensor has a row per image: its first axis is as long as the batch, in example and
+        chunk.
+        """
         value = node.meta.get("value")
         return (
             isinstance(value, Tensor)
@@ -165,7 +170,7 @@ class _State:
         return learner.learn(self.weighed(lesson) if fisher else lesson)
 
     def weighed(self, lesson: Lesson) -> Lesson:
-        """With the importance of its floating-point outputs."""
+        """Returns the lesson with the importance of its floating-point outputs."""
         outputs = lesson.block.outputs
         tail, inputs = self.behind(lesson.block)
         chosen = [i for i, node in enumerate(inputs) if node in outputs and is_float_tensor(node)]
@@ -177,7 +182,7 @@ class _State:
         return replace(lesson, importance=lambda chunks: self.joined(_FISHER, nodes, chunks))
 
     def behind(self, block: Block) -> tuple[fx.GraphModule, list[fx.Node]]:
-        """The float graph behind a block, and the nodes whose values it is called with."""
+        """Returns the float graph after a block, and the nodes whose values are its inputs."""
         graph, free = self.graph_module.graph, constants(self.graph_module.graph)
         order = list(graph.nodes)
         after = [node for node in order[order.index(block.nodes[-1]) + 1 :] if not is_end(node)]
@@ -192,7 +197,7 @@ class _State:
         return tuple(_on(self.device, self.cache.get(key, chunk)) for key in keys)
 
     def run(self, lesson: Lesson, side: str, kept: Collection[fx.Node]) -> None:
-        """Computes the outputs of a block, of which those that are read are kept."""
+        """Computes the outputs of a block, and keeps those that are read later."""
         outputs = [node in kept for node in lesson.block.outputs]
         if not any(outputs):
             return
@@ -206,7 +211,7 @@ class _State:
         self.alive.update(compress(lesson.block.outputs, outputs))
 
     def forget(self, wanted: Collection[fx.Node]) -> None:
-        """Drops what no later block reads."""
+        """Drops the tensors that no later block reads."""
         for node in self.alive.difference(wanted):
             for side in (_FLOAT, _QUANTIZED):
                 self.cache.drop((side, node))
@@ -219,7 +224,7 @@ class _State:
 
 
 def _positions(node: fx.Node) -> int:
-    """Of an operator's output in the example: values over channels."""
+    """Returns the positions of an operator's output in the example: values over channels."""
     value, weight = node.meta["value"], cast(QATOperator, module_of(node)).weight
     return int(value.numel() // len(weight))
 
@@ -233,7 +238,7 @@ def _on(device: torch.device, value: Any) -> Any:
 def _chunks(
     graph_module: fx.GraphModule, batches: Iterable[Example], images: int, size: int
 ) -> list[Tensors]:
-    """Batches of `size` images until there are `images`; of a model that takes one size of batch alone, its own."""
+    """Returns batches of `size` images until there are `images`; a model with a fixed batch size gets its own."""
     found: list[Tensors] = []
     have = 0
     for batch in batches:
@@ -259,7 +264,7 @@ def _chunks(
 
 
 def _key(graph_module: fx.GraphModule, batches: Sequence[Tensors], algorithm: BlockAlgorithm) -> str:
-    """Of what the outcome of a walk depends on: graph and parameters, ranges, settings, seed and images."""
+    """Returns the key of a walk's inputs: graph and parameters, ranges, settings, seed and images."""
     images = {f"{i}.{j}": tensor for i, batch in enumerate(batches) for j, tensor in enumerate(batch)}
     kind = type(algorithm)
     about = {

@@ -1,5 +1,5 @@
-"""Measured placement: which operators of a model are int8, by the clock of the machine that will run it.
+"""Measured placement: which operators of a model are int8, by the latency on the machine that will run it.
 
-operators, tensors and what each takes ── cut ──> the cheapest placement ── choices ──> sites that are another
-than in the backend's table ── record ──> placement.json
+operators, tensors and the time of each ── cut ──> the cheapest placement ── choices ──> sites that differ
+from the backend's table ── record ──> placement.json
 """

@@ -1,4 +1,4 @@
-"""The operators of a graph that can be int8 or float, the tensors between them, and what a cut of them means.
+"""The operators of a graph that can be int8 or float, the tensors between them, and the placement that a cut means.
 
 The rules are those of placement (`qatkit.graph.placement`): a Conv or Linear may have its input quantized for it; a
 sum, a pool or a gate is int8 where all of its inputs are; an operator without a kernel in 8 bits (SiLU) computes in
@@ -24,21 +24,21 @@ from qatkit.verify.site_kernels import DEQUANTIZE, LAYOUT, QUANTIZE
 from qatkit_verify.placement.sites import Sites
 
 _CLEARLY = 1e-3
-_ROUNDS = 4  # over all operators: the first few find nearly everything
+_ROUNDS = 4  # over all operators: the first few find nearly all gains
 
 
 class Choices:
-    """Of one graph, which `qatkit.graph.prepare.ready_to_place` has seen.
+    """The operators of one graph that can be int8 or float, with the cheapest choice between the two.
 
     Args:
-        graph: before quantizers are inserted, with its SiLUs whole.
-        backend: its rules.
+        graph: after `qatkit.graph.prepare.ready_to_place`, before quantizers are inserted, with its SiLUs whole.
+        backend: gives the placement rules.
         layouts: of the same graph.
-        forced: sites that are float anyway.
+        forced: sites that are float in any case.
 
     Attributes:
         computing: sites of the operators that can be int8 or float, in graph order.
-        islands: sites of the operators without a kernel in 8 bits.
+        islands: sites of the operators without an 8-bit kernel.
     """
 
     def __init__(self, graph: fx.Graph, backend: Backend, layouts: Layouts, forced: Collection[str]) -> None:
@@ -58,11 +58,11 @@ class Choices:
         self.islands = frozenset(site(node) for node in self._chosen if facts(node).island and node in int8)
 
     def __call__(self, costs: Costs, *, borders: float = 1.0) -> Sites:
-        """The cheapest placement by what operators and borders take.
+        """Returns the cheapest placement by the time of operators and borders.
 
         Args:
             costs: of this graph.
-            borders: by how much longer they are taken to be.
+            borders: factor by which the time of borders is multiplied.
         """
         times = {
             site(node): Times(costs.of_site(site(node), eight=True), costs.of_site(site(node), eight=False))
@@ -90,7 +90,7 @@ class Choices:
         )
 
     def _may(self, reader: fx.Node, node: fx.Node) -> bool:
-        """Whether a float tensor is quantized for a reader's sake."""
+        """Returns whether a float tensor is quantized just because this reader is int8."""
         kind = self._chosen[reader]
         return kind.weighted or kind.values == "moved" or site(node) in self.islands
 
@@ -107,12 +107,12 @@ class Choices:
         return not kind.keeps_range and kind.activation is None
 
     def _is_read_by_int8(self, node: fx.Node, labelled: frozenset[str]) -> bool:
-        """By an operator that is int8 only if its input is."""
+        """Returns whether a reader of the node is int8 only if its input is."""
         chosen = [user for user in node.users if user in self._chosen and not self._chosen[user].weighted]
         return any(site(user) not in labelled for user in chosen)
 
     def _trimmed(self, found: Sites) -> Sites:
-        """Without the operators that follow their neighbours by themselves."""
+        """Removes operators that follow their neighbours anyway."""
         floats = set(found.floats)
         wanted = self._layouts(floats, found.opened)
         for one in sorted(found.floats - set(self._layouts.operators)):
@@ -122,14 +122,15 @@ class Choices:
 
 
 def refined(start: Sites, sites: Sequence[str], time: Callable[[Sites], float]) -> Sites:
-    """A placement that no change of one operator makes faster by more than a thousandth, or what a few rounds came to.
+    """Returns a placement that no change of one operator makes faster by more than a thousandth.
 
-    A cut knows of borders between two operators; what predicts whole files knows more.
+    The search stops after a few rounds over all operators. A cut knows only the borders between two
+    operators; a predictor of whole files knows more.
 
     Args:
-        start: from which it climbs.
+        start: the placement to start from.
         sites: operators that may be float or not.
-        time: predicted, of a placement.
+        time: predicts the time of a placement.
     """
     best, least, idle = start, time(start), 0
     for one in itertools.islice(itertools.cycle(sites), _ROUNDS * len(sites)):

@@ -1,11 +1,11 @@
-"""The cheapest placement of all, where each operator takes a time in int8 and one in float, and each border another.
+"""Finds the cheapest placement by a minimum cut: each operator has a time in int8 and in float, each border its own.
 
     minimize   Σ time of operator i in its type  +  Σ time of each tensor's Quantize or Dequantize, where one is needed
 
-Two labels, and costs that only ever punish neighbours that differ: so the best labels are a minimum cut between a
-source (int8) and a sink (float), which is found exactly (Greig, Porteous and Seheult, "Exact maximum a posteriori
-estimation for binary images", 1989; flow: SciPy). A tensor with several readers is quantized once: a vertex of its own
-stands for the pair.
+There are two labels, and costs only ever penalize neighbours that differ. So the best labels are a minimum
+cut between a source (int8) and a sink (float), which is found exactly (Greig, Porteous and Seheult, "Exact
+maximum a posteriori estimation for binary images", 1989; flow: SciPy). A tensor with several readers is
+quantized once: a vertex of its own represents the pair.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import numpy as np
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
-_UNITS = 10**7  # into which the sum of all times is divided: capacities are 32-bit integers
+_UNITS = 10**7  # the sum of all times is divided into so many: capacities are 32-bit integers
 _NEVER = 10**9
 
 
 @dataclass(frozen=True)
 class Times:
-    """Of one operator, in any unit; infinity where it can't be."""
+    """The times of one operator in either type, in any unit; infinity where a type is impossible."""
 
     int8: float
     float: float
@@ -32,12 +32,12 @@ class Times:
 
 @dataclass(frozen=True)
 class Edge:
-    """A tensor.
+    """A tensor and the types that its readers may take.
 
     Attributes:
-        source: the operator whose type its values have; None: they are float whatever is chosen.
-        readers: operators, and whether each may read it quantized for its sake where the source is float.
-        float_reader: somebody reads it in float whatever is chosen.
+        source: the operator whose type its values have; None: they are float in any case.
+        readers: operators, and for each whether the tensor may be quantized for it where the source is float.
+        float_reader: whether there is a reader that is always float.
         quantize, dequantize: time of either.
     """
 
@@ -49,7 +49,7 @@ class Edge:
 
 
 def cheapest(operators: Mapping[str, Times], edges: Sequence[Edge]) -> frozenset[str]:
-    """The operators that are float in the cheapest placement."""
+    """Returns the operators that are float in the cheapest placement."""
     network = _Network(operators, edges)
     for name, times in operators.items():
         network.add(_INT8, name, times.float)
@@ -60,7 +60,7 @@ def cheapest(operators: Mapping[str, Times], edges: Sequence[Edge]) -> frozenset
 
 
 def total(operators: Mapping[str, Times], edges: Sequence[Edge], floats: Iterable[str]) -> float:
-    """The time of a placement; infinity for one that can't be."""
+    """Returns the time of a placement; infinity for an impossible one."""
     chosen = set(floats)
     time = sum(one.float if name in chosen else one.int8 for name, one in operators.items())
     for edge in edges:
@@ -77,7 +77,7 @@ _INT8, _FLOAT = object(), object()
 
 
 class _Network:
-    """Vertices are operators, the two ends, and (edge, kind); capacities in units of the whole."""
+    """A flow network whose vertices are operators, the two ends, and (edge, kind); capacities in units of the total."""
 
     def __init__(self, operators: Mapping[str, Times], edges: Sequence[Edge]) -> None:
         known = [time for one in operators.values() for time in (one.int8, one.float)]
@@ -87,13 +87,13 @@ class _Network:
         self._capacity: dict[tuple[int, int], int] = {}
 
     def add(self, start: object, end: object, time: float) -> None:
-        """So much is lost where `start` is int8 and `end` float."""
+        """Adds a cost that applies where `start` is int8 and `end` float."""
         pair = (self._number(start), self._number(end))
         more = _NEVER if math.isinf(time) else round(time / self._unit)
         self._capacity[pair] = min(_NEVER, self._capacity.get(pair, 0) + more)
 
     def of_the_source(self) -> set[object]:
-        """The vertices that a cheapest cut leaves with int8: those that a largest flow leaves a way to."""
+        """Returns the vertices on the int8 side of a cheapest cut: those that a maximum flow leaves reachable."""
         size = len(self._index)
         rows, columns = np.array(list(self._capacity)).T
         values = np.array(list(self._capacity.values()), dtype=np.int32)

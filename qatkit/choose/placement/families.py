@@ -1,4 +1,4 @@
-"""The operators that are mostly decided together, in families: what a machine that can't export chooses between.
+"""Families of operators that are mostly decided together, for machines that cannot export.
 
 silu       SiLUs in int8, as Sigmoid and Mul           gates      squeeze-and-excitation in float
 amx        weights of Convs stored for AMX
@@ -20,7 +20,7 @@ from qatkit_verify.placement.sites import Sites
 
 
 def families(graph: fx.Graph, layouts: Layouts, choices: Choices) -> dict[str, Sites]:
-    """Those that a graph has, by name."""
+    """Returns the families that a graph has, by name."""
     known = set(choices.computing)
     nodes = [node for node in graph.nodes if site(node) in known]
     floats = {
@@ -44,7 +44,10 @@ def families(graph: fx.Graph, layouts: Layouts, choices: Choices) -> dict[str, S
 
 
 def combined(found: dict[str, Sites]) -> Iterator[tuple[str, Sites]]:
-    """Each family alone, every two of them, and all: (name, sites); a SiLU that one has in float is float."""
+    """Yields (name, sites) of each single family, each pair and all together.
+
+    A SiLU that is float in one stays float.
+    """
     names = sorted(found)
     sets = [*((name,) for name in names), *itertools.combinations(names, 2)]
     for chosen in [*sets, *([tuple(names)] if len(names) > 2 else [])]:
@@ -54,7 +57,7 @@ def combined(found: dict[str, Sites]) -> Iterator[tuple[str, Sites]]:
 
 
 def _leaves_something(sites: Sites, layouts: Layouts) -> bool:
-    """Whether something stays int8, and something changes."""
+    """Returns whether some operators stay int8 and the layout changes."""
     layout = layouts(sites.floats, sites.opened)
     return len(layout.floats) < len(layouts.operators) and layout != layouts(())
 
@@ -69,7 +72,9 @@ def _silus_around(node: fx.Node, choices: Choices) -> list[fx.Node]:
 
 
 def _gate(product: fx.Node) -> list[fx.Node]:
-    """A product of a feature map and of one value per channel, with what that is computed by, back to the pool."""
+    """Returns a product of a feature map and one value per channel, with the operators of that value back to the
+    pool.
+    """
     small = [node for node in product.all_input_nodes if _is_one_pixel(node)]
     if len(small) != 1 or len(product.all_input_nodes) != 2:
         return []

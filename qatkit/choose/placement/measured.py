@@ -28,7 +28,7 @@ _AGAIN = "a new run with placement=measured measures again when it is quiet"
 
 
 def check_placement(config: Config) -> None:
-    """Refuses what has no placement to choose, before anything long.
+    """Rejects settings that leave no placement to choose, before anything long.
 
     Raises:
         ConfigError: settings that do not go together.
@@ -51,7 +51,7 @@ def check_placement(config: Config) -> None:
 
 
 def placed_before(run: Run, model: Captured, inputs: Inputs, module_type: type[QATModule]) -> Run:
-    """The run with the placement that a file holds, or its folder; as it is where there is none yet.
+    """Returns the run with the placement of a file or of its folder; unchanged where there is none yet.
 
     Args:
         model: the float model.
@@ -59,7 +59,7 @@ def placed_before(run: Run, model: Captured, inputs: Inputs, module_type: type[Q
         module_type: of the run.
 
     Raises:
-        ConfigError: a file of another model, or of another graph.
+        ConfigError: the file belongs to another model or another graph.
     """
     config, there = run.config, run.folder / PLACEMENT_FILE
     if config.placement == FIXED:
@@ -75,10 +75,10 @@ def placed_before(run: Run, model: Captured, inputs: Inputs, module_type: type[Q
 
 
 def placed_now(run: Run, model: Captured, inputs: Inputs, module: QATModule) -> Run:
-    """The run with its placement, measured now where it has none; its folder has it from here on.
+    """Returns the run with its placement, which is measured now and stored in its folder where it has none.
 
     Args:
-        module: with the backend's table.
+        module: placed by the backend's table.
     """
     if run.config.placement == FIXED:
         return run
@@ -110,16 +110,16 @@ def _placed(run: Run, placed: Placed) -> Run:
 
 
 def about_placement(run: Run) -> dict[str, object]:
-    """What a checkpoint says of it."""
+    """Returns the checkpoint's entry for the placement."""
     if run.placed is None:
         return {}
     return {"placement": run.placed.sites.as_dict()}
 
 
 def with_placement_of(config: Config, stored: Mapping[str, Any]) -> Config:
-    """The configuration of a checkpoint's module.
+    """Returns the configuration of a checkpoint's module.
 
     Args:
-        stored: what the checkpoint says of its run.
+        stored: the entries of the run in the checkpoint.
     """
     return with_sites(config, Sites.from_dict(stored.get("placement", {"float": (), "int8": ()})))

@@ -1,10 +1,10 @@
-"""The tournament of placements: files with other operators in float compete on this machine.
+"""The tournament of placements: files with different operators in float compete on this machine.
 
-    float, table, all SiLUs int8, every other operator float ── profile, clock ──> what operators and borders take
-    ── cut ──> the cheapest placement by that ── export, profile, clock ──> known better ── cut ... until nothing new
+    float, table, all SiLUs int8, every other operator float ── profile, clock ──> time of operators and borders
+    ── cut ──> the cheapest placement by that ── export, profile, clock ──> corrected times ── cut ... until nothing new
     all files in turns ──> the fastest, if it is so in each session of a quiet machine; else the table
 
-Ranges are made up: how fast a file is does not depend on what its weights say.
+The ranges are made up: the latency of a file does not depend on the values of its weights.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ from qatkit_verify.placement.quiet import Timed, most_sessions, summed_up, until
 from qatkit_verify.placement.record import FLOAT, TABLE, Placed
 from qatkit_verify.placement.sites import Sites
 
-_FILES = 8  # that are made, at most
-_GAIN = 0.995  # of the time of the fastest file that can be chosen: what is predicted to be above is not made
-_BORDERS = (1.0, 1.5, 0.67)  # by how much longer borders are taken to be, where the cheapest is known already
+_FILES = 8  # at most
+_GAIN = 0.995  # relative to the fastest file that can be chosen: a file predicted to be slower than this is not made
+_BORDERS = (1.0, 1.5, 0.67)  # factors on the time of borders, which vary the cheapest placement
 _SESSIONS, _RUNS = 3, 40  # of each file at the end; a session's weights lie elsewhere in memory
 _LOOK = 25  # runs of each file, while it is searched
-# What all files in turns may take, in seconds: of a look while it is searched, and of a session at the end. On a slow
-# machine there are fewer runs of each, of which the fastest counts.
+# Time limits for all files in turns, in seconds: for a look during the search, and for a session at the end.
+# On a slow machine there are fewer runs of each file, of which the fastest counts.
 _LOOK_SECONDS, _SESSION_SECONDS, _LEAST_RUNS = 8.0, 20.0, 5
-_SEARCH_SECONDS = 120.0  # behind which no further file is made
+_SEARCH_SECONDS = 120.0  # after which no further file is made
 
 
 def with_sites(config: Config, sites: Sites) -> Config:
-    """The configuration of a placement: overrides, before those that are there, and how weights are stored."""
+    """Returns the configuration of a placement: overrides, before the existing ones, and how weights are stored."""
     placed = float_overrides(sites.float_sites)
     placed |= {one: OverrideConfig(int8=True) for one in sorted(sites.opened)}
     backend = replace(config.backend, overrides={**placed, **config.backend.overrides})
@@ -64,7 +64,7 @@ def with_sites(config: Config, sites: Sites) -> Config:
 
 
 def digest(graph: fx.Graph) -> str:
-    """Of the operators, their shapes and who reads whom."""
+    """Returns a hash of the operators, their shapes and their inputs."""
     lines = [
         f"{site(n)} {op_class(n)} {shape_of(n)} {','.join(site(b) for b in n.all_input_nodes)}"
         for n in graph.nodes
@@ -74,10 +74,10 @@ def digest(graph: fx.Graph) -> str:
 
 @dataclass(frozen=True)
 class _File:
-    """One that competes.
+    """A competing file.
 
     Attributes:
-        predicted: of the table's time, before it was made; a machine's speed drifts between then and the end.
+        predicted: share of the table's time, from before the file was made; a machine's speed drifts until the end.
     """
 
     name: str
@@ -87,7 +87,7 @@ class _File:
 
 
 class _Counted:
-    """What a bar counts: so many at most."""
+    """An iterator with a maximum length for the progress bar."""
 
     def __init__(self, made: Iterator[tuple[Any, Sequence[None]]], most: int) -> None:
         self._made, self._most = made, most
@@ -100,14 +100,14 @@ class _Counted:
 
 
 class Tournament:
-    """Of one model.
+    """Finds the fastest placement of one model.
 
     Args:
         config: of the run, without a placement.
         model: the float model.
         inputs: of the model.
-        module: with the backend's table.
-        folder: of the files, for as long as they are needed.
+        module: placed by the backend's table.
+        folder: for the files, for as long as they are needed.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class Tournament:
         self._profiles: dict[str, precision_costs.Measured] = {}
 
     def run(self) -> Placed:
-        """Everything."""
+        """Makes and times the files, and returns the decision."""
         progress = self.config.trainer.progress
         for _ in shown(_Counted(self._made(), _FILES), "placement", progress, "files"):
             pass
@@ -144,7 +144,10 @@ class Tournament:
         return self._decided(summed_up(found, _SESSIONS), costs)
 
     def _made(self) -> Iterator[tuple[None, Sequence[None]]]:
-        """Makes and profiles files until the cheapest placement is among them; after each, one of a bar."""
+        """Makes and profiles files until the cheapest placement is among them.
+
+        Yields after each, for a progress bar.
+        """
         start, operators = time.monotonic(), self.layouts.operators
         self._write(TABLE, Sites())
         yield None, [None]
@@ -166,23 +169,24 @@ class Tournament:
             yield None, [None]
 
     def _write_for_amx(self) -> None:
-        """The table's file and the fastest one again, with weights for AMX, which no cost here knows of."""
+        """Writes the table's file and the fastest one again with weights for AMX, which no cost here models."""
         mixed = [name for name in self.files if name != FLOAT]
         best = min(mixed, key=lambda name: self._profiles[name].ms)
         for name in dict.fromkeys((TABLE, best)):
             self._write(f"{name}, for AMX", replace(self.files[name].sites, for_amx=True))
 
     def _is_mixed(self, floats: Collection[str]) -> bool:
-        """Whether something stays int8."""
+        """Returns whether some operator stays int8."""
         return len(self.layouts(floats).floats) < len(self.layouts.operators)
 
     def _proposed(self) -> tuple[Sites, float] | None:
-        """The cheapest placement that was not made yet, if it is predicted to be faster than all that can be chosen.
+        """Returns the cheapest new placement, if it is predicted to be faster than all files that can be chosen.
 
-        The float file cannot: where it leads, a placement near it may still be faster than the table.
+        The float file cannot be chosen: where it leads, a placement near it may still be faster than the
+        table.
 
         Returns:
-            It, and the share of the table's time that it is predicted to take.
+            The placement, and its predicted share of the table's time; None where there is none.
         """
         costs = self._costs()
 
@@ -224,7 +228,7 @@ class Tournament:
         self.files[name] = _File(name, sites, path, predicted)
 
     def _profile(self) -> None:
-        """Times all files in turns, and profiles those that are new."""
+        """Times all files in turns, and profiles the new ones."""
         looks = [*self._sessions(1, _LOOK, _LOOK_SECONDS)]
         times = {name: min(seen) for name, seen in summed_up(looks, 1).ms.items()}
         for name, file in self.files.items():
@@ -250,10 +254,10 @@ class Tournament:
         return precision_costs.Costs([*ends, *others], self.layouts.operators, self.layouts.sites)
 
     def _sessions(self, sessions: int, runs: int, seconds: float) -> Iterator[Session]:
-        """All files in turns, in sessions that take about so many seconds at most."""
+        """Times all files in turns, in sessions of at most about so many seconds."""
         asked, paths = self.config.verify, {name: file.path for name, file in self.files.items()}
         known = [profile.ms for profile in self._profiles.values()]
-        if known:  # each run is behind an untimed one
+        if known:  # each run follows an untimed one
             turn = 2 * len(paths) * max(known) / 1000
             runs = max(_LEAST_RUNS, min(runs, int(seconds / turn)))
         given = self.inputs.timed_by(asked.latency_batch)
@@ -289,7 +293,7 @@ class Tournament:
         )
 
     def _gains(self, sites: Sites, costs: precision_costs.Costs) -> dict[str, float]:
-        """What each site would cost more as in the table, alone."""
+        """Returns the added predicted milliseconds of each site that is set back to the table, one at a time."""
         here = costs(self.layouts(sites.floats, sites.opened))
         found = {one: costs(self.layouts(sites.floats - {one}, sites.opened)) for one in sites.floats}
         found |= {one: costs(self.layouts(sites.floats, sites.opened - {one})) for one in sites.opened}

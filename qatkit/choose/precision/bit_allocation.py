@@ -1,4 +1,4 @@
-"""Allocation of bits to weights: losses estimated for each number of bits, and a knapsack over them."""
+"""Allocation of bits to weights: a loss estimated for each number of bits, and a knapsack over them."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from qatkit.records.analysis import WEIGHT
 if TYPE_CHECKING:
     from qatkit.choose.precision.mixed_bits import MixedBits
 
-BITS = {"int2": 2, "int4": 4, "int8": 8}  # that a weight takes in the file
+BITS = {"int2": 2, "int4": 4, "int8": 8}  # bits per value in the file
 
 
 @dataclass(frozen=True)
 class SharedWeight:
-    """A weight with all that read it.
+    """A weight with all operators that read it.
 
     Attributes:
         readers: its Convs and Linears.
-        fakes: their quantizers, and those of Embeddings whose table it is.
+        fakes: their quantizers, and those of Embeddings that use it as their table.
         size: the number of its values.
     """
 
@@ -92,15 +92,15 @@ def _narrow(weights: Sequence[SharedWeight], dtypes: Sequence[str]) -> None:
 
 
 def allotted(losses: Sequence[Mapping[str, float]], sizes: Sequence[int], average: float) -> list[str]:
-    """Returns the number type of each weight, such that the sum of losses is small for so many bits on average.
+    """Returns the number type of each weight, so that the sum of losses is small for an average number of bits.
 
-    Of each weight, types count that no mixture of two others beats. All begin with the fewest bits; the step that
-    gains most per bit is taken next, as long as one fits. This is the least sum of losses for the bits that it takes,
-    but for a last step.
+    For each weight, only types below every mixture of two others are used. All weights begin with the fewest
+    bits. The step that gains most per bit is taken next, as long as one fits. Apart from the last step, this
+    is the least sum of losses for the bits used.
 
     Args:
         losses: of each weight, by the names in `BITS`.
-        sizes: of each weight.
+        sizes: number of values of each weight.
         average: bits per weight, at most.
     """
     hulls = [_hull(loss) for loss in losses]
@@ -119,7 +119,7 @@ def allotted(losses: Sequence[Mapping[str, float]], sizes: Sequence[int], averag
 
 
 def _hull(loss: Mapping[str, float]) -> list[str]:
-    """The types, by rising bits, of which none lies above the line between two others."""
+    """Returns the types, by rising bits, that lie on the lower convex hull of the losses."""
     hull: list[str] = []
     for dtype in BITS:
         if hull and loss[dtype] >= loss[hull[-1]]:
@@ -131,5 +131,5 @@ def _hull(loss: Mapping[str, float]) -> list[str]:
 
 
 def _slope(loss: Mapping[str, float], fewer: str, more: str) -> float:
-    """The change of the loss per bit."""
+    """Returns the change of the loss per bit."""
     return (loss[more] - loss[fewer]) / (BITS[more] - BITS[fewer])

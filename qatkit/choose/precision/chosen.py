@@ -1,4 +1,4 @@
-"""Which operators are float in a run's module: those of a point of an earlier front, or those that it chose itself."""
+"""The operators that are float in a run's module: from a point of an earlier front, or chosen by the run itself."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from qatkit_verify.untrusted import read_json
 
 
 def chosen_floats(config: Config, stored: Mapping[str, Any] | None) -> FloatSites:
-    """Returns the operators that stay float beside what the overrides say, in the order of the graph.
+    """Returns the operators that stay float in addition to the overrides, in graph order.
 
     Args:
-        stored: what the run's checkpoint says (`qatkit.run.folder.Run.stored`): what it has chosen is in there.
+        stored: the entries of the run's checkpoint (`qatkit.run.folder.Run.stored`), which hold its choice.
 
     Raises:
-        ConfigError: as `floats_of_point`.
+        ConfigError: as in `floats_of_point`.
     """
     if stored is not None:
         return read_float_sites(stored.get("floats", ()))
@@ -30,10 +30,10 @@ def chosen_floats(config: Config, stored: Mapping[str, Any] | None) -> FloatSite
 
 
 def floats_of_point(config: Config) -> FloatSites:
-    """Returns those of the point that the configuration names.
+    """Returns the float operators of the point that the configuration names.
 
     Raises:
-        ConfigError: a folder without a front or of another model, or a point that is none or is the float model.
+        ConfigError: a folder without a front or with another model's, a point that does not exist, or the float model.
     """
     asked = config.precision
     path = Path(str(asked.front)) / REPORT_FILE

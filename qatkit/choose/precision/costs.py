@@ -1,15 +1,15 @@
-"""Milliseconds of a model with some operators in float, from profiles of a few of its files on this machine.
+"""Predicts the latency of a model with some operators in float, from profiles of a few of its files on this machine.
 
-    int8 file, float file        what each operator takes in either type among neighbours of its own
-    mixtures: every other        what it takes between neighbours of the other type (its input has left the caches,
-    operator float in turn,      and so have its weights), and what the borders take: kernels that quantize, dequantize
-    every other quarter, the     and reorder, whose time is a line over their number of values
+    int8 file, float file        time of each operator in either type, among neighbours of the same type
+    mixtures: every other        its time between neighbours of the other type (its input has left the caches,
+    operator float in turn,      and so have its weights), and the time of the borders: kernels that quantize,
+    every other quarter, the     dequantize and reorder, whose time is a line over their number of values
     third and two thirds that
     lose most
 
-The profiler adds two or three microseconds to each kernel, which are taken off again: so many that the sums agree with
-the clock best. What is left of the difference is spread over the operators of the int8 and the float file, and over the
-borders of the mixtures.
+The profiler adds two or three microseconds to each kernel. These are subtracted: as many as make the sums
+agree best with the clock. The remaining difference is spread over the operators of the int8 and the float
+file, and over the borders of the mixtures.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from numpy.typing import NDArray
 from qatkit.choose.precision.layout import Layout
 from qatkit.verify.site_kernels import DEQUANTIZE, LAYOUT, QUANTIZE, SiteKernel
 
-_MOST, _LEAST = 4.0, 0.25  # by which the time of borders may be scaled to agree with the clock
-_LENGTH = 0.3  # share of the operators' time in which two sets differ that still have much in common
-_FASTEST = 0.25  # of the shortest time by the clock: nothing is predicted to be faster
-_NOISE = 0.02  # of the variance of what predictions are off by: what the clock adds
+_MOST, _LEAST = 4.0, 0.25  # limits of the factor on the time of borders that makes them agree with the clock
+_LENGTH = 0.3  # length scale: share of the operators' time in which two sets may differ and still be similar
+_FASTEST = 0.25  # of the shortest time by the clock: no prediction is lower
+_NOISE = 0.02  # share of the variance of prediction errors that is noise of the clock
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One file: the layout of its float operators, its kernels, and the milliseconds of a whole run by the clock."""
+    """A file: the layout of its float operators, its kernels, and the milliseconds of a whole run by the clock."""
 
     layout: Layout
     kernels: Sequence[SiteKernel]
@@ -42,16 +42,19 @@ class Measured:
 
     @property
     def total(self) -> float:
-        """Microseconds of all kernels."""
+        """The microseconds of all kernels."""
         return sum(kernel.microseconds for kernel in self.kernels)
 
     def time(self, site: str | None) -> float:
-        """Microseconds of an operator, 0 where it is part of another one's kernel; None: of those without a site."""
+        """Returns the microseconds of an operator, 0 where it is part of another one's kernel.
+
+        None: of those without a site.
+        """
         return sum(one.microseconds for one in self.kernels if one.site == site and not one.border)
 
 
 class Costs:
-    """Predicts milliseconds.
+    """Predicts the milliseconds of a run with a set of float operators.
 
     Args:
         files: int8, float, and at least one file of a mixture.
@@ -91,15 +94,18 @@ class Costs:
         self.learn([(file.layout, file.ms) for file in files])
 
     def __call__(self, layout: Layout) -> float:
-        """Milliseconds of a run."""
+        """Returns the predicted milliseconds of a run."""
         return self._above_zero(layout) * math.exp(self._learned(layout))
 
     def learn(self, files: Sequence[tuple[Layout, float]]) -> None:
-        """Corrects what is predicted by files that were timed since: each set by as much as it is like them.
+        """Corrects the predictions by files that were timed since.
 
-        Sums leave out what operators do to each other further away than their neighbours. The logarithm of what they
-        are off by is interpolated (simple kriging: Rasmussen and Williams, "Gaussian processes for machine learning",
-        2006, section 2.2; covariance e^(-d/L), d the share of the operators' float time in which two sets differ).
+        Each set moves the more, the more it resembles them.
+
+        Sums leave out the effects of operators on others beyond their neighbours. The logarithm of the error
+        is interpolated (simple kriging: Rasmussen and Williams, "Gaussian processes for machine learning",
+        2006, section 2.2; covariance e^(-d/L), d the share of the operators' float time in which two sets
+        differ).
 
         Args:
             files: layouts, and milliseconds of a whole run.
@@ -118,8 +124,10 @@ class Costs:
         return math.exp(-differs / _LENGTH)
 
     def _above_zero(self, layout: Layout) -> float:
-        """Returns the sum, or the shortest time that is believed: what the sum leaves out may be negative, and the
-        clock contradicts itself where files take a few microseconds.
+        """Returns the sum, but at least the shortest time that is believed.
+
+        The terms that the sum leaves out may be negative, and the clock contradicts itself where files take a
+        few microseconds.
         """
         return max(self._floor, self._summed(layout))
 
@@ -133,8 +141,10 @@ class Costs:
         return total + self._at_borders * self._borders(layout) + left
 
     def of_site(self, site: str, *, eight: bool) -> float:
-        """Milliseconds of one operator among neighbours as they were seen; 0 of what has no kernel of its own,
-        infinity where no file has it in that type.
+        """Returns the milliseconds of one operator, averaged over the neighbours it was seen with.
+
+        The time is 0 for an operator without a kernel of its own, and infinite where no file has it in that
+        type.
         """
         if site not in self._sites:
             return 0.0
@@ -143,21 +153,23 @@ class Costs:
         return self._scale[eight] * fmean(self._seen[site, eight][1])
 
     def of_border(self, kind: str, values: int) -> float:
-        """Milliseconds of a tensor's QUANTIZE or DEQUANTIZE, or of the share of them that LAYOUT is."""
+        """Returns the milliseconds of a tensor's QUANTIZE or DEQUANTIZE, or of the share of them that LAYOUT is."""
         return self._at_borders * self._border(kind, values)
 
     def share(self, layout: Layout) -> float:
-        """Of the operators' float time, that of those which are float."""
+        """Returns the share of the operators' float time that belongs to the float operators."""
         return sum(self._shares.get(one, 0.0) for one in layout.floats)
 
     def _among_others(self, site: str, layout: Layout) -> float:
-        """Share of an operator's neighbours that compute in another type than it does."""
+        """Returns the share of an operator's neighbours that compute in another type than it does."""
         beside = self._beside.get(site, ())
         eight = site in layout.int8
         return sum((one in layout.int8) != eight for one in beside) / max(1, len(beside))
 
     def _samples(self, site: str, eight: bool, files: Sequence[Measured]) -> tuple[list[float], list[float]]:
-        """How much among others, and microseconds, in the files in which a site computes so; of all if in none."""
+        """Returns shares of other-type neighbours and microseconds, from files with the site in this type, else
+        from all.
+        """
         chosen = [file for file in files if (site in file.layout.int8) == eight] or list(files)
         found: dict[float, list[float]] = {}
         for file in chosen:
@@ -173,14 +185,14 @@ class Costs:
         return share * self._line[kind](values) * (self._scale[True] + self._scale[False]) / 2
 
     def _fitted(self, probes: Sequence[Measured]) -> float:
-        """By how much longer borders take than their kernels' lines say, so that the mixtures agree with the clock."""
+        """Returns the factor on the time of borders that makes the mixtures agree with the clock."""
         borders = sum(self._borders(probe.layout) for probe in probes)
         missing = sum(probe.ms - self._summed(probe.layout) for probe in probes)
         return min(_MOST, max(_LEAST, 1 + missing / borders)) if borders else 1.0
 
 
 def _neighbours(operators: Sequence[str], sites: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Of each site the operator before it and the one behind it."""
+    """Returns, for each site, the operator before it and the one after it."""
     places = [i for i, one in enumerate(sites) if one in set(operators)]
     found = {}
     for i, one in enumerate(sites):
@@ -192,26 +204,26 @@ def _neighbours(operators: Sequence[str], sites: Sequence[str]) -> dict[str, tup
 
 
 def _scale(file: Measured) -> float:
-    """Milliseconds of the clock for a microsecond of the kernels; 0 where the profiler saw none."""
+    """Returns the clock's milliseconds per microsecond of the kernels; 0 where the profiler saw none."""
     return file.ms / file.total if file.total else 0.0
 
 
 def _overhead(files: Sequence[Measured]) -> float:
-    """Microseconds that the profiler adds to each kernel: least squares of the clock's times, at most the least."""
+    """Returns the microseconds that the profiler adds to each kernel: least squares, at most the shortest kernel."""
     more = sum(len(file.kernels) * (file.total - 1e3 * file.ms) for file in files)
     least = min((one.microseconds for file in files for one in file.kernels), default=0.0)
     return min(least, max(0.0, more / max(1, sum(len(file.kernels) ** 2 for file in files))))
 
 
 def _without(file: Measured, overhead: float) -> Measured:
-    """A file without it; a kernel keeps a tenth of its time at least."""
+    """Returns a file without this overhead; a kernel keeps at least a tenth of its time."""
     times = [max(one.microseconds / 10, one.microseconds - overhead) for one in file.kernels]
     kernels = [replace(one, microseconds=time) for one, time in zip(file.kernels, times, strict=True)]
     return replace(file, kernels=kernels)
 
 
 def _line(kind: str, files: Sequence[Measured]) -> Callable[[int], float]:
-    """Microseconds of a kernel over its number of values: a line through all that were seen, neither part below 0."""
+    """Returns a line through the microseconds of kernels over their number of values; no coefficient is below 0."""
     seen = [(one.values, one.microseconds) for file in files for one in file.kernels if one.border == kind]
     if not seen:
         return lambda values: 0.0

@@ -1,14 +1,15 @@
-"""Sets of float operators on the front of loss and time, and which point of a measured front is taken.
+"""Sets of float operators on the front of loss and time, and the choice of a point on a measured front.
 
-    grow      from int8, the neighbours next that save the most loss for a millisecond
+    grow      from int8, the neighbours next that save the most loss per millisecond
     shrink    from float, the neighbours back to int8 that save the most time for the loss
     ranked    the k most sensitive operators float, for each k
 
-One operator alone often pays nothing: its input and output stay quantized, and two borders are added. So a step is
-several operators in a row, or all those below one module; where costs are sums this is the greedy algorithm of the
-knapsack problem, whose steps are the corners of the exact front. Every set that was asked for on the way competes.
+A single float operator often does not pay: its input and output stay quantized, and two borders are added. So
+a step is several operators in a row, or all those below one module. Where costs are sums, this is the greedy
+algorithm of the knapsack problem, whose steps are the corners of the exact front. Every set that was
+evaluated on the way competes.
 
-What a set loses and takes is a function that is given; nothing here knows a graph.
+The loss and time of a set come from a function that is passed in; nothing here knows a graph.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ Floats = frozenset[str]
 Price = tuple[float, float]  # loss, milliseconds
 Cost = Callable[[Floats], Price]
 _LENGTHS = (1, 2, 3, 4, 6, 9, 14)
-_NEAR = 2  # a step changes what others cost that begin or end so many operators beside it
-_FLOOR = -40.0  # dB of the loss, below which nobody sees a difference
+_NEAR = 2  # a step changes the cost of others that begin or end within so many operators of it
+_FLOOR = -40.0  # dB of the loss, below which differences do not matter
 _AS_FAST = 0.97
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A set with its predicted price."""
+    """A set of float operators with its predicted loss and milliseconds."""
 
     floats: Floats
     loss: float
@@ -40,13 +41,13 @@ class Choice:
 
 
 def predicted_front(operators: Sequence[str], cost: Cost, ranking: Sequence[str]) -> list[Choice]:
-    """What is not beaten, by prediction, of all sets that were asked for on the way; the fastest first, float last.
+    """Returns the predicted Pareto front over all sets that were evaluated on the way, fastest first, float last.
 
-    Float itself beats none: whoever quantizes wants smaller weights too, and what it takes is no choice.
+    Float itself beats none: quantization also aims at smaller weights, and float's time is not a choice.
 
     Args:
         operators: in graph order.
-        cost: of a set.
+        cost: gives the loss and time of a set.
         ranking: the operators, the most sensitive first.
     """
     steps, known = runs(operators), dict[Floats, Price]()
@@ -72,7 +73,7 @@ def not_beaten_but_by(floats: Floats, choices: Sequence[Choice]) -> list[Choice]
 
 
 def runs(operators: Sequence[str]) -> list[Floats]:
-    """Steps: neighbours, and what stands below one module."""
+    """Returns the steps: runs of neighbours, and the operators below one module."""
     count = len(operators)
     found = {frozenset(operators[i : i + n]) for n in _LENGTHS for i in range(count - n + 1)}
     for one in operators:
@@ -85,17 +86,17 @@ def runs(operators: Sequence[str]) -> list[Floats]:
 
 
 def grow(operators: Sequence[str], steps: Sequence[Floats], cost: Cost) -> list[Floats]:
-    """The sets on the way from none to all."""
+    """Returns the sets on the way from none to all."""
     return _walk(operators, steps, frozenset(), lambda floats, step: floats | step, cost, _by_time)
 
 
 def shrink(operators: Sequence[str], steps: Sequence[Floats], cost: Cost) -> list[Floats]:
-    """The sets on the way from all to none."""
+    """Returns the sets on the way from all to none."""
     return _walk(operators, steps, frozenset(operators), lambda floats, step: floats - step, cost, _by_loss)
 
 
 def _by_time(before: Price, after: Price) -> float:
-    """Loss saved for a millisecond; without end where it costs none."""
+    """Returns the loss saved per millisecond; infinite where it costs no time."""
     saved, added = before[0] - after[0], after[1] - before[1]
     if saved <= 0:
         return -math.inf
@@ -103,7 +104,7 @@ def _by_time(before: Price, after: Price) -> float:
 
 
 def _by_loss(before: Price, after: Price) -> float:
-    """Milliseconds saved for a loss; without end where it costs none."""
+    """Returns the milliseconds saved per loss; infinite where it costs no loss."""
     saved, added = before[1] - after[1], after[0] - before[0]
     if saved <= 0:
         return -math.inf
@@ -120,7 +121,7 @@ def _walk(
 ) -> list[Floats]:
     """Takes the step that is worth most, again and again, until none is worth anything.
 
-    What a step is worth is asked again only for those beside the one that was taken, and before it is taken.
+    The worth of a step is recomputed only near the step that was taken, and before it is taken itself.
     """
     place = {one: i for i, one in enumerate(operators)}
     spans = {step: (min(map(place.__getitem__, step)), max(map(place.__getitem__, step))) for step in steps}
@@ -146,7 +147,7 @@ def _walk(
 
 
 def not_beaten(found: Iterable[_T], price: Callable[[_T], Price]) -> list[_T]:
-    """Those that no other one beats in one of loss and time without losing in the other; the fastest first."""
+    """Returns the Pareto front over loss and latency, fastest first."""
     front: list[_T] = []
     for one in sorted(found, key=lambda one: (price(one)[1], price(one)[0])):
         if not front or price(one)[0] < price(front[-1])[0]:
@@ -157,11 +158,12 @@ def not_beaten(found: Iterable[_T], price: Callable[[_T], Price]) -> list[_T]:
 def thinned(
     front: Sequence[Choice], ends: tuple[Choice, Choice], count: int, taken: Sequence[Choice] = ()
 ) -> list[Choice]:
-    """`count` of a front, as far from each other and from the ends as they can be, in time and dB of the loss.
+    """Returns `count` sets of a front, as far from each other and from the ends as possible, in time and dB of
+    the loss.
 
     Args:
-        ends: int8 and float, which are not among those that are given.
-        taken: others that are there already, and not given either.
+        ends: int8 and float, which are not among the returned sets.
+        taken: others that exist already, which are not returned either.
     """
     low, high = (end.ms for end in ends)
     worst = ends[0].loss or 1.0
@@ -183,12 +185,12 @@ def thinned(
 def decide(
     points: Sequence[PrecisionPoint], meets: Callable[[PrecisionPoint], bool], min_speedup: float | None
 ) -> tuple[int, str]:
-    """The number of the point to go on with, and why.
+    """Returns the number of the point to continue with, and the reason.
 
     Args:
         points: measured, the fastest first, int8 and float among them.
-        meets: whether a point meets the target of accuracy.
-        min_speedup: float's time over the point's; where given, it is the target, and accuracy what is sought.
+        meets: tells whether a point meets the target of accuracy.
+        min_speedup: float's time over the point's. Where given, it is the target, and accuracy is maximized.
     """
     able = [point for point in points if point.floats is not None]
     if min_speedup is not None:

@@ -1,11 +1,11 @@
-"""What is left of quantization where a set of operators is float, and at which borders tensors change their type.
+"""The remaining quantization where a set of operators is float, and the borders at which tensors change their type.
 
     Conv ─ Q ─ Conv ─ Q ─ Conv ─ Q ─ Linear          int8: one border, at the input
     Conv ─ Q ─ [Conv] ─ Q ─ Conv ─ Q ─ Linear        the second one float: two borders more, its weight is saved,
                                                      and its input and output are quantized as before
     Conv ─ Q ─ [Conv] ─── [Conv] ─ Q ─ Linear        two in a row save the tensor between them as well
 
-Placement answers both, and is asked for each set: it is a walk over the graph, without values. A loss that was
+Placement answers both questions for each set: it is a walk over the graph, without values. A loss that was
 estimated for each weight and each tensor (`qatkit.analysis.estimate`) then adds up to the loss of a set.
 """
 
@@ -27,16 +27,16 @@ _NONE: Floats = frozenset()
 
 @dataclass(frozen=True)
 class Layout:
-    """One set of float operators.
+    """The quantization of one set of float operators.
 
     Attributes:
-        floats: the Convs and Linears that are float, whether it was asked for or follows.
+        floats: the Convs and Linears that are float, whether requested or implied.
         int8: sites of all nodes that compute in 8 bits.
-        weights: what is quantized, by site.
-        readers: of each tensor that is quantized, who reads it so; the others read it in float.
-        quantized, dequantized: values of each tensor that is turned from float to int8, and back, at a border.
-        moved: values of those that are turned for operators that may want another memory layout too; what computes
-            value by value in float between two pairs wants none.
+        weights: sites whose weight is quantized.
+        readers: for each quantized tensor, the nodes that read it quantized; the others read it in float.
+        quantized, dequantized: number of values of each tensor that is quantized, and dequantized, at a border.
+        moved: number of values of the tensors that are converted for operators that may also want another memory
+            layout. An operator that computes value by value in float between two pairs wants none.
     """
 
     floats: Floats
@@ -49,12 +49,12 @@ class Layout:
 
 
 class Layouts:
-    """Of one graph, which `qatkit.graph.prepare.ready_to_place` has seen.
+    """The layouts of one graph, by set of float operators.
 
     Args:
-        graph: before quantizers are inserted.
-        backend: its rules.
-        forced: sites that are float anyway.
+        graph: after `qatkit.graph.prepare.ready_to_place`, before quantizers are inserted.
+        backend: gives the placement rules.
+        forced: sites that are float in any case.
 
     Attributes:
         operators: sites of the Convs and Linears that can be int8 or float, in graph order.
@@ -71,11 +71,11 @@ class Layouts:
         self.operators = tuple(site(node) for node in self.place(_NONE).weighted)
 
     def __call__(self, floats: Iterable[str], opened: Iterable[str] = ()) -> Layout:
-        """The layout of a set.
+        """Returns the layout of a set.
 
         Args:
             floats: sites of float operators.
-            opened: of those without a kernel in 8 bits (SiLU), sites of those that are written as ones that have.
+            opened: sites of operators without an 8-bit kernel (SiLU) that are written as operators that have one.
         """
         wanted = frozenset(floats), frozenset(opened)
         if wanted not in self._known:
@@ -86,7 +86,8 @@ class Layouts:
         placement = self.place(wanted)
         islands = {node for node in placement.int8 if self._facts[node].island and site(node) not in opened}
         weighted = {site(node) for node in placement.weighted}
-        # What computes value by value does so in any memory layout, whether or not its output is quantized.
+        # An operator that computes value by value does so in any memory layout, whether or not its output is
+        # quantized.
         whole = self.place(frozenset(one for one in wanted if not self._facts[self._by_site[one]].island))
         without, within = self._borders(placement, islands), self._borders(whole, set())
         return Layout(
@@ -101,7 +102,7 @@ class Layouts:
     def _borders(
         self, placement: Placement, islands: set[fx.Node]
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Values of the tensors that are quantized, and dequantized, around what computes in int8 but the islands."""
+        """Returns the sizes of the tensors that are quantized and dequantized around int8 operators except islands."""
         made = {node for node in placement.int8 - islands if node.op != "placeholder"}
         eight = (placement.int8 - islands) | set(placement.weighted)
         return (
@@ -114,7 +115,7 @@ class Layouts:
         )
 
     def _is_read_as_float(self, point: Point, eight: set[fx.Node]) -> bool:
-        """Whether an 8-bit tensor is read by an operator that computes in float, somewhere behind what moves values."""
+        """Returns whether a float operator reads an 8-bit tensor, directly or after operators that only move values."""
         waiting = list(point.readers)
         while waiting:
             reader = waiting.pop()
@@ -125,11 +126,14 @@ class Layouts:
         return False
 
     def place(self, floats: Floats) -> Placement:
-        """What is quantized where these are float."""
+        """Returns the placement with these operators in float."""
         return self._placer.place({self._by_site[one] for one in self._forced | floats})
 
     def way_back(self, tensor: str, known: Collection[str]) -> tuple[str, ...]:
-        """From a tensor to the nearest one before it that is known, which is the last; empty where there is none."""
+        """Returns the tensors from this one back to the nearest known one, which is the last.
+
+        Empty where there is none.
+        """
         node, passed = self._by_site[tensor], [tensor]
         while site(node) not in known:
             before = [one for one in node.all_input_nodes if is_float_tensor(one)]
@@ -146,7 +150,7 @@ def _size(node: fx.Node) -> int:
 
 
 class Losses:
-    """The loss of a set as the sum of what was estimated of each weight and tensor that it leaves quantized.
+    """The loss of a set as the sum of the estimates for each weight and tensor that it leaves quantized.
 
     Args:
         layouts: of the graph.
@@ -160,12 +164,12 @@ class Losses:
             self.by[row.kind][row.site] = row.loss
 
     def __call__(self, layout: Layout) -> float:
-        """In the unit of the estimates."""
+        """Returns the loss of a layout, in the unit of the estimates."""
         weights = sum(self.by[WEIGHT].get(one, 0.0) for one in layout.weights)
         return weights + sum(self._of_tensor(one) for one in layout.readers)
 
     def of_operator(self, operator: str) -> float:
-        """What its weight and its output lose: by this a layer is called sensitive."""
+        """Returns the loss of its weight and its output, which is the sensitivity of a layer."""
         return self.by[WEIGHT].get(operator, 0.0) + self.by[ACTIVATION].get(operator, 0.0)
 
     def _of_tensor(self, tensor: str) -> float:

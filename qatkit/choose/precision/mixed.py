@@ -1,14 +1,15 @@
-"""precision=auto: which operators stay float, so that a target is met at the least latency, or a speed most accurately.
+"""Chooses the operators that stay float, to meet an accuracy target fastest or a speed-up most accurately.
 
-    calibrated module ── estimate ──> what each weight and tensor loses     ┐
-    eight files ── profile, clock ──> what each operator and border takes   ├─ likely sets ── simulate ──> their losses
-    placement ──> what is left of both where some operators are float       ┘  front ── thinned ──> half of the files,
-                                                                               whose times correct the predicted ones,
-                                                                               and the other half: judged on images that
-                                                                               nobody has seen, and timed in turns
+    calibrated module ── estimate ──> the loss of each weight and tensor     ┐
+    eight files ── profile, clock ──> the time of each operator and border   ├─ likely sets ── simulate ──> their losses
+    placement ──> the rest of both where some operators are float            ┘  front ── thinned ──> half of the files,
+                                                                                whose times correct the predicted ones,
+                                                                                and the other half: judged on unseen
+                                                                                images, and timed in turns
 
-It comes after the algorithms: what they corrected stays in the operators that stay int8, and goes from those that
-become float. The choice is part of the checkpoint: a resumed run, and export.py, build the module with it.
+The stage of precision=auto. It comes after the algorithms: their corrections stay in the operators that stay
+int8, and are removed from those that become float. The choice is part of the checkpoint: a resumed run, and
+export.py, build the module with it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _SEARCHED = f"precision{PARTIAL}"
 
 
 def check_precision(module: QATModule, config: Config) -> None:
-    """Before anything long: there is something to choose, and ONNX Runtime's clock says something.
+    """Checks, before anything long, that there is something to choose and that ONNX Runtime's latency applies.
 
     Raises:
         ConfigError: a backend of another runtime, or a model with one operator.
@@ -58,11 +59,11 @@ def check_precision(module: QATModule, config: Config) -> None:
 def mix(
     run: Run, model: Captured, data: DataModule, module: QATModule, calibrated: Calibrated
 ) -> tuple[QATModule, Precision]:
-    """The module that the target asks for, and the front that it was chosen from.
+    """Returns the module that the target asks for, and the front that it was chosen from.
 
     Args:
         model: the float model.
-        module: with ranges and everything that the algorithms did.
+        module: calibrated, with the corrections of all algorithms.
     """
     partial = run.folder / _SEARCHED
     with run.stage("precision", "searching for a precision"), tempfile.TemporaryDirectory() as folder:
@@ -74,12 +75,12 @@ def mix(
 
 
 def about_precision(found: Precision) -> dict[str, Any]:
-    """What a checkpoint says of a search."""
+    """Returns the checkpoint's entries for a search."""
     return {"floats": list(found.chosen.floats or ()), "precision": found.as_dict()}
 
 
 def draw_precision(run: Run, found: Precision | None) -> None:
-    """The front as a PNG file, where pictures are asked for and can be drawn; report.html has it in any case."""
+    """Draws the front as a PNG file where pictures are requested and possible; report.html has it in any case."""
     if found is not None and run.config.analysis.pictures:
         with suppress(ModuleNotFoundError):
             draw_front(run.folder / PICTURES, found)

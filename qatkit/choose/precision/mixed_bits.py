@@ -1,9 +1,10 @@
 """Mixed bits: more of them for the weights that the outputs depend on most, fewer for the others.
 
-The loss of each weight with each number of bits is estimated (`qatkit.analysis.estimate`): how far the outputs are from
-float's with this weight alone rounded to the nearest. Losses add up, so the best choice for an average number of bits
-is a knapsack with one choice per weight (`qatkit.choose.precision.bit_allocation`). Algorithms that round come
-afterwards. They gain more on some weights than on others, which the estimate does not know (decision 58).
+The loss of each weight with each number of bits is estimated (`qatkit.analysis.estimate`): how far the
+outputs are from float's with only this weight rounded to the nearest. Losses add up, so the best choice for
+an average number of bits is a knapsack with one choice per weight (`qatkit.choose.precision.bit_allocation`).
+Algorithms that round come afterwards. They gain more on some weights than on others, which the estimate does
+not know (decision 58).
 
 int3 is no choice: it takes 4 bits in a file.
 """
@@ -35,18 +36,18 @@ class MixedBits(Algorithm):
     images: int = setting(16, "of the calibration images, on which losses are estimated", COUNT)
 
     def __call__(self, graph_module: fx.GraphModule, inputs: Iterable[Example]) -> PassResult:
-        """`changed` counts the operators that get another number of bits than the backend's.
+        """Chooses the bits; `changed` counts the operators whose number of bits differs from the backend's.
 
         Args:
             graph_module: prepared.
-            inputs: batches, as `calibrate` takes them, read no further than needed.
+            inputs: batches, as for `calibrate`, read no further than needed.
         """
         from qatkit.choose.precision.bit_allocation import allocate
 
         return allocate(self, graph_module, inputs)
 
     def notes(self, graph_module: fx.GraphModule) -> list[tuple[str, str]]:
-        """The operators whose bits an override chose."""
+        """Returns the operators whose bits an override sets, with the reason."""
         from qatkit.choose.precision.bit_allocation import shared_weights
 
         return shared_weights(graph_module)[1]

@@ -1,7 +1,7 @@
-"""Modules with some operators in float, made of one that has all of them in int8.
+"""Modules with some operators in float, made from one that has all of them in int8.
 
-What the algorithms did stays, by name, in the operators that stay int8; an operator that becomes float is the float
-model's. Tensors that only the mixture quantizes are calibrated.
+The algorithms' changes stay, by name, in the operators that stay int8. An operator that becomes float is the
+float model's. Tensors that only the mixture quantizes are calibrated.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from qatkit.train.module import QATModule
 
 
 class Builder:
-    """Makes modules with some operators in float of one that has all of them in int8."""
+    """Makes modules with some operators in float from one that has all of them in int8."""
 
     def __init__(
         self,
@@ -38,7 +38,12 @@ class Builder:
         self._calibrated = calibrated
 
     def module(self, floats: Sequence[str], *, calibrate: bool = True) -> QATModule:
-        """With these sites in float; tensors that it alone quantizes are calibrated, unless only time counts."""
+        """Returns a module with these sites in float.
+
+        Args:
+            floats: sites of the float operators.
+            calibrate: whether tensors that only this module quantizes are calibrated; latency does not need it.
+        """
         if not floats:
             return self.int8
         config, names = self.config, self.int8.about.get("algorithms")
@@ -48,7 +53,7 @@ class Builder:
         if transplant(self.int8.graph, module.graph) and calibrate:
             plain = replace(config, calibration=replace(config.calibration, cache=None))
             example = example_batch(config, self.data.inputs)
-            with warnings.catch_warnings():  # said of the same images before
+            with warnings.catch_warnings():  # already warned of for the same images
                 warnings.simplefilter("ignore")
                 calibrate_module(module, self.data, plain, example, method=self._calibrated.method)
             transplant(self.int8.graph, module.graph)
@@ -57,7 +62,7 @@ class Builder:
         return module
 
     def write(self, floats: Sequence[str], path: Path, *, calibrate: bool = True) -> Path:
-        """The same as a file."""
+        """Writes the same module as a file."""
         graph = self.module(floats, calibrate=calibrate).convert().graph
         write_file(graph, self.config, self.data.inputs, path)
         return path

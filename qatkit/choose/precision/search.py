@@ -1,6 +1,6 @@
-"""The search for the front between int8 and float: what costs and losses predict, and the files that decide.
+"""The search for the front between int8 and float: costs and losses predict, and files decide.
 
-The order of its steps is drawn in `qatkit.choose.precision.mixed`, the stage that asks for it.
+The order of its steps is drawn in `qatkit.choose.precision.mixed`, the stage that runs it.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ from qatkit_verify.placement.sites import FloatSites
 from qatkit_verify.records import Metric
 
 FLOAT, INT8 = "float", "int8"
-_SIMULATED, _FIRST_LOOK = 96, 32  # sets, and images on which they are simulated before the best are on more
-_CLEARLY = 10**0.1  # a decibel: what so few images leave open
-_NOTHING = 1e-9  # of the metric: what subtraction may add
+_SIMULATED, _FIRST_LOOK = 96, 32  # sets, and images for their first simulation; the best get more
+_CLEARLY = 10**0.1  # a decibel: the uncertainty of so few images
+_NOTHING = 1e-9  # of the metric: possible rounding error of a subtraction
 _Sites = TypeVar("_Sites", bound=Collection[str])
 _SESSIONS = 3  # of each file that is timed
-_STEPS = 1000  # of calibration sequences that files with states take freely
+_STEPS = 1000  # of calibration sequences that files with states run freely
 
 
 @dataclass(frozen=True)
 class _Trial:
-    """A file with what is known of it; `floats` is None of the float model's."""
+    """A file with its measurements; `floats` is None for the float model."""
 
     floats: FloatSites | None
     layout: Layout
@@ -64,11 +64,11 @@ class _Trial:
 
 
 class Search:
-    """The front of one module.
+    """Finds the front of one module.
 
     Args:
         builder: of the module.
-        folder: of the files, for as long as they are needed.
+        folder: for the files, for as long as they are needed.
     """
 
     def __init__(self, builder: Builder, folder: Path) -> None:
@@ -88,7 +88,7 @@ class Search:
         self._losses: dict[int, dict[frozenset[str], float]] = {}
 
     def run(self) -> Precision:
-        """Everything."""
+        """Runs the search and returns the measured front."""
         costs, ends = self.costs()
         mixed = self.rounds(costs, ends)
         count = len(self.layouts.operators)
@@ -116,7 +116,9 @@ class Search:
         return Precision(tuple(shown), count, len(trials), len(self.judge.wanted), note, steps)
 
     def costs(self) -> tuple[Costs, dict[str, float]]:
-        """What operators and borders take, and the two ends by the clock."""
+        """Returns the costs of operators and borders, and the milliseconds of their files by name, the two ends
+        included.
+        """
         operators = self.layouts.operators
         quarter = -(-len(operators) // 4)
         quarters = [operators[i : i + quarter] for i in range(0, len(operators), quarter)]
@@ -151,11 +153,12 @@ class Search:
         return Measured(self.layouts(floats), kernels, ms)
 
     def rounds(self, costs: Costs, before: dict[str, float]) -> list[_Trial]:
-        """The sets that are worth a file, made in two rounds: the times of the first correct what is predicted then.
+        """Makes the sets that are worth a file in two rounds: the times of the first correct the predictions of
+        the second.
 
         Args:
-            costs: that learn.
-            before: times of the two ends as the costs know them.
+            costs: corrected by the times.
+            before: times of the two ends when the costs were measured.
         """
         ends, count = self.ends(costs), self.config.precision.points
         chosen, trials = list[Choice](), list[_Trial]()
@@ -174,7 +177,7 @@ class Search:
         return trials
 
     def ends(self, costs: Costs) -> tuple[Choice, Choice]:
-        """Int8 and float."""
+        """Returns int8 and float as choices."""
         cost = self.price(costs)
         int8, exact = (
             Choice(end, *cost(end)) for end in (frozenset[str](), frozenset(self.layouts.operators))
@@ -187,10 +190,10 @@ class Search:
         return sorted(self.layouts.operators, key=self.losses.of_operator, reverse=True)
 
     def front(self, costs: Costs) -> list[Choice]:
-        """The sets that are not beaten where losses are simulated, of those that could be by what is estimated.
+        """Returns the Pareto front by simulated losses, of the sets that may be on it by the estimates.
 
-        The k most sensitive operators are among those that are simulated, for each k, since estimates err most where
-        little is left quantized.
+        For each k, the k most sensitive operators are among the simulated sets, since estimates err most
+        where little is left quantized.
         """
         ranking, cost, ends = self.ranking, self.price(costs), self.ends(costs)
         tops = self.mixtures(frozenset(ranking[:k]) for k in range(1, len(ranking)))
@@ -206,12 +209,14 @@ class Search:
         return not_beaten_but_by(whole, exact)
 
     def mixtures(self, sets: Iterable[_Sites]) -> list[_Sites]:
-        """Those that leave something in either type: what stands between float operators may follow them."""
+        """Returns the sets that leave some operators in either type, counting operators that follow their float
+        neighbours.
+        """
         count = len(self.layouts.operators)
         return [floats for floats in sets if 0 < len(self.layouts(floats).floats) < count]
 
     def _simulated(self, choices: Sequence[Choice], images: int) -> list[Choice]:
-        """With their losses on so many images of calibration; what is float in fact is simulated once."""
+        """Returns the choices with losses simulated on so many calibration images; equal layouts are simulated once."""
         layouts = {choice.floats: self.layouts(choice.floats) for choice in choices}
         known = self._losses.setdefault(images, {})
         new = list({one.floats: one for one in layouts.values() if one.floats not in known}.values())
@@ -226,7 +231,7 @@ class Search:
         return [replace(choice, loss=known[layouts[choice.floats].floats]) for choice in choices]
 
     def price(self, costs: Costs) -> Callable[[frozenset[str]], tuple[float, float]]:
-        """Predicted loss and milliseconds of a set."""
+        """Returns a function that predicts the loss and milliseconds of a set."""
 
         def cost(floats: frozenset[str]) -> tuple[float, float]:
             layout = self.layouts(floats)
@@ -236,18 +241,20 @@ class Search:
 
     @cached_property
     def losses(self) -> Losses:
-        """What each weight and tensor adds to the squared error of the outputs, which judges the files as well."""
+        """The contribution of each weight and tensor to the squared error of the outputs, which also judges the
+        files.
+        """
         config, graph = self.config, self.builder.int8.graph
         batches = self._images(config.precision.images)
         rows = estimate(graph, batches, of_outputs=True, seed=config.seed, progress=config.trainer.progress)
         return Losses(self.layouts, rows)
 
     def _images(self, count: int) -> Batches:
-        """The first of those that calibrate."""
+        """Returns the first `count` calibration images as batches."""
         return self.data.image_batches(self.seen[:count], self.config.calibration.batch_size)
 
     def clock(self, files: dict[str, Path]) -> dict[str, float]:
-        """Milliseconds of each file: the fastest of its runs, all files in turns."""
+        """Returns the milliseconds of each file: the fastest of its runs, with all files in turns."""
         asked = self.config.verify
         given = self.data.inputs.timed_by(asked.latency_batch)
         times = quickest(files, given, batch=asked.latency_batch, threads=asked.threads,
@@ -264,7 +271,7 @@ class Search:
         return _Trial(floats, layout, costs(layout), file)
 
     def _made(self, floats: FloatSites | None, name: str) -> Path:
-        """The file of a set; those of the two ends were written for the costs."""
+        """Returns the file of a set; the files of the two ends were written for the costs."""
         if floats:
             self.files[name] = self.builder.write(floats, self.folder / f"{name}.onnx")
         return self.files[name]
@@ -273,9 +280,9 @@ class Search:
         return self.judge.of_float() if name == FLOAT else self.judge.of_file(path, name)
 
     def _in_free_run(self, trial: _Trial) -> Fidelity:
-        """Returns the distance from the float file where both take their own states, as verification has them.
+        """Returns the distance from the float file where each file runs on its own states, as in verification.
 
-        With those of the float file, what accumulates in the states does not show.
+        With the float file's states, errors that accumulate in the states would not show.
         """
         return drift_of_files(
             (self.files[FLOAT], trial.file.made),
@@ -289,7 +296,7 @@ class Search:
     def _point(
         self, trial: _Trial, times: dict[str, float], before: dict[str, float], costs: Costs
     ) -> PrecisionPoint:
-        """With the prediction moved as the machine has."""
+        """Returns a measured point, with its prediction corrected for the machine's drift."""
         name, verdict = trial.file.name, trial.file.verdict
         return PrecisionPoint(
             0,
@@ -309,7 +316,7 @@ def _clearly_beats(other: Choice, one: Choice) -> bool:
 
 
 def drift(share: float, times: dict[str, float], before: dict[str, float]) -> float:
-    """By how much a file takes longer since, as both ends do: the machine is not always as fast.
+    """Returns the factor by which a file has become slower, judging by both ends: the machine's speed drifts.
 
     Args:
         share: of the operators' time that is float.
@@ -330,6 +337,6 @@ def shown_points(points: Sequence[PrecisionPoint], errors: Sequence[float]) -> l
 def meets(
     point: PrecisionPoint, exact: PrecisionPoint, target: TargetConfig, metric: Metric = NAMES.main
 ) -> bool:
-    """Whether a point meets the target of accuracy, float's point being `exact`."""
+    """Returns whether a point meets the target of accuracy; `exact` is the float model's point."""
     drop = None if point.score is None or exact.score is None else metric.lost(exact.score, point.score)
     return keeps(target, drop, point.agreement, point.sqnr_db, slack=_NOTHING)

@@ -1,8 +1,9 @@
-"""The loss of a set of float operators simulated: the int8 module runs with all else turned off.
+"""Simulates the loss of a set of float operators: the int8 module runs with all other quantizers turned off.
 
-Estimates add up (`qatkit.choose.precision.layout.Losses`) and err by a dB or more, most where little is left quantized.
-A simulated set costs one run of a few images, no capture, export or calibration. Where the set leaves a tensor
-quantized for some of its readers alone (a residual stream), the others read it in float, as they do in its file.
+Estimates add up (`qatkit.choose.precision.layout.Losses`) and err by a dB or more, most where little is left
+quantized. A simulated set costs one run of a few images, with no capture, export or calibration. Where the
+set leaves a tensor quantized for only some of its readers (a residual stream), the others read it in float,
+as they do in its file.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def simulated_losses(
     *,
     progress: bool = False,
 ) -> list[float]:
-    """The squared error of the outputs for each of some sets, summed over classes, a row.
+    """Returns, for each set, the squared error of the outputs per row, summed over classes.
 
     Args:
         graph_module: prepared, with everything in int8 and its ranges set.
@@ -61,7 +62,7 @@ def _rows(outputs: Sequence[Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a set quantizes: whose range, and who reads the values as they were."""
+    """A node that a set quantizes: the quantizer whose range it takes, and the readers that get float values."""
 
     switch: Switch
     float_readers: frozenset[fx.Node]
@@ -79,23 +80,24 @@ class _Mixture(PreparedInterpreter):
         self._floats: dict[fx.Node, Any] = {}
 
     def of_float(self, batch: Any) -> tuple[Tensor, ...]:
-        """The outputs with nothing quantized."""
+        """Returns the outputs with nothing quantized."""
         turn_all(self._switches, False)
         self._places = {}
         return self.outputs(batch)
 
     def of_set(self, layout: Layout, batch: Any) -> tuple[Tensor, ...]:
-        """The outputs with what a layout quantizes."""
+        """Returns the outputs with the quantization of a layout."""
         for one in self._switches:
             one.turn(one.kind != ACTIVATION and one.site in layout.weights)
         self._places = dict(self._placed(layout))
         return self.outputs(batch)
 
     def _placed(self, layout: Layout) -> Iterator[tuple[fx.Node, _Place]]:
-        """By the node whose value is quantized.
+        """Yields each node whose value is quantized, with its place.
 
-        What only the mixture quantizes (behind a float pool, or a ReLU that has other readers) gets the range of the
-        tensor before it, whose values it has; an absorbed ReLU is no node of the int8 graph, but its tensor's bound.
+        A tensor that only the mixture quantizes (after a float pool, or a ReLU that has other readers) gets
+        the range of the tensor before it, since it has the same values. An absorbed ReLU is no node of the
+        int8 graph, but bounds its tensor.
         """
         for tensor, readers in layout.readers.items():
             way = self._layouts.way_back(tensor, self._tensors)
@@ -118,7 +120,9 @@ class _Mixture(PreparedInterpreter):
         return found
 
     def map_nodes_to_values(self, args: Any, n: fx.Node) -> Any:
-        """As the base's; a float reader of a quantized tensor gets it before it was quantized."""
+        """Maps arguments like the base class, but gives float readers of a quantized tensor its values before
+        quantization.
+        """
 
         def value(one: fx.Node) -> Any:
             place = self._places.get(one)

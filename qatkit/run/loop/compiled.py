@@ -1,8 +1,8 @@
-"""trainer.compile: the graph that trains through torch.compile, and what there is to say of it.
+"""Training through torch.compile (`trainer.compile`), with counts for the report.
 
-Phases of the schedule (observing, frozen statistics, validation) are attributes that the compiler guards, so each of
-them is one more graph that is compiled; a step of an old phase never is. A call that can't be compiled breaks the graph
-in two, which works and is slower: it is counted.
+Phases of the schedule (observing, frozen statistics, validation) are attributes that the compiler guards. So
+each phase compiles one more graph; a step never runs the graph of an old phase. A call that can't be compiled
+breaks the graph in two, which works and is slower; such breaks are counted.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch import nn
 
 @dataclass
 class Compiled:
-    """What torch.compile did.
+    """Counts of what torch.compile did.
 
     Attributes:
-        graphs: that were compiled: one, and one more for each phase.
+        graphs: compiled graphs: one, and one more for each phase.
         breaks: calls that could not be compiled.
     """
 
@@ -29,13 +29,13 @@ class Compiled:
 
     @property
     def note(self) -> str:
-        """For the report."""
+        """A line for the report."""
         return f"torch.compile: {self.graphs} graphs (phases of the schedule), {self.breaks} graph breaks"
 
 
 @contextmanager
 def compiled(graph: nn.Module, wanted: bool) -> Iterator[Compiled]:
-    """Within, calls of `graph` are compiled, where that is wanted; parameters and state stay what they are."""
+    """Compiles calls of `graph` within the context, if wanted; parameters and state stay unchanged."""
     found = Compiled()
     if not wanted:
         yield found

@@ -1,4 +1,4 @@
-"""The listener to each epoch's score while a run trains: a search, which may end the run there."""
+"""The listener to each epoch's score during training: a search, which may end the run there."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _LISTENER: ContextVar[Listener | None] = ContextVar("listener", default=None)
 
 
 class Pruned(Exception):  # noqa: N818  no error: what Optuna calls it too
-    """A trial ends early."""
+    """Ends a trial early."""
 
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Within, `listener` is called; it may raise Pruned."""
+    """Calls `listener` for each epoch within the context; it may raise Pruned."""
     token = _LISTENER.set(listener)
     try:
         yield
@@ -26,7 +26,7 @@ def listening(listener: Listener) -> Iterator[None]:
 
 
 def validated(stage: str, epoch: int, score: float) -> None:
-    """An epoch is done, and measured."""
+    """Reports a finished and measured epoch to the listener, if there is one."""
     listener = _LISTENER.get()
     if listener is not None:
         listener(stage, epoch, score)

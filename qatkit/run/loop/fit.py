@@ -38,14 +38,14 @@ _LOG_EVERY = 50  # steps
 
 @dataclass(frozen=True)
 class Stage:
-    """What a training is of its own.
+    """The settings of one training stage.
 
     Attributes:
-        title: of the bar.
-        epochs, max_steps: how long it is; the shorter of the two.
-        judging: what judges its epochs.
+        title: of the progress bar.
+        epochs, max_steps: the length; the shorter of the two applies.
+        judging: judges its epochs.
         logger: of a tracking server, where there is one.
-        finish: called behind the last step: makes of the last weights those that ship.
+        finish: called after the last step: turns the last weights into those that ship.
     """
 
     title: str
@@ -60,9 +60,9 @@ class Stage:
 def fit(
     module: Learner, data: DataModule, checkpoint: Path, config: TrainerConfig, stage: Stage
 ) -> lightning.Trainer:
-    """Trains `module` for as long as `stage` says, writing `checkpoint` on the way and at the end.
+    """Trains `module` for the length of `stage`, writing `checkpoint` on the way and at the end.
 
-    If `checkpoint` exists the training continues from it, in mid-epoch if need be; a finished one is only
+    If `checkpoint` exists the training continues from it, in mid-epoch if needed; a finished one is only
     loaded.
     """
     steps = stage.epochs * data.steps_per_epoch(batches_a_step(config)) if stage.epochs else 0
@@ -98,7 +98,7 @@ def fit(
 
 @contextmanager
 def _innermost_channels(graph: nn.Module, wanted: bool) -> Iterator[None]:
-    """Within, kernels have their channels innermost, and what convolutions make of images follows them."""
+    """Gives image kernels the channels-last layout within the context; convolution outputs follow them."""
     if not wanted:
         yield
         return
@@ -110,7 +110,9 @@ def _innermost_channels(graph: nn.Module, wanted: bool) -> Iterator[None]:
 
 
 def _lay_out(graph: nn.Module, layout: torch.memory_format) -> None:
-    """Of kernels of images alone: `Module.to` fails at tensors of five axes, which have a layout of their own."""
+    """Changes the layout of 4-D tensors only: `Module.to` fails on tensors of five axes, which have their own
+    layout.
+    """
     for tensor in (*graph.parameters(), *graph.buffers()):
         if tensor.ndim == 4:
             tensor.data = tensor.data.contiguous(memory_format=layout)
@@ -133,7 +135,7 @@ def _trainer(config: TrainerConfig, checkpoint: Path, steps: int, stage: Stage) 
         precision=config.precision,  # type: ignore[arg-type]
         deterministic=config.deterministic,
         gradient_clip_val=config.gradient_clip,
-        # Bounded by steps alone: Lightning counts an epoch twice when it resumes at the end of one.
+        # Bounded only by steps: Lightning counts an epoch twice when it resumes at the end of one.
         max_epochs=-1,
         max_steps=steps,
         callbacks=callbacks,
@@ -142,21 +144,21 @@ def _trainer(config: TrainerConfig, checkpoint: Path, steps: int, stage: Stage) 
         logger=stage.logger or False,
         log_every_n_steps=every,
         num_sanity_val_steps=0,
-        limit_val_batches=0,  # `Judging` does it
+        limit_val_batches=0,  # `Judging` validates
         use_distributed_sampler=False,
         plugins=[_AtomicCheckpoints(), *environment_of(processes(config))],
     )
 
 
 def processes(config: TrainerConfig) -> int:
-    """How many processes share the images of an epoch; `devices=-1` is every GPU of each node."""
+    """Returns how many processes share the images of an epoch; `devices=-1` is every GPU of each node."""
     return (max(1, torch.cuda.device_count()) if config.devices == -1 else config.devices) * config.num_nodes
 
 
 def accelerator(config: TrainerConfig) -> torch.device:
-    """Where simulations run once the training is over: the first device of its kind, in full float32.
+    """Returns the device for simulations after the training: the first of its kind, in full float32.
 
-    The converted module stays on the CPU: its sums of integers are exact there, while a GPU's library may choose
+    The converted module stays on the CPU: its integer sums are exact there, while a GPU's library may choose
     convolutions (Winograd's) that are not.
     """
     if not _on_gpu(config):
@@ -166,18 +168,20 @@ def accelerator(config: TrainerConfig) -> torch.device:
 
 
 def _on_gpu(config: TrainerConfig) -> bool:
-    """Whether a CUDA device trains. Lightning may choose one of Apple's, which lack the float64 that scales take."""
+    """Returns whether a CUDA device trains. Lightning may choose an Apple device, which lacks float64 for scales."""
     return config.accelerator != "cpu" and torch.cuda.is_available()
 
 
 def batches_a_step(config: TrainerConfig) -> int:
-    """How many batches an optimizer step takes, of all processes."""
+    """Returns the number of batches in an optimizer step, over all processes."""
     return processes(config) * config.accumulate
 
 
 class _AtomicCheckpoints(TorchCheckpointIO):
-    """Writes beside the target and renames: Lightning's own temporary file may be on another file system, and
-    a kill while it is copied over would leave half a checkpoint.
+    """Writes a temporary file next to the target and renames it.
+
+    Lightning's own temporary file may be on another file system, and a kill during the copy would leave half
+    a checkpoint.
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
@@ -195,9 +199,9 @@ class _AtomicCheckpoints(TorchCheckpointIO):
 
 
 class _Saving(ModelCheckpoint):
-    """Every so many steps, and where a signal ends the run: it waits for the end of the step that it is in.
+    """Saves every so many steps, and at the end of the current step where a signal ends the run.
 
-    All ranks end at one step.
+    All ranks end at the same step.
     """
 
     def __init__(self, path: Path, every: int) -> None:
@@ -212,7 +216,8 @@ class _Saving(ModelCheckpoint):
 
     def on_train_start(self, trainer: lightning.Trainer, *args: Any) -> None:
         super().on_train_start(trainer, *args)
-        # Of several batches that make a step the first ones end where it began: their gradients are in no checkpoint.
+        # Where several batches make a step, the first ones end where it began: their gradients are in no
+        # checkpoint.
         self._done = self._last_global_step_saved = trainer.global_step
         stopping.wait(True)
 
@@ -235,12 +240,12 @@ class _Bar(TQDMProgressBar):
         self.title, self._loss = title, None
 
     def on_exception(self, *args: Any) -> None:
-        """What is said next begins a line of its own."""
+        """Closes the bar, so that the next message begins on its own line."""
         with suppress(TypeError):  # there is no bar yet
             self.train_progress_bar.close()
 
     def get_metrics(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> dict[str, Any]:
-        """Asked for at each refresh alone."""
+        """Adds the loss and the latest score; called only at each refresh."""
         shown = super().get_metrics(trainer, module)
         if self._loss is not None:
             shown["loss"] = float(self._loss)
@@ -258,7 +263,7 @@ class _Bar(TQDMProgressBar):
 
 
 class _Tracked(Callback):
-    """Loss and learning rate for a tracking server, which Lightning would read from the device at each step."""
+    """Logs loss and learning rate to a tracking server every few steps; Lightning would read them at each step."""
 
     def __init__(self, every: int) -> None:
         self.every, self._last = every, 0
@@ -267,7 +272,7 @@ class _Tracked(Callback):
         step = trainer.global_step
         if step % self.every or step == self._last or trainer.logger is None:
             return
-        self._last = step  # of batches whose gradients are accumulated the first one counts
+        self._last = step  # where gradients are accumulated, the first batch counts
         loss = outputs["loss"] if isinstance(outputs, dict) else outputs
         rate = trainer.optimizers[0].param_groups[0]["lr"]
         trainer.logger.log_metrics({"loss": float(loss), "lr": float(rate)}, step)

@@ -3,12 +3,14 @@
     rank 0   calibration, searches ── last.ckpt of step 0 ── starts the others ── trains ──> verifies
     others                                 the same command ── read last.ckpt ── train ──> done
 
-Lightning starts the others by repeating the command line when the first one comes to train. What takes a clock or
-long (searches, calibration) is thus done once: the others read what came of it as a resumed run does.
+Lightning starts the others by repeating the command line when the first process begins to train. Work that
+depends on the clock or takes long (searches, calibration) is thus done once: the others read its result as a
+resumed run does.
 
-A process that dies leaves the others waiting in a collective, for ever with some backends; Lightning's own observer
-kills all without a word. Here each watches its relatives, and the one that the user looks at says what happened. While
-it waits in torch's library no handler of a signal is called: a thread hears it.
+A process that dies leaves the others waiting in a collective, for ever with some backends; Lightning's own
+observer kills all processes without a message. Here each process watches its relatives, and the one that the
+user sees reports what happened. While it waits in torch's library no signal handler is called; a thread
+receives the signal.
 """
 
 from __future__ import annotations
@@ -40,13 +42,13 @@ from qatkit.train.learner import Learner
 from qatkit_verify import stopping
 from qatkit_verify.errors import ConfigError
 
-_EVERY = 0.2  # seconds between two looks
+_EVERY = 0.2  # seconds between two checks
 _LEAVING = 3.0  # seconds in which a process whose job is over ends by itself
-_PATIENCE = 10.0  # seconds in which a death behind a failed collective is noticed
+_PATIENCE = 10.0  # seconds in which a death that caused a failed collective is noticed
 _BEHIND = (
     30.0  # seconds by which the first process may end later than others that a signal ended at the same step
 )
-_A_CALL = 5.0  # seconds that a library may take before a signal is served that waits for nothing else
+_A_CALL = 5.0  # seconds that a library call may delay a signal, if no step is waited for
 _A_STEP = 60.0  # the same where a step is waited for
 _NOBODY = 300.0  # seconds that tasks of a cluster may be apart when they begin
 PARENT = "QATKIT_PARENT"  # the process that started this one
@@ -55,17 +57,17 @@ _STOPPED = {128 + number for number in stopping.SIGNALS}
 
 
 def strategy_of(name: str, processes: int) -> Any:
-    """Lightning's strategy of that name, its processes watched here."""
+    """Returns Lightning's strategy of that name, with its processes watched here."""
     if processes == 1 or name not in ("auto", "ddp", "ddp_find_unused_parameters_true"):
         return name
     return _Watched(find_unused_parameters=name == "ddp_find_unused_parameters_true")
 
 
 def environment_of(processes: int) -> list[LightningEnvironment]:
-    """In a job of Slurm's whose tasks are not the processes of this run, those that the run starts by itself.
+    """Returns [Lightning's own environment] in a Slurm job whose tasks are not this run's processes; else [].
 
-    Lightning takes every such task for a rank: a run of two processes in a job of one task would train alone, on half
-    of the images, and a run of one in a job of four is refused.
+    Lightning takes every Slurm task for a rank: a run of two processes in a job of one task would train
+    alone, on half of the images, and a run of one in a job of four is refused.
     """
     tasks = os.environ.get("SLURM_NTASKS")
     alone = processes == 1 or tasks != str(processes)
@@ -80,7 +82,7 @@ class _Watched(DDPStrategy):
 
 
 class _Launcher(_SubprocessScriptLauncher):
-    """Without Lightning's observer, which kills this process too, and says nothing."""
+    """A launcher without Lightning's observer, which kills this process too, without a message."""
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
@@ -98,10 +100,10 @@ class _Launcher(_SubprocessScriptLauncher):
 
 @contextmanager
 def part_of_cores(processes: int) -> Iterator[None]:
-    """Within, torch computes with this process's part of the threads, so that all together have one a core.
+    """Limits torch to this process's share of the threads within the context: one per core over all processes.
 
-    Lightning's launcher leaves it at that, where the first process goes on by itself behind the training. What a user
-    or a cluster has said (OMP_NUM_THREADS, the cores of a task) stays.
+    Lightning's launcher does not restore it, but the first process continues alone after the training.
+    Settings of the user or the cluster (OMP_NUM_THREADS, the cores of a task) stay.
     """
     threads = torch.get_num_threads()
     if processes > 1 and "OMP_NUM_THREADS" not in os.environ:
@@ -113,7 +115,7 @@ def part_of_cores(processes: int) -> Iterator[None]:
 
 
 class _Family:
-    """Of this process: those that it has started, and how many signals it has got."""
+    """The processes that this one has started, and the number of signals it has received."""
 
     children: Sequence[subprocess.Popen[bytes]] = ()
     signals = 0
@@ -121,7 +123,7 @@ class _Family:
 
 @contextmanager
 def peers(several: bool) -> Iterator[None]:
-    """Within, the death of another process ends this one; nothing to do in a single process."""
+    """Ends this process within the context when another one dies; does nothing in a single process."""
     if not several:
         yield
         return
@@ -132,11 +134,11 @@ def peers(several: bool) -> Iterator[None]:
     try:
         with stopping.heard(partial(_end_by_signal, over)):
             yield
-    except (ConfigError, Pruned):  # every process has come to the same, and nobody is to blame
+    except (ConfigError, Pruned):  # every process has come to the same result, and none is at fault
         raise
     except Exception:
         if main_process():
-            watch.join(_PATIENCE)  # a collective has failed, perhaps: whose fault it was is known in a moment
+            watch.join(_PATIENCE)  # perhaps a collective has failed: the cause is known in a moment
         raise
     finally:
         over.set()
@@ -147,8 +149,8 @@ def _look_after_children(over: threading.Event) -> None:
         for rank, child in enumerate(_Family.children, 1):
             status = child.poll()
             if status:
-                # On a signal all end at the same step, and a training that diverges does so in every process: this one
-                # may be about to end as well.
+                # On a signal all end at the same step, and a training that diverges does so in every process:
+                # this one may be about to end as well.
                 own = {_REFUSED: _PATIENCE, **dict.fromkeys(_STOPPED, _BEHIND)}.get(status, 0.0)
                 if not over.wait(own):
                     _end(rank, status)
@@ -163,14 +165,14 @@ def _look_after_parent(over: threading.Event) -> None:
 
 
 def _parent() -> int:
-    """The process that started this one, which may be gone already."""
+    """Returns the process that started this one, which may have ended already."""
     return int(os.environ.get(PARENT) or os.getppid())
 
 
 def _end_by_signal(over: threading.Event, number: int) -> None:
-    """Ends this process where no handler is called in time: others are waited for, that may never come.
+    """Ends this process where no handler is called in time: it may wait for others that never come.
 
-    A second SIGINT does not wait, as anywhere.
+    A second SIGINT ends it at once, as usual.
     """
     if _Family.signals and number == signal.SIGINT:
         os._exit(128 + number)
@@ -188,7 +190,7 @@ def _end_if_unheard(over: threading.Event, number: int) -> None:
 
 
 def _end(rank: int, status: int) -> None:
-    """Says which process died, ends the others and this one: it may be waiting for the dead for ever."""
+    """Reports which process died, and ends the others and this one, which may wait for the dead for ever."""
     number = -status if status < 0 else status - 128 if status in _STOPPED else 0
     how = f"was ended by {signal.Signals(number).name}" if number else f"ended with status {status}"
     print(
@@ -201,7 +203,7 @@ def _end(rank: int, status: int) -> None:
 
 
 def _leave(status: int) -> None:
-    """At once, with all that this process has started."""
+    """Exits at once and kills all processes that this one has started."""
     for child in _Family.children:
         if child.poll() is None:
             child.kill()
@@ -209,13 +211,14 @@ def _leave(status: int) -> None:
 
 
 def leave_none_behind() -> None:
-    """Ends the processes that this one has started for a job that is over, and forgets them: the next job of a sweep
-    has its own. Behind a job that went well there are none any more.
+    """Ends the processes that this one has started for a finished job, and forgets them.
+
+    The next job of a sweep has its own. After a job that went well there are none.
     """
     for child in _Family.children:
         try:
             child.wait(_LEAVING)
-        except subprocess.TimeoutExpired:  # it waits for what will not come
+        except subprocess.TimeoutExpired:  # it waits for others that will not come
             child.kill()
             child.wait()
     _Family.children = ()
@@ -224,13 +227,13 @@ def leave_none_behind() -> None:
 def start_together(
     module: Learner, data: DataModule, checkpoint: Path, steps: int, writer: CheckpointIO
 ) -> None:
-    """Before several processes train: rank 0 writes the checkpoint of step 0 where there is none, the others wait.
+    """Makes several processes start from one checkpoint: rank 0 writes that of step 0 if needed, the others wait.
 
     Args:
-        module: as it is before the first step.
+        module: before the first step.
         data: its images.
         checkpoint: of the stage.
-        steps: of the whole training, which its first rate depends on.
+        steps: of the whole training, which its first learning rate depends on.
         writer: of checkpoints.
     """
     if not main_process():
@@ -248,10 +251,10 @@ def start_together(
 
 
 def wait_for_first(checkpoint: Path) -> None:
-    """In every process but the first: until that one has written the checkpoint, which tells what it has chosen.
+    """Waits, in every process but the first, until that one has written the checkpoint with its choices.
 
     Raises:
-        ConfigError: nobody is at work there who could write it.
+        ConfigError: no process is active there that could write it.
     """
     parent, seen = _parent(), time.monotonic()
     while not main_process() and not checkpoint.is_file():

@@ -1,4 +1,6 @@
-"""Who teaches a fine-tuning: the float model itself, or another one, checked against the data before any long work."""
+"""The teacher of a fine-tuning: the float model itself, or another one, checked against the data before any long
+work.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +21,20 @@ _NAME, _FILE = "schedule.distill_teacher", "schedule.distill_checkpoint"
 
 
 def teacher_of(config: Config, data: DataModule) -> nn.Module | None:
-    """The model that `schedule.distill_teacher` and `schedule.distill_checkpoint` name; None: the float model itself.
+    """Returns the model of `schedule.distill_teacher` and `schedule.distill_checkpoint`.
 
-    It sees the images as the model that learns does.
+    None: the float model itself.
+
+    It sees the same images as the model that learns.
 
     Raises:
-        ConfigError: it can't be built, does not take the images, or has other classes than the data.
+        ConfigError: it can't be built, does not accept the images, or has other classes than the data.
     """
     name, file = config.schedule.distill_teacher, config.schedule.distill_checkpoint
     if name is None and file is None:
         return None
     key, shown = (_NAME, name) if name is not None else (_FILE, file)
-    own = replace(config.model, weights=None)  # a checkpoint alone is one of the run's own model
+    own = replace(config.model, weights=None)  # a checkpoint without a name is one of the run's own model
     wanted = own if name is None else ModelConfig(name, weights=_pretrained(name, file))
     try:
         if wanted.weights is not None:
@@ -47,7 +51,7 @@ def teacher_of(config: Config, data: DataModule) -> nn.Module | None:
 
 
 def _pretrained(name: str, file: str | None) -> str | None:
-    """A builder of the user's loads what it wants by itself."""
+    """Returns the weights to load; a user's own builder loads them itself."""
     return "DEFAULT" if file is None and models.has_weights(name) else None
 
 
@@ -56,7 +60,7 @@ def _check(teacher: nn.Module, data: DataModule, key: str, shown: str | None) ->
     try:
         with inference(teacher):
             output = output_leaves(call(teacher, batch))[1][0]
-    except Exception as error:  # whatever a forward raises
+    except Exception as error:  # any error of a forward pass
         raise ConfigError(
             key, shown, f"a model of {data.inputs.text}, as {data.inputs.said_by} ({described(error)})"
         ) from error

@@ -1,10 +1,10 @@
-"""Epochs are judged where they end, and training goes on as if nobody had.
+"""Judges epochs where they end; training continues as if it had not been interrupted.
 
-    the last step of an epoch ─ checkpoint ─ judged, in what is untouched ─ a row of the curve ─ the listener is called
-    stopped before the row    ─ the first step of the run that goes on makes up for it, or its end
+    the last step of an epoch ─ checkpoint ─ judged, state restored ─ a row of the curve ─ the listener is called
+    stopped before the row    ─ the first step of the continued run makes up for it, or its end
 
-Lightning's own loop leaves out the epoch of a run that was stopped between its last step and its validation, so
-`Validating` asks the module itself. `qatkit.choose.epochs` judges by files.
+Lightning's own loop omits the validation of an epoch where the run was stopped between its last step and its
+validation, so `Validating` runs the module itself. `qatkit.choose.epochs` judges by files.
 """
 
 from __future__ import annotations
@@ -30,24 +30,25 @@ from qatkit_verify import stopping
 
 
 class Judging(Callback, ABC):
-    """Judges what trains at each epoch's end.
+    """Judges the model in training at each epoch's end.
 
     Args:
-        module: what is trained; its `curve` gets a row for each judgement.
-        checkpoint: written before a judgement, so that it need not be waited for.
-        interval: optimizer steps from one to the next; there is one at the end of the training too.
+        module: the one that is trained; its `curve` gets a row for each judgement.
+        checkpoint: written before a judgement, so that a stop need not wait for it.
+        interval: optimizer steps from one judgement to the next; there is one at the end of the training too.
     """
 
-    judges_start = False  # whether there is one before the first step, too
+    judges_start = False  # whether there is also one before the first step
 
     def __init__(self, module: Learner, checkpoint: Path, interval: int) -> None:
         self.module, self.path, self.interval = module, checkpoint, interval
 
     @abstractmethod
     def row(self, trainer: lightning.Trainer) -> dict[str, float]:
-        """Of the weights as they are: `score`, the task's main metric, and what else the curve is to tell.
+        """Returns the results for the current weights: `score`, the task's main metric, and further values for
+        the curve.
 
-        Called where the module may be put into any state.
+        The module may be put into any state here.
         """
 
     def on_train_batch_start(self, trainer: lightning.Trainer, *_: Any) -> None:
@@ -60,7 +61,7 @@ class Judging(Callback, ABC):
             self._judge_in_between(trainer)
 
     def make_up(self, trainer: lightning.Trainer) -> None:
-        """After the last step: judges it where a run was stopped before that."""
+        """Judges the last step where a run was stopped before that."""
         if self._due(trainer):
             self._judge(trainer)
 
@@ -92,10 +93,10 @@ class Judging(Callback, ABC):
 
 
 class Validating(Judging):
-    """By the module in PyTorch, in the precision that trains; every process goes through its share of the images.
+    """Validates with the module in PyTorch, in the training precision; every process takes its share of the images.
 
     Args:
-        data: whose images that train nothing are asked.
+        data: gives the validation images, which are not trained on.
         title: of the bar; None shows none.
     """
 
@@ -104,7 +105,7 @@ class Validating(Judging):
     ) -> None:
         super().__init__(module, checkpoint, interval)
         self.data, self.title = data, title
-        self._batches: Any = None  # with the processes that load them, from epoch to epoch
+        self._batches: Any = None  # with the processes that load them, kept from epoch to epoch
 
     def row(self, trainer: lightning.Trainer) -> dict[str, float]:
         if self._batches is None:
