@@ -76,6 +76,7 @@ class Backend:
             values have it with any backend.
         shifts: that the hardware has, of scales that are powers of two; None where any will do.
         integer_biases: another runtime takes biases as integers, as ONNX Runtime does.
+        sixteen_bits: another runtime takes 16-bit integers too, as ONNX Runtime does.
         all_int8: no operator is left float for its accuracy (`calibration.mixed_scales` reports): a float operator is
             computed by another processor.
     """
@@ -93,6 +94,7 @@ class Backend:
     aligned: tuple[str, ...] = ()
     shifts: Shifts | None = None
     integer_biases: bool = False
+    sixteen_bits: bool = False
     all_int8: bool = False
 
     def __post_init__(self) -> None:
@@ -140,13 +142,14 @@ class Backend:
         """The same target with activations of another number type.
 
         ONNX Runtime has no kernel for those of 16 bits, so nothing is shaped for one. Of a MatMul behind them 1.32
-        makes one that rounds activations to 8 bits unless a session asks for accuracy level 0.
+        makes one that rounds activations to 8 bits unless a session asks for accuracy level 0. Bounds of shifts are known
+        of 8 bits alone.
         """
         found = replace(self, activation=replace(self.activation, dtype=dtype))
         if not found.activation.wide:
             return found
         options = {**self.session_options, "session.qdq_matmulnbits_accuracy_level": "0"}
-        return replace(found, session_options=options, channel_multiples={}, has_amx=False)
+        return replace(found, session_options=options, channel_multiples={}, has_amx=False, shifts=None)
 
     @property
     def saturates(self) -> bool:
@@ -262,6 +265,7 @@ NPU_CNN = Backend(
     session_options={"session.disable_quant_qdq": "1"},
     other_runtime="qatkit.verify.npu_pairs",
     integer_biases=True,
+    sixteen_bits=True,
     fuses=dict.fromkeys(("conv", "linear", "add"), _ACTIVATIONS),
     all_int8=True,
     aligned=("cat", "avg_pool", "global_pool"),
@@ -281,5 +285,6 @@ NPU_TRANSFORMER = Backend(
     session_options={"session.disable_quant_qdq": "1"},
     other_runtime="qatkit.verify.npu_pairs",
     integer_biases=True,
+    sixteen_bits=True,
     fuses={"linear": _ACTIVATIONS},
 )

@@ -43,7 +43,7 @@ def backend_of(config: Config) -> Backend:
     activation, weight = (replace(one, scale_type=kind) for one in (backend.activation, backend.weight))
     backend = replace(backend, activation=activation, weight=weight)
     if backend.other_runtime:
-        _check_other_runtime(config)
+        _check_other_runtime(config, backend)
     if config.backend.every_operator:
         backend = backend.everywhere()
     dtypes = {backend.weight.dtype, *(one.weight_dtype for one in config.backend.overrides.values())}
@@ -113,14 +113,14 @@ def _check_float_biases(config: Config) -> None:
             raise ConfigError(f"{place}.bias_dtype", one.bias_dtype, allowed)
 
 
-def _check_other_runtime(config: Config) -> None:
-    """Rejects 16-bit integers and zero points, which the backends' other runtimes do not support."""
+def _check_other_runtime(config: Config, backend: Backend) -> None:
+    """Rejects zero points, and 16-bit integers where the other runtime does not support them."""
     for place, one in _settings(config.backend):
         if one.activation_symmetric is False:
             allowed = f"null or true with {config.backend.target}, which takes no zero points"
             raise ConfigError(f"{place}.activation_symmetric", False, allowed)
         for key in ("activation_dtype", "weight_dtype"):
-            if (value := getattr(one, key)) in WIDE:
+            if (value := getattr(one, key)) in WIDE and not backend.sixteen_bits:
                 allowed = (
                     f"null or {', '.join(WHOLE)} with {config.backend.target}, which takes 8 bits at most"
                 )

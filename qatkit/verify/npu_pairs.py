@@ -38,7 +38,8 @@ def broken_pairs(nodes: Iterable[ir.Node]) -> list[str]:
 def shift_cut(node: ir.Node) -> int | None:
     """Returns pos(weight) + pos(input) - pos(output) of an operator with a weight, with scales of 2^-pos.
 
-    It is None if one of them has no pair, or a scale that is not a power of two.
+    It is None if one of them has no pair, 16-bit integers (whose bounds are not known), or a scale that is not a
+    power of two.
     """
     found = weight_of(node)
     if found is None or found.dequantize is None:
@@ -64,8 +65,8 @@ def _quantize_after(node: ir.Node) -> ir.Node | None:
 
 
 def _position(pair: ir.Node | None) -> int | None:
-    scale = None if pair is None else constant(operand(pair, 1))
-    if scale is None or scale.size != 1:
+    scale, zero = (None if pair is None else constant(operand(pair, place)) for place in (1, 2))
+    if scale is None or scale.size != 1 or (zero is not None and zero.dtype.itemsize > 1):
         return None
     mantissa, exponent = math.frexp(float(scale.ravel()[0]))
     return 1 - exponent if mantissa == 0.5 else None
