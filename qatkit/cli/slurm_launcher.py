@@ -157,7 +157,7 @@ def _there(
     """Returns the runs with this configuration that an earlier start of the same sweep has finished or handed
     to Slurm.
 
-    For a sweep that came to its end, only with resume=auto.
+    For a completed sweep, only with resume=auto.
 
     Raises:
         ConfigError: Slurm does not tell their states.

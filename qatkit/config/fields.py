@@ -1,5 +1,4 @@
-"""The declaration of a setting: its default, its meaning with the unit, and its allowed values, all in one
-place.
+"""The declaration of a setting: its default, its meaning with the unit, and its allowed values, all in one place.
 
     @dataclass
     class ExportConfig:

@@ -112,9 +112,7 @@ def _message(error: Exception) -> str:
 
 
 def _missing(file: str, overrides: Sequence[str]) -> tuple[str, str]:
-    """Returns the group and option that `file` stands for, in the form in which they were typed, if they
-    were.
-    """
+    """Returns the group and option that `file` stands for, in the form in which they were typed, if they were."""
     for text in overrides:
         group, _, option = text.lstrip("+").partition("=")
         if f"{group}/{option}" == file:
@@ -158,9 +156,7 @@ def _fails_alike(error: Exception, override: str) -> bool:
 
 
 def _translate_key(error: OmegaConfBaseException, overrides: Sequence[str]) -> ConfigError:
-    """Returns the error at `full_key`: an unknown key, a value of another type, or one that cannot be
-    resolved.
-    """
+    """Returns the error at `full_key`: an unknown key, a value of another type, or one that cannot be resolved."""
     key = str(error.full_key)
     name, value = _as_typed(key, overrides)
     if isinstance(error, ConfigAttributeError | ConfigKeyError):
@@ -179,8 +175,7 @@ def _translate_key(error: OmegaConfBaseException, overrides: Sequence[str]) -> C
 
 
 def _as_typed(key: str, overrides: Sequence[str]) -> tuple[str, str]:
-    """Returns the key and value of the override that `key` comes from, or `key` itself if it comes from a
-    file.
+    """Returns the key and value of the override that `key` comes from, or `key` itself if it comes from a file.
 
     For a typed key with a mistake in its first part, only that part is reported.
     """

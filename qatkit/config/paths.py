@@ -17,9 +17,7 @@ _OF_PLACES = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENOTDIR, errno.EISDI
 
 
 def expand_home(settings: Any) -> None:
-    """Expands `~/` in the paths of a dataclass and of those in it: a shell does so only at the start of a
-    word.
-    """
+    """Expands `~/` in the paths of a dataclass and of those in it: a shell does so only at the start of a word."""
     for one in dataclasses.fields(settings):
         value = getattr(settings, one.name)
         if dataclasses.is_dataclass(value):

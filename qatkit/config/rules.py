@@ -129,9 +129,7 @@ def _check_rescue(config: Config) -> None:
 
 
 def _check_precision(config: Config) -> None:
-    """Checks mixed precision: a search judges and times files made from a module, and a point belongs to a
-    front.
-    """
+    """Checks mixed precision: a search judges and times files made from a module, and a point belongs to a front."""
     asked = config.precision
     if (asked.front is None) != (asked.point is None):
         key, value = ("point", asked.point) if asked.front is None else ("front", asked.front)
@@ -281,9 +279,7 @@ def _check_export(config: Config) -> None:
 
 
 def _check_weights(config: Config) -> None:
-    """Checks the settings of low-bit weights, which only apply to a given file; train.py uses a backend
-    instead.
-    """
+    """Checks the settings of low-bit weights, which only apply to a given file; train.py uses a backend instead."""
     asked = config.weights
     if asked.bits is not None and config.mode != "weight_only":
         allowed = "null without onnx=FILE mode=weight_only (train.py takes backend=weight_only)"
@@ -303,9 +299,7 @@ def _check_bundle(config: Config) -> None:
 
 
 def _analysis_off(asked: AnalysisConfig) -> list[tuple[str, object, object]]:
-    """Returns the analyses that must be off for a file that is not made from a module: they need the
-    simulation.
-    """
+    """Returns the analyses that must be off for a file that is not made from a module: they need the simulation."""
     return [
         ("analysis.isolation", asked.isolation, False),
         ("analysis.sensitivity", asked.sensitivity, "none"),
@@ -410,9 +404,7 @@ def _check_table(config: Config) -> None:
 
 
 def _check_preprocessing(data: DataConfig) -> None:
-    """Checks that the resize covers the crop, and that there is one mean and one standard deviation per
-    channel.
-    """
+    """Checks that the resize covers the crop, and that there is one mean and one standard deviation per channel."""
     if data.resize is not None and data.image_size is not None and not covers(data.resize, data.image_size):
         raise ConfigError("data.resize", data.resize, f"data.image_size={data.image_size} or higher")
     for key, values in (("data.mean", data.mean), ("data.std", data.std)):

@@ -212,9 +212,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _meant(value: Value) -> Value:
-    """Returns a key that is equal for values that are typed or stored alike: Optuna compares options with
-    `==`.
-    """
+    """Returns a key that is equal for values that are typed or stored alike: Optuna compares options with `==`."""
     text = override("", value)[1:]
     try:
         return float(value if isinstance(value, bool) else text)

@@ -1,5 +1,4 @@
-"""Selectors: texts that choose operators or tensors by name (`docs/overrides.md`), and the meaning of lists
-of them.
+"""Selectors: texts that choose operators or tensors by name (`docs/overrides.md`), and the meaning of lists of them.
 
     conv1, layer1.*      an operator's name, or a glob over names
     re/PATTERN           a regular expression over whole names

@@ -1,6 +1,4 @@
-"""The outcome of each run of a sweep, wherever it ran, for the exit status of the sweep and the rows of its
-table.
-"""
+"""The outcome of each run of a sweep, wherever it ran, for the exit status of the sweep and the rows of its table."""
 
 from __future__ import annotations
 

@@ -126,8 +126,7 @@ _SWEEP: ContextVar[_Sweep | None] = ContextVar("sweep", default=None)
 
 @contextmanager
 def sweeping(typed: Sequence[str] | None) -> Iterator[None]:
-    """Makes `sweep_file` return the file of the sweep of these overrides within the context; None: there is
-    no sweep.
+    """Makes `sweep_file` return the file of the sweep of these overrides within the context; None: there is no sweep.
 
     An exception ends the sweep but a signal does not: its runs continue, or are resumed later.
     """
@@ -145,9 +144,7 @@ def sweeping(typed: Sequence[str] | None) -> Iterator[None]:
 
 
 def sweep_file(folder: str | Path) -> SweepFile | None:
-    """Returns the file of this sweep, whose folder is `folder`; None in a process that only makes one of its
-    runs.
-    """
+    """Returns the file of this sweep, whose folder is `folder`; None in a process that only makes one of its runs."""
     sweep = _SWEEP.get()
     if sweep is None:
         return None
@@ -157,8 +154,7 @@ def sweep_file(folder: str | Path) -> SweepFile | None:
 
 
 def own_folder(name: str) -> str:
-    """Makes and returns the folder of this sweep: `name`, or `name_2` if another sweep from the same second
-    has that.
+    """Makes and returns the folder of this sweep: `name`, or `name_2` if another sweep from the same second has that.
 
     Without a sweep this is `name`. On a cluster, a node that makes one run takes it from what was composed
     here.

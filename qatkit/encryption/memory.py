@@ -70,7 +70,7 @@ def temporary_files_in_memory(key_file: str) -> Iterator[Path]:
 
 def _folder_in_memory(key_file: str) -> Path:
     """Returns the folder of temporary files if it is in memory, else /dev/shm."""
-    for place in (Path(tempfile.gettempdir()), Path("/dev/shm")):  # noqa: S108 - our folder in it is for us alone
+    for place in (Path(tempfile.gettempdir()), Path("/dev/shm")):  # noqa: S108 - our folder in it is private
         if _file_system(place) in _IN_MEMORY and os.access(place, os.W_OK | os.X_OK):
             return place
     allowed = "null without a writable folder in memory (tmpfs): /dev/shm, or the one that TMPDIR names"

@@ -1,5 +1,4 @@
-"""The configuration's schema: one dataclass per group, each setting with its default, its meaning and its
-limits.
+"""The configuration's schema: one dataclass per group, each setting with its default, its meaning and its limits.
 
 A typo or a wrong type in YAML or on the command line fails against these dataclasses, and the error names the
 key. They are plain dataclasses: only `compose` and the command line know Hydra and OmegaConf, which fill

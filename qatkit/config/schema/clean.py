@@ -10,8 +10,7 @@ from qatkit.config.fields import PLACE, Choices, Range, Words, setting
 
 @dataclass
 class CleanConfig:
-    """Changes to an ONNX file that keep its function, which ONNX Runtime verifies; before another mode, only
-    if set.
+    """Changes to an ONNX file that keep its function, which ONNX Runtime verifies; before another mode, only if set.
 
     Two settings change the function, `approximate` and `drop_pairs`. The size of the change is printed.
     """

@@ -309,9 +309,7 @@ class VerifyConfig:
 
 @dataclass
 class AnalysisConfig:
-    """The analyses that explain the figures: weights or activations, sensitive layers, and tensors that
-    diverge.
-    """
+    """The analyses that explain the figures: weights or activations, sensitive layers, and tensors that diverge."""
 
     isolation: bool = setting(
         False,

@@ -1,6 +1,4 @@
-"""The groups `target`, `precision`, `rescue` and `search`: what the file must reach, and how it is searched
-for.
-"""
+"""The groups `target`, `precision`, `rescue` and `search`: what the file must reach, and how it is searched for."""
 
 from __future__ import annotations
 

@@ -9,9 +9,7 @@ from qatkit.config.fields import COUNT, FRACTION, PLACE, POSITIVE, Choices, Rang
 
 @dataclass
 class ScheduleConfig:
-    """The fine-tuning schedule. Milestones are fractions of all optimizer steps, from 0 (at once) to 1
-    (never).
-    """
+    """The fine-tuning schedule. Milestones are fractions of all optimizer steps, from 0 (at once) to 1 (never)."""
 
     epochs: int = setting(1, "epochs of fine-tuning; 0: only calibrate", Range(0))
     max_steps: int | None = setting(
