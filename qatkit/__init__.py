@@ -2,9 +2,10 @@
 
     from qatkit import quantize, QATModule, Parts, export_onnx
 
-Packages, in the order in which a model passes through them: `models` and `data` (inputs), `graph` (trace, fuse, stub,
-prepare, convert) on the arithmetic of `quant`, `calibration` and `algorithms`, `train`, `export`, `verify`, `report`.
-`choose` decides by measurement, `jobs` holds what each command does, `config` and `cli` how it is configured.
+Packages, in the order in which a model passes through them: `models` and `data` (inputs), `graph` (trace,
+fuse, stub, prepare, convert) on the arithmetic of `quant`, `calibration` and `algorithms`, `train`, `export`,
+`verify`, `report`. `choose` decides by measurement, `jobs` holds what each command does, `config` and `cli`
+how it is configured.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """The public names, each imported when it is first asked for: torch takes seconds."""
+    """Returns a public name, imported when it is first used, since importing torch takes seconds."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

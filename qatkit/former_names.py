@@ -9,7 +9,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-# Former name -> present name, of a module or of a package with all that is in it.
+# Former name -> present name of a module, or of a package with everything in it.
 FORMER_NAMES = {
     "qatkit.backends": "qatkit.quant.backends",
     "qatkit.bundle": "qatkit.records.run_files",

@@ -1,10 +1,10 @@
-"""Quantizes a model that a script holds in one call: the whole chain of train.py, with its report.
+"""Quantizes a model that a script holds in one call: all stages of train.py, with the report.
 
     result = qatkit.quantize(model, example, batches, ["backend=qnnpack", "algorithm=auto"])
     result.file, result.met, result.report, result.module
 
-The chain finds models and data by dotted paths. So the objects of a call are kept here while it runs, and `model.name`
-and `data.source` name the two functions of this module that return them.
+The stages find models and data by dotted paths. So the objects of a call are kept here while it runs, and
+`model.name` and `data.source` name the two functions of this module that return them.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _FORM = "a tensor, a tuple of tensors or a mapping of tensors by name, with the 
 
 @dataclass(frozen=True)
 class Result:
-    """What `quantize` made.
+    """The result of `quantize`.
 
     Attributes:
         folder: the output folder, with report.html and everything else of a run.
@@ -108,18 +108,19 @@ def quantize(
     """Quantizes a model, verifies the file in ONNX Runtime and writes the report.
 
     Args:
-        model: a float module, which stays as it is, or the path of a float ONNX file.
-        example: what the module is called with: a tensor, a tuple of positional tensors, or a mapping of keyword
-            arguments, batch axis first. None for a file.
-        batches: inputs in the form of `example` (of a file: mappings by the names of its inputs); they calibrate. With
-            `task=classification` or another task with targets, each is a pair (inputs, targets).
-        config: settings as they are typed behind train.py, such as `["backend=qnnpack", "schedule=qat_sgd"]`. Without
-            them nothing is trained, and outputs are compared with those of the float model.
-        test_batches: inputs that verify. By default every second sample of `batches` verifies.
+        model: a float module, which is not changed, or the path of a float ONNX file.
+        example: the input that the module is called with: a tensor, a tuple of positional tensors, or a
+            mapping of keyword arguments, batch axis first. None for a file.
+        batches: calibration inputs in the form of `example` (for a file: mappings by the names of its
+            inputs). With `task=classification` or another task with targets, each is a pair (inputs,
+            targets).
+        config: settings as they are typed after train.py, such as `["backend=qnnpack", "schedule=qat_sgd"]`.
+            Without them nothing is trained, and outputs are compared with those of the float model.
+        test_batches: inputs for verification. By default every second sample of `batches` is used for it.
 
     Returns:
-        The file, whether it meets its bounds, the report and the converted module. A file that misses a bound is a
-        result as well: `met` is False, and the report names the fix where one is known.
+        The file, whether it meets its bounds, the report and the converted module. A file that misses a bound
+        is a result as well: `met` is False, and the report names the fix if one is known.
 
     Raises:
         ConfigError: a setting, a model or a batch that does not fit, before any long work.
@@ -159,10 +160,10 @@ def quantize(
 
 
 def given_model() -> nn.Module:
-    """Returns the module of the call of `quantize` that is under way.
+    """Returns the module of the current call of `quantize`.
 
     Raises:
-        ConfigError: none is, as in an export of its checkpoint by another program.
+        ConfigError: there is no current call, as in an export of its checkpoint by another program.
     """
     model = _current().model
     assert model is not None
@@ -170,10 +171,10 @@ def given_model() -> nn.Module:
 
 
 def given_data(root: str | None, download: bool, seed: int) -> Splits:
-    """Returns the samples of the call of `quantize` that is under way.
+    """Returns the samples of the current call of `quantize`.
 
     Raises:
-        ConfigError: as `given_model`.
+        ConfigError: see `given_model`.
     """
     given = _current()
     return Splits(_Samples(given.train), _Samples(given.test), given.classes, arrays=True)
@@ -197,7 +198,7 @@ def _given(given: _Given) -> Iterator[None]:
 
 
 def _composed(typed: Sequence[str]) -> Config:
-    """Returns the configuration, also within a program that Hydra itself has started."""
+    """Returns the configuration, even within a program that Hydra itself has started."""
     with without_hydra_around():
         return compose_config(conf(), typed, train_run)
 
@@ -268,7 +269,7 @@ def _target(value: Any) -> Any:
 
 
 def _classes(config: Config, *splits: Sequence[Sample]) -> tuple[str, ...]:
-    """Returns names of classes, their numbers, of a task whose targets are classes."""
+    """Returns the names of the classes, which are their numbers, for a task whose targets are classes."""
     targets = [target for split in splits for _, target in split]
     if config.task not in ("classification", "embedding") or not all(isinstance(one, int) for one in targets):
         return ()

@@ -1,4 +1,4 @@
-"""The bar over batches of images, with its rate: what a user looks at while waiting."""
+"""The progress bar over batches of images, with its rate."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-_EVERY = 30.0  # seconds between two lines where there is no terminal, as in the log of a cluster's job
+_EVERY = 30.0  # seconds between two lines if there is no terminal, as in the log of a cluster job
 Batches = Iterable[tuple[Any, Any]]  # (images [N, C, H, W], labels [N]), tensors or arrays
 
 
 def shown(batches: Batches, title: str, progress: bool, unit: str = "images") -> Iterator[tuple[Any, Any]]:
-    """`batches`, with a progress bar on stderr when asked; where that is no terminal, with a line now and then.
+    """Yields `batches`, with a progress bar on stderr if asked for, or with occasional lines if stderr is not
+    a terminal.
 
     Args:
-        batches: pairs, the second of each as long as there are `unit` in it.
-        title: in front of the bar.
-        progress: whether there is one.
-        unit: what the rate behind the bar counts.
+        batches: pairs, the second of each with one entry per `unit`.
+        title: the text before the bar.
+        progress: whether to show progress.
+        unit: what the rate after the bar counts.
     """
     if not progress:
         yield from batches
@@ -38,13 +39,13 @@ def shown(batches: Batches, title: str, progress: bool, unit: str = "images") ->
 
 
 def _bar(unit: str) -> Progress:
-    """With rich, which a machine that only runs files has no need of."""
+    """Returns a bar made with rich, which a machine that only runs files does not need."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
     from rich.text import Text
 
     class Rate(ProgressColumn):
-        """So many a second."""
+        """A column with the rate per second."""
 
         def render(self, task: Task) -> Text:
             done = task.fields.get("images", 0)

@@ -1,4 +1,4 @@
-"""What is typed: flags, and the jobs that a sweep's overrides stand for."""
+"""The typed arguments: flags, and the jobs that a sweep's overrides stand for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import hydra
-from hydra._internal.utils import get_args_parser  # the parser hydra.main itself reads the command line with
+from hydra._internal.utils import get_args_parser  # the parser that hydra.main itself uses
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, RangeSweep
@@ -20,14 +20,14 @@ from qatkit.config.hydra_errors import translate
 from qatkit_verify.errors import ConfigError, first_line
 from qatkit_verify.untrusted import read_yaml
 
-LARGEST_AXIS = 10_000  # values of one key of a sweep: each is a job
+LARGEST_AXIS = 10_000  # values of one key of a sweep, each of which is a job
 COMPOSED_AHEAD = 64  # jobs of a sweep that are checked before the first one starts, at 0.05 s each
 
 
 def typed_arguments() -> argparse.Namespace:
-    """Flags and overrides, as Hydra reads them."""
+    """Returns flags and overrides, as Hydra reads them."""
     parser = get_args_parser()
-    parser.error = _refuse  # type: ignore[method-assign]  # argparse's own prints its usage over many lines
+    parser.error = _refuse  # type: ignore[method-assign]  # argparse prints its usage over many lines
     arguments, unknown = parser.parse_known_args()
     if unknown:
         raise ConfigError("argument", unknown[0], "KEY=VALUE, after any flags (such as -m)")
@@ -42,7 +42,7 @@ def _refuse(message: str) -> NoReturn:
 
 
 def _check_flags(arguments: argparse.Namespace) -> None:
-    """Flags that exclude each other, that lead past `conf`, or that name a folder which is none."""
+    """Rejects flags that exclude each other, that bypass `conf`, or that name a folder which does not exist."""
     for flag in ("config_name", "config_path", "experimental_rerun"):
         if (value := getattr(arguments, flag)) is not None:
             reason = "the flag is not supported: every run starts from conf/config.yaml (--config-dir adds a folder)"
@@ -74,15 +74,15 @@ def _check_config_dir(folder: str) -> None:
 
 
 def jobs_of(conf: Path, overrides: Sequence[str]) -> list[list[str]]:
-    """The overrides of each job of a sweep, the first `COMPOSED_AHEAD` of them.
+    """Returns the overrides of each job of a sweep, for the first `COMPOSED_AHEAD` jobs.
 
-    An interval, which only some sweepers draw from, has no values yet: its key is left as it is.
+    An interval, from which only some sweepers draw, has no values yet: its key is left as it is.
     """
     with hydra.initialize_config_dir(version_base="1.3", config_dir=str(conf.resolve())):
         parser = OverridesParser.create(GlobalHydra.instance().config_loader())
         try:
             parsed = parser.parse_overrides(list(overrides))
-        except Exception as error:  # as in compose_config
+        except Exception as error:  # see compose_config
             raise translate(error, overrides, conf) from error
         drawn_from = any(text.startswith("hydra/sweeper=") for text in overrides)
         axes = []
@@ -98,7 +98,7 @@ def jobs_of(conf: Path, overrides: Sequence[str]) -> list[list[str]]:
 
 
 def _axis(override: Override, text: str) -> list[str]:
-    """The overrides that one key of a sweep stands for."""
+    """Returns the overrides that one key of a sweep stands for."""
     key, _, value = text.partition("=")
     try:
         one = override.value()

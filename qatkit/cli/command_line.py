@@ -1,15 +1,15 @@
 """The command line: Hydra composes, mistakes become one line, the job receives a plain `Config`.
 
-Hydra reports a mistake when it meets it, over several lines and, in a sweep, perhaps after hours. So the
-command line is composed twice. The first time, before Hydra proper starts, every job of a sweep is composed,
-checked and its dotted paths imported; what Hydra or OmegaConf raise is translated to
+Hydra reports a mistake only when it meets it, over several lines and, in a sweep, perhaps after hours. So the
+command line is composed twice. The first time, before Hydra proper starts, every job of a sweep is composed
+and checked, and its dotted paths are imported. What Hydra or OmegaConf raise is translated to
 
     error: key=value: expected ...
 
 and exit status 2. The second time is Hydra's own, which runs the jobs here or on a cluster.
 
-Exit status: what the job returns (0, or 1 for a file that falls short of its bounds), 2 for a mistake of the
-user's, 128 and its number for a signal (130 for Ctrl-C). Any other exception is a defect and keeps its traceback.
+Exit status: what the job returns (0, or 1 for a file that misses its bounds), 2 for a user's mistake, 128
+plus its number for a signal (130 for Ctrl-C). Any other exception is a defect and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 import hydra
-from hydra._internal.utils import get_args_parser  # the parser hydra.main itself reads the command line with
+from hydra._internal.utils import get_args_parser  # the parser that hydra.main itself uses
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
@@ -65,21 +65,21 @@ Job = Callable[[Config], int | None]
 
 
 def main(job: Job, conf: Path, *, from_checkpoint: bool = False) -> int:
-    """Run `job` for the configuration on the command line, or for each one of a sweep (`-m`).
+    """Runs `job` for the configuration on the command line, or for each configuration of a sweep (`-m`).
 
     Args:
-        job: what to run; returns an exit status, None for 0.
+        job: the function to run; returns an exit status, None for 0.
         conf: the folder with `config.yaml` and the groups.
-        from_checkpoint: start from the `config.yaml` saved beside `checkpoint=...`, or from the defaults with
-            `onnx=...`, not from a recipe.
+        from_checkpoint: start from the `config.yaml` saved next to `checkpoint=...`, or from the defaults
+            with `onnx=...`, not from a recipe.
 
     Returns:
-        The exit status, the highest one of a sweep.
+        The exit status; for a sweep, the highest one.
     """
     streams.prepare()
     register()
     sys.argv[1:] = calls_quoted(sys.argv[1:])
-    # Else Hydra prints what is raised, by itself, and exits with status 1.
+    # Otherwise Hydra prints exceptions by itself and exits with status 1.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     defects: list[Exception] = []
 
@@ -117,27 +117,29 @@ def main(job: Job, conf: Path, *, from_checkpoint: bool = False) -> int:
             return interrupted(stop, from_checkpoint)
         except Exception as error:
             return ended_by(error, from_checkpoint)
-        except KeyboardInterrupt:  # of an application's own handler
+        except KeyboardInterrupt:  # raised by an application's own handler
             return interrupted(stopping.Stopped(signal.SIGINT), from_checkpoint)
     return max((outcome.status for outcome in outcomes), default=0)
 
 
 def _collect_garbage() -> None:
-    """From here on, as usual, where `qatkit.cli.scripts` has put it off; what was imported until now is none."""
+    """Turns garbage collection back on if `qatkit.cli.scripts` has turned it off, and exempts everything
+    imported so far.
+    """
     if not gc.isenabled():
         gc.freeze()
         gc.enable()
 
 
 def _summarize(outcomes: Sequence[sweep.Outcome]) -> None:
-    """The table of a sweep, and the page with its runs side by side, in the sweep's own folder."""
-    from qatkit.report.runs import print_runs  # with rich
+    """Prints the table of a sweep, and writes the page that compares its runs into the sweep's own folder."""
+    from qatkit.report.runs import print_runs  # needs rich
 
     print_runs(outcomes)
     folders = [Path(one.folder) for one in outcomes if one.folder]
     sweeps = {one.sweep for one in outcomes if one.sweep}
     if folders and len(sweeps) == 1:
-        from qatkit.compare.command import COMPARISON_FILE, page_of  # which mistakes do without
+        from qatkit.compare.command import COMPARISON_FILE, page_of  # not needed to report mistakes
 
         try:
             page_of(folders, Path(sweeps.pop()) / COMPARISON_FILE)
@@ -151,7 +153,7 @@ def _help(conf: Path, arguments: argparse.Namespace, from_checkpoint: bool) -> s
 
 
 def _check_command_line(conf: Path, arguments: argparse.Namespace, from_checkpoint: bool) -> None:
-    """Compose and check all that the command line asks for, before Hydra proper starts."""
+    """Composes and checks everything that the command line asks for, before Hydra proper starts."""
     if _needs_no_config(arguments):
         return
     overrides: list[str] = arguments.overrides
@@ -179,7 +181,7 @@ def _needs_no_config(arguments: argparse.Namespace) -> bool:
 
 
 def _run(job: Job, node: DictConfig, from_checkpoint: bool, conf: Path) -> sweep.Outcome:
-    """One job, maybe on another machine than the check of the command line: a full check again."""
+    """Runs one job with a full check again, since it may be on another machine than the check of the command line."""
     job_config = HydraConfig.get()
     overrides = list(job_config.overrides.task)
     number = job_config.job.num if job_config.mode == RunMode.MULTIRUN else None
@@ -224,7 +226,7 @@ def _run(job: Job, node: DictConfig, from_checkpoint: bool, conf: Path) -> sweep
 
 
 def _status_before(config: Config, folder: str, which: str) -> int | None:
-    """Status of the finished run in `folder` that resume=auto need not make again, said; None of another."""
+    """Returns and reports the status of a finished run in `folder` that resume=auto need not repeat, else None."""
     if config.resume != "auto" or not folder or not finished(config, Path(folder)):
         return None
     report = report_of(Path(folder))
@@ -250,7 +252,9 @@ def _as_defect(error: Exception) -> sweep.Outcome:
 
 @contextlib.contextmanager
 def _own_folder(config: Config, number: int | None, from_checkpoint: bool) -> Iterator[None]:
-    """Within, `output_dir` is the folder of the run, `number` of a sweep, and no other run's."""
+    """Sets `output_dir` to the folder of the run, `number` in a sweep, which no other run can use within the
+    context.
+    """
     if from_checkpoint and config.output_dir is None and config.checkpoint is not None:
         folder = Path(config.checkpoint).parent
         config.output_dir = str(folder if number is None else folder / f"export_{number}")
@@ -263,7 +267,7 @@ def _own_folder(config: Config, number: int | None, from_checkpoint: bool) -> It
 
 
 def _called(job: Job, config: Config, overrides: Sequence[str], from_checkpoint: bool, conf: Path) -> int:
-    """The job itself."""
+    """Runs the job itself and returns its exit status."""
     with (
         _distributed(overrides, str(config.output_dir)),
         typing(None if from_checkpoint else overrides),
@@ -278,7 +282,7 @@ def _called(job: Job, config: Config, overrides: Sequence[str], from_checkpoint:
 
 
 def _composer(conf: Path, typed: Sequence[str]) -> Callable[[Sequence[str]], Config]:
-    """Composes `typed` with further overrides, with the folders that this job's own configuration came from."""
+    """Returns a function that composes `typed` with further overrides, from the configuration folders of this job."""
     mine = [
         source.path
         for source in HydraConfig.get().runtime.config_sources
@@ -294,18 +298,18 @@ def _composer(conf: Path, typed: Sequence[str]) -> Callable[[Sequence[str]], Con
 
 
 def _searched() -> list[str]:
-    """Folders of the user's own, as they were typed."""
+    """Returns the user's own configuration folders, as they were typed."""
     typed: Sequence[str] = HydraConfig.get().overrides.hydra
     return [one for one in typed if one.lstrip("+").startswith("hydra.searchpath=")]
 
 
 @contextlib.contextmanager
 def _distributed(overrides: Sequence[str], folder: str) -> Iterator[None]:
-    """Let this one job start ranks of its own, and the next job of a sweep as well.
+    """Lets this one job start ranks of its own, and the next job of a sweep as well.
 
     Lightning starts the other ranks of a DDP run by repeating `sys.argv`: as typed, each would run a whole
-    sweep and pick an output folder of its own. What it leaves behind, a process group without peers and its
-    address in the environment, would be taken for the next job's.
+    sweep and pick an output folder of its own. It leaves a process group without peers and its address in the
+    environment, which the next job would take for its own.
     """
     typed, environment = sys.argv, dict(os.environ)
     sys.argv = [typed[0], *_searched(), *overrides]

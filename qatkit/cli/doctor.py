@@ -1,9 +1,9 @@
-"""`qatkit doctor`: what this machine offers, what works on it, and what to install for the rest.
+"""The command `qatkit doctor`: what this machine offers, what works on it, and what to install for the rest.
 
     qatkit doctor
 
-Each line has a name, what was found, and where something is missing the command or key that helps. Exit status 1 says
-that nothing can be quantized here.
+Each line has a name, what was found and, if something is missing, the command or key that helps. Exit status
+1 means that nothing can be quantized here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from qatkit_verify.hardware import installed_versions, this_hardware
 
 _NEEDED = ("torch", "torchvision", "onnx", "onnxruntime", "lightning", "hydra")
-# Extras of the package by the module that shows that one is installed.
+# The extras of the package, each with a module that shows that it is installed.
 _EXTRAS = {
     "timm": "timm",
     "transformers": "transformers",
@@ -33,12 +33,12 @@ _EXTRAS = {
     "sign": "cryptography",
 }
 _VNNI = ("avx512_vnni", "avx_vnni", "asimddp")
-_ROOM = 2e9  # bytes that the checkpoints and files of a run of an ordinary size may take
+_ROOM = 2e9  # bytes that the checkpoints and files of an ordinary run may take
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A line of the table; `works` is False where a run would fail."""
+    """A line of the table; `works` is False if a run would fail."""
 
     name: str
     found: str
@@ -47,7 +47,7 @@ class Finding:
 
 
 def main() -> int:
-    """Prints the table; returns 1 where something is missing that every run needs."""
+    """Prints the table; returns 1 if something is missing that every run needs."""
     findings = [*_packages(), *_machine(), _disk(), *_extras()]
     width = max(len(one.name) for one in findings)
     for one in findings:
@@ -119,7 +119,7 @@ def _extras() -> Iterator[Finding]:
 
 
 def version() -> str:
-    """The version of the installed package, or that of a checkout."""
+    """Returns the version of the installed package, or says that it is a checkout."""
     try:
         return metadata.version("qatkit")
     except metadata.PackageNotFoundError:
@@ -129,5 +129,5 @@ def version() -> str:
 def _is_installed(module: str) -> bool:
     try:
         return util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of a package around it
+    except ModuleNotFoundError:  # its parent package is missing
         return False

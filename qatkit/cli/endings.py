@@ -1,6 +1,7 @@
-"""What is said where a command does not end well, in one line on standard error, and its exit status.
+"""The messages and exit statuses of a command that does not end well: one line on standard error.
 
-`from_checkpoint`, as `qatkit.cli.command_line.main` has it, says whether the same command goes on or begins again.
+`from_checkpoint`, see `qatkit.cli.command_line.main`, decides whether the same command resumes or starts
+over.
 """
 
 from __future__ import annotations
@@ -17,7 +18,13 @@ _AGAIN = {False: "with resume=auto continues", True: "begins again"}
 
 
 def ended_by(error: Exception, from_checkpoint: bool) -> int:
-    """The line of a mistake, or of a signal, of which a module in C that is being imported makes an exception."""
+    """Reports a user's mistake or a signal, and returns the exit status.
+
+    A C module that is being imported turns a signal into an exception of its own.
+
+    Raises:
+        Exception: `error`, if it is neither.
+    """
     number = stopping.wanted()
     if number is not None:
         return interrupted(stopping.Stopped(number), from_checkpoint)
@@ -27,7 +34,7 @@ def ended_by(error: Exception, from_checkpoint: bool) -> int:
 
 
 def complain(error: ConfigError, *, debug: bool = False) -> int:
-    """The one line, with the traceback before it where that is asked for."""
+    """Prints the error as one line, after the traceback if `debug` is set, and returns the exit status 2."""
     if debug:
         traceback.print_exception(error)
     print(f"error: {error}", file=sys.stderr)
@@ -35,7 +42,7 @@ def complain(error: ConfigError, *, debug: bool = False) -> int:
 
 
 def no_room(full: OSError, from_checkpoint: bool) -> int:
-    """Says which file does not fit on its disk."""
+    """Prints which file does not fit on its disk, and returns the exit status 1."""
     file = full.filename or f"a temporary file in {tempfile.gettempdir()}"
     again = _AGAIN[from_checkpoint]
     print(f"error: {file}: {full.strerror}: make room there, then the same command {again}", file=sys.stderr)
@@ -43,7 +50,7 @@ def no_room(full: OSError, from_checkpoint: bool) -> int:
 
 
 def interrupted(stop: stopping.Stopped, from_checkpoint: bool) -> int:
-    """Says how to go on; of several ranks the first one speaks."""
+    """Prints how to continue, from the first of several ranks only, and returns the exit status."""
     again = stop.again or f"the same command {_AGAIN[from_checkpoint]}"
     if all(os.environ.get(rank, "0") == "0" for rank in ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID")):
         print(f"interrupted {stop.where}".rstrip() + f": {again}", file=sys.stderr, flush=True)

@@ -1,7 +1,8 @@
-"""What export.py works on: the run saved beside a checkpoint, or the defaults with a float ONNX file.
+"""The command line of export.py: the run saved next to a checkpoint, or the defaults with a float ONNX file.
 
-Neither is what the command line composes: a checkpoint's configuration is the one that it was trained with, and a
-file's run has no model, schedule or recipe. So few keys can be set; any other is a mistake that is named.
+Neither is what the command line composes: a checkpoint keeps the configuration that it was trained with, and
+the run of a file has no model, schedule or recipe. So only a few keys can be set; any other is reported as a
+mistake.
 """
 
 from __future__ import annotations
@@ -34,18 +35,18 @@ ONNX_GROUPS = ("data", "backend", "calibration", "export", "verify", "trainer", 
 ONNX_KEYS = ("onnx", "mode", "weights", "name", "seed", "task", "output_dir", "model.kwargs", "data", "backend",
              "verify", "calibration.images", "calibration.batch_size", "export.opset", "export.encrypt",
              "trainer.progress", "trainer.debug", "clean")  # fmt: skip
-# With modes that quantize nothing.
+# Keys for modes that quantize nothing.
 FILE_KEYS = {
     CLEAN: ("onnx", "mode", "name", "output_dir", "clean", "export.encrypt", "verify.threads", "trainer.debug"),
     SUMMARY: ("onnx", "mode", "name", "output_dir", "verify.threads", "clean.custom_ops", "clean.inputs",
               "trainer.debug"),
     ENCODINGS: ("onnx", "mode", "name", "output_dir", "encodings", "export.encrypt", "trainer.debug"),
 }  # fmt: skip
-# With mode=static, whose stages are those of train.py.
+# Keys for mode=static, whose stages are those of train.py.
 STATIC_GROUPS = (*ONNX_GROUPS, "quantizer", "algorithm", "precision", "target", "analysis")
 STATIC_KEYS = (*ONNX_KEYS, "quantizer", "calibration", "algorithm", "algorithm_choice", "precision", "placement",
                "target", "export", "analysis")  # fmt: skip
-# With mode=weight_only weights.bits=N, whose stages are the same, and whose backend is known.
+# Keys for mode=weight_only weights.bits=N, which has the same stages and a fixed backend.
 PACKED_KEYS = (
     *(key for key in STATIC_KEYS if key not in ("backend", "placement")),
     "backend.overrides",
@@ -54,14 +55,14 @@ PACKED_KEYS = (
 _DRAWN = 64  # samples of `data=drawn`
 _GPTQ = {"gptq": {"target": "qatkit.algorithms.GPTQ"}}
 _STATIC_BATCH = 8  # as in the recipes of ONNX files: a few dozen samples are enough to calibrate
-# What a model.json says of images that has another name as a key of the data group, or none.
+# Entries of a model.json about images with another name as a key of the data group, or without a key.
 _KEYS, _NOT_KEYS = {"channel_order": "channels"}, ("channels", "interpolation", "upright")
-# With less than this share of the answers kept, the optimizer of ONNX Runtime computes something else.
+# If fewer answers than this share agree, ONNX Runtime's optimizer computes something else.
 _BROKEN = 0.9
 
 
 def export_run(node: DictConfig, overrides: Sequence[str]) -> DictConfig:
-    """What export.py works on: a run's checkpoint, or a float ONNX file."""
+    """Returns the configuration of export.py: for a run's checkpoint, or for a float ONNX file."""
     for key in ("checkpoint", "onnx"):
         if node[key] is not None:
             limit_of(Config, key).check(key, node[key])
@@ -80,7 +81,7 @@ def export_run(node: DictConfig, overrides: Sequence[str]) -> DictConfig:
 
 
 def _of_variants(node: DictConfig) -> DictConfig:
-    """A run as train.py composes it, of which files alone are made."""
+    """Returns a run as train.py composes it, of which only files are written."""
     for key in ("checkpoint", "onnx"):
         if node[key] is not None:
             raise ConfigError(
@@ -90,10 +91,11 @@ def _of_variants(node: DictConfig) -> DictConfig:
 
 
 def _onnx_run(node: DictConfig, overrides: Sequence[str]) -> DictConfig:
-    """The defaults with what the command line sets, without the recipe, a model or a schedule.
+    """Returns the defaults with the settings of the command line, without the recipe, a model or a schedule.
 
-    What stays float of a given file, and the last digits of a float residual stream, are reported; as bounds
-    (`verify.audit`, `verify.min_agreement`) they are off, and loose, where the command line says nothing of them.
+    Operators that stay float in a given file, and the last digits of a float residual stream, are reported.
+    As bounds (`verify.audit`, `verify.min_agreement`) they are off and loose unless the command line sets
+    them.
     """
     if node.mode is None:
         raise ConfigError("mode", None, f"one of {', '.join(FILE_MODES.values)} with onnx=FILE")
@@ -111,7 +113,7 @@ def _onnx_run(node: DictConfig, overrides: Sequence[str]) -> DictConfig:
         config[key] = node[key]
     config.weights = node.weights
     config.model.kwargs = node.model.kwargs
-    # A data group is of its images; a bundle knows what its file wants of them.
+    # A data group describes its own images; a bundle knows the input of its file.
     told = {} if node.mode in FILE_KEYS else preprocessing_beside(Path(node.onnx)) or {}
     presets: dict[str, Any] = {
         f"data.{_KEYS.get(name, name)}": None for name in told if name not in _NOT_KEYS
@@ -147,7 +149,7 @@ def _typed(mode: str, overrides: Sequence[str], allowed: Sequence[str]) -> set[s
 
 
 def _set_data_and_algorithm(config: DictConfig, typed: set[str]) -> None:
-    """Draws samples where no data are given, to which no bound is held; where there are data, GPTQ rounds by them."""
+    """Sets samples and algorithm: without data, drawn samples and no bounds on them; with data, GPTQ for rounding."""
     if "data" not in typed:
         drawn = DataConfig(source=DRAWN, batch_size=32, eval_batch_size=50, workers=0, download=False)
         given = {
@@ -171,9 +173,9 @@ def _within(key: str, allowed: Sequence[str]) -> bool:
 
 
 def _saved_run(node: DictConfig, overrides: Sequence[str]) -> DictConfig:
-    """The configuration saved beside the checkpoint, with what the command line sets on top.
+    """Returns the configuration saved next to the checkpoint, with the settings of the command line on top.
 
-    `node` is the whole composition, of which only the keys in `overrides` are taken.
+    `node` is the whole composition, of which only the keys in `overrides` are used.
     """
     allowed = "a checkpoint written by train.py, with its config.yaml beside it (or onnx=FILE mode=MODE)"
     if node.checkpoint is None or not Path(node.checkpoint).is_file():
@@ -181,7 +183,7 @@ def _saved_run(node: DictConfig, overrides: Sequence[str]) -> DictConfig:
     saved_file = Path(node.checkpoint).with_name(CONFIG_FILE)
     if not saved_file.is_file():
         raise ConfigError("checkpoint", node.checkpoint, f"{allowed}; {saved_file} is missing")
-    saved_config = load_config(saved_file)  # what left the house then leaves it again where that is typed
+    saved_config = load_config(saved_file)  # bundles and the like are made again only if that is typed
     export = saved_config.export.kept()
     config = dataclasses.replace(saved_config, output_dir=None, resume=None, export=export)
     saved, of_data = OmegaConf.structured(config), dict[str, str]()
@@ -207,7 +209,7 @@ def _export_keys_text() -> str:
 
 
 def export_notes() -> list[str]:
-    """What `--help` says of export.py beside the keys, which are not all for it."""
+    """Returns what `--help` says about export.py in addition to the keys, since not all keys apply to it."""
     return [
         "checkpoint=FOLDER/last.ckpt writes the file of a run of train.py again; beside it, these can be set: "
         + ", ".join(EXPORT_KEYS),

@@ -1,6 +1,6 @@
-"""Every key of the configuration as text: `--help` on the terminal, docs/configuration.md as a page.
+"""The reference of all configuration keys as text: `--help` on the terminal, docs/configuration.md as a page.
 
-Both are written from what the schema's fields say of themselves, so neither can be out of date.
+Both are written from the fields of the schema, so neither can be out of date.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ _WIDTH = 110
 
 @dataclass(frozen=True)
 class Group:
-    """The keys that begin alike; `key` is "" for those of the root."""
+    """A group of keys with a common beginning; `key` is "" for those of the root."""
 
     key: str
     about: str
     settings: tuple[Setting, ...]
 
     def full_key(self, setting: Setting) -> str:
-        """As it is typed."""
+        """Returns the key of a setting as it is typed."""
         return f"{self.key}.{setting.name}".lstrip(".")
 
 
 def groups(folders: Iterable[Path]) -> list[Group]:
-    """All keys, in the order of the schema; of algorithms, those that a file in one of `folders` offers."""
+    """Returns all keys in the order of the schema; algorithms are those that a file in one of `folders` offers."""
     hints = typing.get_type_hints(Config)
     inner = {one.name: hints[one.name] for one in dataclasses.fields(Config)}
     found = [_group("", Config)]
@@ -61,7 +61,7 @@ def groups(folders: Iterable[Path]) -> list[Group]:
 
 
 def _algorithms(folders: Iterable[Path]) -> list[Group]:
-    """The settings of each algorithm: those of the class that its YAML names, which is imported."""
+    """Returns the settings of each algorithm: those of the class that its YAML file names, which is imported."""
     targets: dict[str, str] = {}
     for path in sorted(path for folder in folders for path in folder.glob("algorithm/*.yaml")):
         entries = _entries(path)
@@ -69,7 +69,7 @@ def _algorithms(folders: Iterable[Path]) -> list[Group]:
             if isinstance(entry, dict) and "target" in entry:
                 targets[name] = entry["target"]
     owners = {name: resolve(target, f"algorithm.{name}.target") for name, target in targets.items()}
-    # What is no algorithm is refused, in one line, where it is chosen.
+    # A target that is not an algorithm is rejected, in one line, where it is chosen.
     return [
         _group(f"algorithm.{name}", owner)
         for name, owner in owners.items()
@@ -89,7 +89,7 @@ def _group(key: str, owner: type) -> Group:
 
 
 def options(folders: Iterable[Path]) -> dict[str, list[str]]:
-    """What GROUP=OPTION may choose: the YAML files in the folders of each folder, as Hydra finds them."""
+    """Returns the choices for GROUP=OPTION: the YAML files in the folders of each folder, as Hydra finds them."""
     found: dict[str, set[str]] = {}
     for folder in folders:
         for path in folder.glob("*/*.yaml"):
@@ -98,12 +98,12 @@ def options(folders: Iterable[Path]) -> dict[str, list[str]]:
 
 
 def help_text(program: str, folders: Sequence[Path], notes: Sequence[str] = ()) -> str:
-    """What `--help` shows.
+    """Returns the text that `--help` prints.
 
     Args:
-        program: the script's name.
-        folders: with the groups' options.
-        notes: what else there is to say of this program, a paragraph each.
+        program: the name of the script.
+        folders: folders with the options of groups.
+        notes: further paragraphs about this program.
     """
     lines = [f"{program} [FLAG ...] [GROUP=OPTION ...] [KEY=VALUE ...]", ""]
     for note in notes:
@@ -132,7 +132,7 @@ def help_text(program: str, folders: Sequence[Path], notes: Sequence[str] = ()) 
 
 
 def page(conf: Path) -> str:
-    """docs/configuration.md."""
+    """Returns the text of docs/configuration.md."""
     lines = ["# Configuration", ""]
     lines += [
         "Written by `uv run scripts/configuration.py` from the schema (`qatkit/config/schema/`); edit that instead.",

@@ -1,6 +1,6 @@
-"""The commands: qatkit-train and qatkit-export, which train.py and export.py of a checkout call as well, and qatkit.
+"""The commands: qatkit-train and qatkit-export, which train.py and export.py of a checkout also call, and qatkit.
 
-conf/ and recipes/ stand beside the package in a checkout and inside of it in a wheel.
+The folders conf/ and recipes/ are next to the package in a checkout and inside it in a wheel.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _USAGE = """qatkit: float models and ONNX files to verified INT8 files
 
 
 def train() -> int:
-    """A float model to a verified INT8 file: the exit status."""
+    """Turns a float model into a verified INT8 file; returns the exit status."""
     return _started(_train)
 
 
 def export() -> int:
-    """A checkpoint to its file again, or a float ONNX file to a quantized one: the exit status."""
+    """Exports a checkpoint again, or quantizes a float ONNX file; returns the exit status."""
     return _started(_export, from_checkpoint=True)
 
 
@@ -46,7 +46,7 @@ def main() -> int:
         print(f"qatkit {version()}")
         return 0
     if asked in commands:
-        # Under the name of the single command: processes of a distributed run start it again by that.
+        # Use the name of the single command: a distributed run starts its other processes by that name.
         sys.argv = [str(Path(sys.argv[0]).with_name(f"qatkit-{asked}")), *sys.argv[2:]]
         return commands[asked]()
     print(_USAGE)
@@ -57,19 +57,22 @@ def main() -> int:
 
 
 def conf() -> Path:
-    """The folder with config.yaml and the groups."""
+    """Returns the folder with config.yaml and the groups."""
     installed = _PACKAGE / "conf"
     return installed if installed.is_dir() else _PACKAGE.parent / "conf"
 
 
 def _started(job: Callable[[Config], int], *, from_checkpoint: bool = False) -> int:
-    """What the command line came to; Ctrl-C while it is still imported, which takes a second, ends in a line, too."""
-    gc.disable()  # until the command line has been checked: what is imported stays, and looking through it takes time
+    """Runs the command line and returns its exit status.
+
+    Ctrl-C during the imports, which take a second, also ends in one line.
+    """
+    gc.disable()  # until the command line is checked: imports stay in memory, and scanning them takes time
     try:
         from qatkit.cli.command_line import main
 
         return main(job, conf(), from_checkpoint=from_checkpoint)
-    except KeyboardInterrupt:  # from when the imports are done, `main` answers it
+    except KeyboardInterrupt:  # once the imports are done, `main` handles it
         print("interrupted before anything began", file=sys.stderr)
         return 130
 
@@ -87,7 +90,7 @@ def _doctor() -> int:
 
 
 def _train(config: Config) -> int:
-    """The whole chain; 1 when the file falls short of a bound in `config.verify`."""
+    """Runs all stages and returns the exit status: 1 if the file misses a bound in `config.verify`."""
     from qatkit_verify.errors import ConfigError
     from qatkit_verify.placement.sites import VARIANTS
 
@@ -95,21 +98,23 @@ def _train(config: Config) -> int:
         raise ConfigError(
             "placement", VARIANTS, "fixed, measured or a file; export.py (qatkit-export) writes variants"
         )
-    # They import torch: after the configuration has been checked.
+    # They import torch, so only after the configuration has been checked.
     from qatkit.jobs import pipeline, rescue
 
     return rescue.climb(config) if config.rescue.climb else pipeline.train(config)
 
 
 def _export(config: Config) -> int:
-    """1 when the audit of a checkpoint's file finds a problem, or an ONNX file's falls short."""
+    """Exports and returns the exit status: 1 if the audit of a checkpoint's file finds a problem, or an ONNX
+    file's falls short.
+    """
     from qatkit_verify.placement.sites import VARIANTS
 
     if config.onnx is not None:
         from qatkit.jobs import quantize_file
 
         return quantize_file.quantize(config)
-    # They import torch: after the configuration has been checked.
+    # They import torch, so only after the configuration has been checked.
     from qatkit.jobs import export_checkpoint, variants
 
     return variants.variants(config) if config.placement == VARIANTS else export_checkpoint.export(config)

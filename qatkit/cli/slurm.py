@@ -1,13 +1,14 @@
-"""`launcher=slurm`: Hydra's submitit launcher, with runs that go on after a preemption and tell how they ended.
+"""The launcher `launcher=slurm`: Hydra's submitit launcher, with runs that resume after a preemption and
+report their end.
 
-    here     one array of jobs ── waits, asking squeue ──> an Outcome a run, whatever became of it
-             interrupted, and typed again ──> waits for those that are queued or at work, submits what is missing
+    here     one array of jobs ── waits, asking squeue ──> an Outcome per run, whatever happened to it
+             interrupted, and typed again ──> waits for queued and running jobs, submits what is missing
     there    SIGTERM (preempted, requeued, cancelled)   ──> a checkpoint, then Slurm decides
              SIGUSR1, SIGUSR2 (the time limit is near)  ──> a checkpoint, then `scontrol requeue`
-             started again                              ──> goes on in its folder from its last checkpoint
+             started again                              ──> resumes in its folder from its last checkpoint
 
-Hydra's own launcher raises at the first run that failed, forgets the others and waits for ever, where there is no
-accounting, for one that was killed; submitit passes SIGTERM over.
+Hydra's own launcher raises at the first failed run and forgets the others, and without accounting it waits
+forever for a run that was killed. Submitit ignores SIGTERM.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from qatkit_verify.errors import ConfigError, first_line
 LAUNCHER = "launcher=slurm"
 _PLUGIN = "hydra_plugins.hydra_submitit_launcher"
 HYDRAS = f"{_PLUGIN}.submitit_launcher.SlurmLauncher"
-_POLL = 5.0  # seconds between two questions to Slurm
-_PATIENCE = 60.0  # seconds in which Slurm kills what it has sent a SIGTERM to
+_POLL = 5.0  # seconds between two queries to Slurm
+_PATIENCE = 60.0  # seconds within which Slurm kills a process after SIGTERM
 _OVER = (
     "COMPLETED",
     "FAILED",
@@ -50,10 +51,10 @@ _OVER = (
 
 
 def prepare(overrides: Sequence[str], multirun: bool) -> None:
-    """Where the command line asks for Slurm by its name: `take_over`.
+    """Calls `take_over` if the command line asks for Slurm by name.
 
     Raises:
-        ConfigError: there is none here, or nothing that could be sent to it.
+        ConfigError: Slurm is not available here, or there is nothing to submit.
     """
     asked = next((one for one in overrides if one in (LAUNCHER, "hydra/launcher=submitit_slurm")), None)
     if asked is None:
@@ -62,14 +63,13 @@ def prepare(overrides: Sequence[str], multirun: bool) -> None:
 
 
 def take_over(asked: str, multirun: bool) -> None:
-    """Puts the launcher of `slurm_launcher` in the place of Hydra's, which takes none from outside of its package by
-    name.
+    """Replaces Hydra's launcher by that of `slurm_launcher`, since Hydra accepts none from another package by name.
 
     Args:
         asked: the override that asks for Slurm, which may be an option of the user's own.
 
     Raises:
-        ConfigError: there is none here, or nothing that could be sent to it.
+        ConfigError: Slurm is not available here, or there is nothing to submit.
     """
     key, _, value = asked.partition("=")
     if not multirun:
@@ -89,12 +89,12 @@ def take_over(asked: str, multirun: bool) -> None:
 
 @dataclass(frozen=True)
 class Queued:
-    """A run that Slurm has.
+    """A run that Slurm has queued or is running.
 
     Attributes:
-        number, overrides: in the sweep.
-        folder: of the run; "" where it finds that by itself.
-        job: submitit's.
+        number, overrides: the number and overrides of the run in the sweep.
+        folder: the folder of the run; "" if the run finds it by itself.
+        job: the job object of submitit.
     """
 
     number: int
@@ -104,9 +104,9 @@ class Queued:
 
 
 def results(runs: Sequence[Queued], sweep: str) -> dict[int, Outcome]:
-    """Waits for the runs and returns an `Outcome` of each; none of them raises.
+    """Waits for the runs and returns an `Outcome` for each; no failed run raises.
 
-    A signal ends the waiting: runs that have not ended are reported as they stand.
+    A signal ends the waiting: runs that have not ended are reported as they are.
     """
     told: dict[int, Outcome] = {}
     try:
@@ -132,12 +132,12 @@ def results(runs: Sequence[Queued], sweep: str) -> dict[int, Outcome]:
 
 
 def _look(runs: Sequence[Queued], told: dict[int, Outcome]) -> None:
-    """Adds those that have ended, by number."""
+    """Adds the outcomes of runs that have ended, by number."""
     waiting = [run for run in runs if run.number not in told]
     states = states_of(waiting)
     for run in waiting:
         if (outcome := ended(run.job)) is None and states is not None and over(run.job, states):
-            time.sleep(1)  # a result that was written in between may take a moment to be seen
+            time.sleep(1)  # a result that was written in between may take a moment to become visible
             outcome = ended(run.job) or _lost(run.job, states)
         if outcome is not None:
             told[run.number] = outcome
@@ -145,7 +145,7 @@ def _look(runs: Sequence[Queued], told: dict[int, Outcome]) -> None:
 
 
 def _told_of(left: Sequence[Queued], count: int) -> tuple[str, str]:
-    """Where a sweep was interrupted, and what the same command would do."""
+    """Returns where a sweep was interrupted, and what the same command would do."""
     if not left:
         return "", "the same command reports the runs again, and repeats none"
     jobs = arrays(left)
@@ -162,22 +162,24 @@ def _as_it_stands(run: Queued, states: Mapping[str, str]) -> Outcome:
 
 
 def arrays(runs: Iterable[Queued]) -> list[str]:
-    """The numbers by which Slurm knows them, of an array one."""
+    """Returns the numbers by which Slurm knows the runs: one per array."""
     return sorted({run.job.job_id.split("_")[0] for run in runs})
 
 
 def states_of(runs: Iterable[Queued]) -> dict[str, str] | None:
-    """What squeue says of their jobs; None where it does not answer."""
+    """Returns the states of the jobs from squeue; None if it does not answer."""
     return _states(arrays(runs))
 
 
 def over(job: Any, states: Mapping[str, str]) -> bool:
-    """Whether Slurm is done with a job, or knows it no more."""
+    """Returns whether Slurm is done with a job, or no longer knows it."""
     return states.get(job.job_id, "") in _OVER
 
 
 def _states(jobs: Collection[str]) -> dict[str, str] | None:
-    """What squeue says of each job, those included that ended a while ago; None where it does not answer."""
+    """Returns the state of each job from squeue, including jobs that ended a while ago; None if it does not
+    answer.
+    """
     if not jobs:
         return {}
     command = ["squeue", "-h", "-a", "-r", "-t", "all", "-o", "%i %T", "-j", ",".join(jobs)]
@@ -192,7 +194,7 @@ def _states(jobs: Collection[str]) -> dict[str, str] | None:
 
 
 def ended(job: Any) -> Outcome | None:
-    """Of a run that has left a result: what it returned, or the exception of a defect; None of another."""
+    """Returns the outcome of a run that has left a result (its own, or that of an exception), else None."""
     if not job.paths.result_pickle.exists():
         return None
     found, result = job._get_outcome_and_result()
@@ -210,23 +212,24 @@ def _lost(job: Any, states: Mapping[str, str]) -> Outcome:
 
 
 def end(stop: stopping.Stopped, restarts: int) -> None:
-    """In the run, once its checkpoint is written: has it queued again where Slurm does not do that by itself.
+    """Ends a run on Slurm after its checkpoint is written, and requeues it if Slurm does not do so by itself.
 
-    A SIGTERM is followed by a kill, and Slurm queues the job again or not, as it was preempted or cancelled; a
-    process that ends before would be one that failed. Where no kill comes, the signal was a warning like the others.
+    After a SIGTERM Slurm kills the process and requeues the job if it was preempted, not if it was cancelled.
+    A process that ends before would count as failed. If no kill comes, the signal was a warning like the
+    others.
 
     Args:
         stop: the signal that ended the run.
-        restarts: that are allowed.
+        restarts: the allowed number of restarts.
 
     Raises:
-        ConfigError: it was started again as often as allowed.
+        ConfigError: it was restarted as often as allowed.
     """
     number = int(stop.code or 0) - 128
     if number == signal.SIGTERM:
         _sleep(_PATIENCE)
     if os.environ.get("SLURM_PROCID", "0") != "0":
-        _sleep(_PATIENCE)  # the first task speaks for all of them
+        _sleep(_PATIENCE)  # the first task acts for all of them
         raise stop
     job = _job()
     if (_states([job]) or {}).get(job) not in ("RUNNING", None):
@@ -236,7 +239,7 @@ def end(stop: stopping.Stopped, restarts: int) -> None:
         raise ConfigError("hydra.launcher.max_num_timeout", restarts, f"{allowed} (stopped {stop.where})")
     say("queued again, to go on from there")
     done = subprocess.run(["scontrol", "requeue", job], check=False, capture_output=True, text=True)
-    if done.returncode > 0:  # below 0: ended with this job, as it asked for
+    if done.returncode > 0:  # below 0: ended together with this job, as requested
         raise ConfigError(
             "launcher", "slurm", f"a cluster whose jobs may be queued again ({done.stderr.strip()})"
         ) from stop
@@ -255,7 +258,7 @@ def _sleep(seconds: float) -> None:
 
 
 def started_again() -> bool:
-    """Whether this process is a run on Slurm that was begun before."""
+    """Returns whether this process is a restarted run on Slurm."""
     return _starts() > 0
 
 
@@ -264,12 +267,12 @@ def _starts() -> int:
 
 
 def submitted(count: int, job: Any, folder: Path) -> None:
-    """Says what was submitted, and how to end it."""
+    """Prints what was submitted, and how to end it."""
     array = job.job_id.split("_")[0]
     say(f"{count} runs submitted to Slurm, job {array}, logs in {folder}")
     say(f"they go on without this command, which finds them again; scancel {array} ends them")
 
 
 def say(text: str) -> None:
-    """Progress, on stderr."""
+    """Prints progress on stderr."""
     print(text, file=sys.stderr, flush=True)

@@ -1,4 +1,6 @@
-"""Hydra's launcher for Slurm with another beginning and another end (`qatkit.cli.slurm`); of the extra `slurm`."""
+"""Hydra's launcher for Slurm with another start and another end of each run (`qatkit.cli.slurm`); needs the
+extra `slurm`.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,8 @@ from qatkit_verify.errors import ConfigError
 _OF_THE_EXECUTOR = ("submitit_folder", "max_num_timeout")
 
 
-class Slurm(SlurmLauncher):  # type: ignore[misc]  # of a package without types
-    """One array of jobs; the end of every job is reported."""
+class Slurm(SlurmLauncher):  # type: ignore[misc]  # from a package without types
+    """A launcher that submits one array of jobs and reports the end of every job."""
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Submits what no interrupted launch of the same sweep has submitted, and waits for all of it."""
@@ -41,7 +43,7 @@ class Slurm(SlurmLauncher):  # type: ignore[misc]  # of a package without types
         jobs = dict(enumerate(job_overrides, initial_job_idx))
         configs = {number: self._config(overrides) for number, overrides in jobs.items()}
         there = _there(file, jobs, configs)
-        stopping.wait(True)  # what is submitted is written down
+        stopping.wait(True)  # so that everything submitted is written down
         try:
             runs = [*there, *self._submitted(file, jobs, configs, {run.number for run in there})]
         finally:
@@ -59,7 +61,10 @@ class Slurm(SlurmLauncher):  # type: ignore[misc]  # of a package without types
         configs: Mapping[int, Config | None],
         without: set[int],
     ) -> list[slurm.Queued]:
-        """A run's folder is chosen now, so that one that is started again finds its own."""
+        """Submits the runs that are new and returns them.
+
+        A run's folder is chosen now, so that a restarted run finds its own.
+        """
         new = [number for number in jobs if number not in without]
         if not new:
             return []
@@ -89,7 +94,9 @@ class Slurm(SlurmLauncher):  # type: ignore[misc]  # of a package without types
         return queued
 
     def _config(self, overrides: Sequence[str]) -> Config | None:
-        """What a run is; None of one that finds its folder by itself, beside a checkpoint or by its name."""
+        """Returns the configuration of a run; None for one that finds its folder by itself, from a checkpoint
+        or its name.
+        """
         assert self.hydra_context is not None
         node = self.hydra_context.config_loader.load_sweep_config(self.config, list(overrides))
         with open_dict(node):
@@ -111,7 +118,7 @@ class Slurm(SlurmLauncher):  # type: ignore[misc]  # of a package without types
         return executor
 
     def __call__(self, *arguments: Any) -> JobReturn:
-        """One run, on a node of the cluster."""
+        """Runs one run, on a node of the cluster."""
         streams.prepare()
         compose.register()
         for number in (signal.SIGTERM, signal.SIGUSR2):
@@ -133,26 +140,27 @@ def _folder(config: Config | None, number: int) -> str:
 
 
 def _naming(config: Config | None, folder: str) -> list[str]:
-    """The override that names a run's folder, where it is not typed."""
+    """Returns the override that names a run's folder, if it is not typed."""
     if config is None or config.output_dir is not None:
         return []
     return [f"output_dir={quoted(folder)}"]
 
 
 def _queued(number: int, overrides: Sequence[str], known: Known) -> slurm.Queued:
-    job = submitit.SlurmJob(folder=known.logs, job_id=known.job)  # of its first task, which tells of all
+    job = submitit.SlurmJob(folder=known.logs, job_id=known.job)  # for its first task, which reports for all
     return slurm.Queued(number, overrides, known.folder, job)
 
 
 def _there(
     file: SweepFile, jobs: Mapping[int, Sequence[str]], configs: Mapping[int, Config | None]
 ) -> list[slurm.Queued]:
-    """The runs that the same sweep, started before, has finished or has in Slurm's hands; of this configuration.
+    """Returns the runs with this configuration that an earlier start of the same sweep has finished or handed
+    to Slurm.
 
-    Of a sweep that came to its end, with resume=auto alone.
+    For a completed sweep, only with resume=auto.
 
     Raises:
-        ConfigError: Slurm does not say what became of them.
+        ConfigError: Slurm does not tell their states.
     """
     queued = [
         _queued(number, overrides, known)
@@ -174,7 +182,7 @@ def _there(
 
 
 def _needs_no_other(ended: Outcome | None, run: slurm.Queued, states: Mapping[str, str]) -> bool:
-    """Finished, or in Slurm's hands."""
+    """Returns whether a run is finished without a failure, or queued or running on Slurm."""
     return not slurm.over(run.job, states) if ended is None else not ended.reason
 
 

@@ -1,4 +1,4 @@
-"""The command line of train.py: `onnx=FILE` names the model of a recipe."""
+"""The command line of train.py, where `onnx=FILE` names the model of a recipe."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PREFIX, _RECIPES = "onnx/", "recipe=onnx_ptq or recipe=onnx_qat (or model=onnx 
 
 
 def train_run(node: DictConfig, overrides: Sequence[str]) -> DictConfig:
-    """Takes `onnx=FILE` for the model that it is; the run is called after the file unless a name is typed.
+    """Makes `onnx=FILE` the model of the recipe; the run is named after the file unless a name is typed.
 
     Raises:
         ConfigError: a file for a recipe with another model, such a recipe without a file, or a mode.
@@ -39,7 +39,7 @@ def train_run(node: DictConfig, overrides: Sequence[str]) -> DictConfig:
 
 
 def _check_states(overrides: Sequence[str]) -> None:
-    """Refuses a state that is named twice: of two values of one key in a mapping Hydra keeps the last."""
+    """Rejects a state that is named twice: Hydra keeps only the last of two equal keys in a mapping."""
     for text in overrides:
         typed = re.search(r"\bstates\s*:\s*\{([^{}]*)\}", text) if "model.kwargs=" in text else None
         names = [one.partition(":")[0].strip() for one in typed[1].split(",")] if typed else []

@@ -1,6 +1,6 @@
-"""compare.py FOLDER: the runs below a folder as a table, and as a page beside them.
+"""compare.py FOLDER: shows the runs below a folder in a table, and writes a page with them.
 
-Exit status 0, or 2 for a folder that can't be used.
+The exit status is 0, or 2 for a folder that can't be used.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ COMPARISON_FILE = "compare.html"
 
 
 def main(typed: Sequence[str] | None = None) -> int:
-    """The command: the exit status."""
+    """Runs the command and returns its exit status."""
     streams.prepare()
     parser = argparse.ArgumentParser("compare.py", description=__doc__.partition("\n")[0])
     parser.add_argument(
@@ -45,7 +45,7 @@ def main(typed: Sequence[str] | None = None) -> int:
 
 
 def page_of(folders: Sequence[Path], page: Path) -> None:
-    """The page of some runs: what a sweep ends with. What is no run is left out."""
+    """Writes the page of some runs, with which a sweep ends; folders that are not runs are skipped."""
     rows = in_order([row for folder in folders if (row := row_of(folder, page.parent)) is not None])
     if rows:
         write_page(page, rows, page.parent)
@@ -56,7 +56,7 @@ def show(rows: Sequence[Row], root: Path, page: Path) -> None:
     """Prints the table and writes the page.
 
     Args:
-        root: what the rows' folders are relative to.
+        root: the folder that the rows' folders are relative to.
     """
     write_page(page, rows, root)
     print(plain_table(rows), end="")

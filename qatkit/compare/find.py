@@ -1,10 +1,11 @@
-"""Which folders are runs, and what their files say of them.
+"""Finds the folders of runs and reads their files.
 
-    report.json                       a finished run: its figures
-    config.yaml or rescue.yaml alone  one that was stopped, or is at work
-    manifest.json inside of a run     its bundle, a copy of the run's own report: passed over
+    report.json                       a finished run with its figures
+    config.yaml or rescue.yaml only   a run that was stopped or is still running
+    manifest.json inside a run        its bundle, a copy of the run's own report: skipped
 
-Both files may come from anywhere: what can't be read, or is not what `qatkit.report` writes, is a row that says so.
+Both files may come from anywhere: one that can't be read, or that `qatkit.report` did not write, becomes a
+row that says so.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _CONFIGURED = (CLIMB_FILE, CONFIG_FILE)
 
 
 def runs_below(root: Path) -> list[Row]:
-    """Every run at or below `root`, by recipe and folder. Links are not followed, hidden folders not looked into."""
+    """Returns every run at or below `root`, by recipe and folder; links and hidden folders are skipped."""
     rows: list[Row] = []
 
     def unreadable(error: OSError) -> None:
@@ -48,12 +49,12 @@ def runs_below(root: Path) -> list[Row]:
 
 
 def in_order(rows: Sequence[Row]) -> list[Row]:
-    """By recipe and folder."""
+    """Returns the rows sorted by recipe and folder."""
     return sorted(rows, key=lambda row: (row.recipe, row.folder))
 
 
 def row_of(folder: Path, root: Path) -> Row | None:
-    """The run in `folder`; None where there is none."""
+    """Returns the run in `folder`; None if there is none."""
     name = _relative(folder, root)
     if not os.path.lexists(folder / REPORT_FILE):
         return _unfinished(folder, name)
@@ -72,8 +73,8 @@ def row_of(folder: Path, root: Path) -> Row | None:
 
 
 def _unfinished(folder: Path, name: str) -> Row | None:
-    """A run without a report. Somebody else's config.yaml is none."""
-    import yaml  # only what was stopped has to be read with it
+    """Returns the row of a run without a report; None if the config.yaml belongs to another program."""
+    import yaml  # only runs that were stopped need it
 
     path = next((path for one in _CONFIGURED if (path := folder / one).is_file()), None)
     if path is None:
@@ -112,7 +113,7 @@ def _finished(report: Mapping[str, Any], folder: Path, name: str) -> Row:
 
 
 def _images(config: Mapping[str, Any], count: int) -> str:
-    """Of which data, and how many: the metric on others is another figure."""
+    """Returns the data and the number of images, since a metric on other data is not comparable."""
     data = config["data"]
     source = str(data.get("source")).rpartition(".")[2]
     root = Path(str(data["root"])).name if data.get("root") else ""

@@ -1,7 +1,7 @@
-"""compare.html: one self-contained page over many runs; its drawings, filters and sorting are plain JavaScript.
+"""The page compare.html over many runs: self-contained, with drawings, filters and sorting in plain JavaScript.
 
-Python writes the table, which can be read without a script, and the figures once more as JSON; `compare.js` draws
-them, and takes the filters from the address (#recipe=..&backend=..), so that a view can be linked to.
+Python writes the table, which can be read without a script, and the figures once more as JSON. `compare.js`
+draws them and takes the filters from the address (#recipe=..&backend=..), so that a view can be linked to.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from qatkit.report.html import chip, section
 from qatkit_verify.files import write_text
 
 _KINDS = {MET: "good", SHORT: "bad", UNFINISHED: "warn", BROKEN: "bad"}
-_TEXTUAL = frozenset({0, 1, 9})  # of the columns
+_TEXTUAL = frozenset({0, 1, 9})  # columns of text
 
 
 def write_page(path: Path, rows: Sequence[Row], root: Path) -> None:
-    """Writes the page, whole or not at all; its links are relative to it.
+    """Writes the page, completely or not at all; its links are relative to it.
 
     Args:
-        root: what the rows' folders are relative to.
+        root: the folder that the rows' folders are relative to.
 
     Raises:
         OSError: the folder is not writable.
@@ -40,10 +40,10 @@ def write_page(path: Path, rows: Sequence[Row], root: Path) -> None:
 
 
 def render_page(rows: Sequence[Row], title: str, to_root: str = ".") -> str:
-    """The page as one HTML document, deterministic for given rows.
+    """Returns the page as one HTML document, which is deterministic for given rows.
 
     Args:
-        to_root: the way from the page to the folder that is compared.
+        to_root: the relative path from the page to the folder that is compared.
     """
     ours = resources.files("qatkit.compare")
     css = resources.files("qatkit.report").joinpath("page.css").read_text(encoding="utf-8")
@@ -79,7 +79,7 @@ def _header(rows: Sequence[Row], title: str) -> str:
 
 
 def _filters(rows: Sequence[Row]) -> str:
-    """A choice for each of the things in which the rows differ."""
+    """Returns a choice for each property in which the rows differ."""
     kinds = {
         "recipe": [row.recipe for row in rows],
         "backend": [row.backend for row in rows],
@@ -127,7 +127,7 @@ def _front(rows: Sequence[Row]) -> str:
 
 
 def _point(row: Row, to_root: str) -> dict[str, object]:
-    """A run as the script reads it."""
+    """Returns a run as the script reads it."""
     return {
         "recipe": row.recipe,
         "backend": row.backend,
@@ -142,7 +142,7 @@ def _point(row: Row, to_root: str) -> dict[str, object]:
 
 
 def _href(row: Row, to_root: str) -> str:
-    """To the run's report, else to its folder."""
+    """Returns the link to the run's report, or to its folder if there is none."""
     place = "/".join(part for part in (to_root, row.folder) if part != ".") or "."
     return quote(f"{place}/{PAGE_FILE}" if row.page else f"{place}/")
 
@@ -177,7 +177,7 @@ def _link(row: Row, to_root: str, text: str) -> str:
 
 
 def _told(rows: Sequence[Row], to_root: str) -> str:
-    """Why some are not as they should be."""
+    """Returns the list of runs that fall short, are unfinished or broken, with the reasons."""
     items = "".join(
         f"<li>{chip(_KINDS[row.state], row.state)} {_link(row, to_root, row.folder)}"
         f'<div class="soft small">{escape(row.why)}</div></li>'

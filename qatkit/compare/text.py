@@ -1,4 +1,6 @@
-"""The comparison on the terminal: a line a run, then what to know of those that are not as they should be."""
+"""The comparison on the terminal: one line per run, then notes on runs that miss a bound, are unfinished or
+broken.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ _WHY = 160  # characters
 
 
 def columns(rows: Sequence[Row]) -> tuple[str, ...]:
-    """The heads of the table; runs of several tasks have no name of a metric in common."""
+    """Returns the column headings; runs of several tasks have no common name of a metric."""
     tasks = {row.task for row in rows} or {NAMES}
     metric, same = "metric", "same answer %"
     if len(tasks) == 1:
@@ -24,7 +26,7 @@ def columns(rows: Sequence[Row]) -> tuple[str, ...]:
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """As `columns`."""
+    """Returns the cells of a row, in the order of `columns`."""
     return (
         row.recipe or ABSENT,
         row.backend or ABSENT,
@@ -41,7 +43,7 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def plain_table(rows: Sequence[Row]) -> str:
-    """Lines of ASCII, or what the terminal has for other letters, with a newline at the end."""
+    """Returns the table as text with a newline at the end, in ASCII or what the terminal can show."""
     marks = front(rows)
     lines = lined([columns(rows), *map(cells, rows)], [False, *marks], "front")
     told = [f"{row.state}: {row.folder}: {printable(row.why, _WHY)}" for row in rows if row.state != MET]

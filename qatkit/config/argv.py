@@ -1,4 +1,4 @@
-"""The command line as it was typed, for lines that say what to type next."""
+"""The command line as it was typed, for messages that tell what to type next."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ from contextvars import ContextVar
 from pathlib import Path
 
 _TYPED: ContextVar[tuple[str, ...] | None] = ContextVar("typed", default=None)
-# What another run must not share with the one before.
+# Keys that another run must not share with the one before.
 _OWN = ("output_dir", "resume")
 
 
 @contextlib.contextmanager
 def typing(overrides: Sequence[str] | None) -> Iterator[None]:
-    """While a job runs that was started by "train.py OVERRIDES..."; None: by nothing that could be typed again."""
+    """Sets the typed command line while a job runs that "train.py OVERRIDES..." started.
+
+    Args:
+        overrides: None if nothing that could be typed again started the job.
+    """
     token = _TYPED.set(None if overrides is None else tuple(overrides))
     try:
         yield
@@ -25,9 +29,11 @@ def typing(overrides: Sequence[str] | None) -> Iterator[None]:
 
 
 def command_with(*overrides: str, without: Sequence[str] = ()) -> str:
-    """The command again, with further overrides in place of those of the same keys, `without` some keys.
+    """Returns the command line again, with further overrides in place of those of the same keys and `without`
+    some keys.
 
-    "" where no command line is known: a library call, or a job that does not start from a recipe.
+    The result is "" if no command line is known: in a library call, or a job that does not start from a
+    recipe.
     """
     typed = _TYPED.get()
     if typed is None:

@@ -1,4 +1,4 @@
-"""Where Hydra and OmegaConf are left behind: YAML and overrides in, a checked `Config` of plain dataclasses out.
+"""The boundary to Hydra and OmegaConf: turns YAML and overrides into a checked `Config` of plain dataclasses.
 
 compose_config(conf, ["recipe=vit_qat", ...])    as the command line does it
 save_config, load_config                         config.yaml in a run's folder
@@ -36,35 +36,37 @@ from qatkit_verify.errors import ConfigError
 from qatkit_verify.files import write_text
 from qatkit_verify.untrusted import read_yaml
 
-# What makes another configuration of the composed one: (composed, overrides) -> configuration.
+# Turns the composed configuration into another one: (composed, overrides) -> configuration.
 Adapt = Callable[[DictConfig, Sequence[str]], DictConfig]
 
 
 @functools.cache
 def _schema() -> DictConfig:
-    """The schema as OmegaConf knows it. Making it takes five times as long as copying it; nobody changes this one."""
+    """Returns the shared schema as an OmegaConf node. It must not be changed: making it takes five times as
+    long as copying it.
+    """
     made = OmegaConf.structured(Config)
     assert isinstance(made, DictConfig)
     return made
 
 
 def schema() -> DictConfig:
-    """The defaults of the schema, as a node of the caller's own."""
+    """Returns the defaults of the schema, as a new node."""
     return copy.deepcopy(_schema())
 
 
 def register() -> None:
-    """Make the dataclasses Hydra's schema: `schema` in the defaults list of `conf/config.yaml`.
+    """Registers the dataclasses as Hydra's schema: `schema` in the defaults list of `conf/config.yaml`.
 
     A value of `${required:WHAT}` in YAML must be given on the command line. (OmegaConf's own `???` does not
-    replace a default of the schema, so that a recipe's `???` would be null without a word.) `${own_folder:NAME}` is the
-    folder of a sweep.
+    replace a default of the schema, so a recipe's `???` would silently become null.) `${own_folder:NAME}` is
+    the folder of a sweep.
     """
     store = ConfigStore.instance()
     if "schema.yaml" not in store.repo:
         node = schema()
         OmegaConf.set_struct(node.algorithm, False)  # an algorithm's settings are checked by its class
-        OmegaConf.set_struct(node.search.space, False)  # and keys of a space by what they are keys of
+        OmegaConf.set_struct(node.search.space, False)  # and the keys of a space by the settings they name
         store.store(name="schema", node=node)
     OmegaConf.register_new_resolver("required", _required, replace=True)
     OmegaConf.register_new_resolver("own_folder", own_folder, replace=True, use_cache=True)
@@ -77,14 +79,14 @@ def _required(*what: str) -> None:
 def compose_config(
     conf: Path, overrides: Sequence[str] = (), adapt: Adapt | None = None, folders: Sequence[str] = ()
 ) -> Config:
-    """The configuration that `overrides` ("key=value") make of `conf/config.yaml`, checked.
+    """Returns the checked configuration that `overrides` ("key=value") make from `conf/config.yaml`.
 
     Args:
-        adapt: takes what was composed to what is meant (`export_command.export_run`).
-        folders: of a user's own, searched like `conf`, before those of hydra.searchpath.
+        adapt: changes the composed configuration before it is checked (`export_command.export_run`).
+        folders: the user's own configuration folders, searched like `conf`, before those of hydra.searchpath.
 
     Raises:
-        ConfigError: an unknown key or option, a wrong type, a value out of range, or one that is missing.
+        ConfigError: an unknown key or option, a wrong type, a value out of range, or a missing value.
     """
     overrides = calls_quoted(overrides)
     with _composed(conf, overrides, folders) as node:
@@ -97,7 +99,7 @@ def compose_config(
 
 @contextmanager
 def without_hydra_around() -> Iterator[None]:
-    """Lets Hydra compose within a program that Hydra has started: it composes for one at a time."""
+    """Lets Hydra compose within a program that Hydra has started, since it supports only one at a time."""
     around = GlobalHydra.instance()
     job, around.hydra = around.hydra, None
     try:
@@ -107,10 +109,10 @@ def without_hydra_around() -> Iterator[None]:
 
 
 def launcher_of(conf: Path, overrides: Sequence[str], folders: Sequence[str] = ()) -> str:
-    """The class that starts the runs of a sweep, by whatever option: dotted.
+    """Returns the dotted path of the class that starts the runs of a sweep, whichever option selects it.
 
     Raises:
-        ConfigError: as `compose_config`.
+        ConfigError: see `compose_config`.
     """
     with _composed(conf, overrides, folders, hydras=True) as node:
         return str(node.hydra.launcher.get("_target_"))
@@ -120,19 +122,21 @@ def launcher_of(conf: Path, overrides: Sequence[str], folders: Sequence[str] = (
 def _composed(
     conf: Path, overrides: Sequence[str], folders: Sequence[str], *, hydras: bool = False
 ) -> Iterator[DictConfig]:
-    """Within, Hydra knows its folders; `hydras` adds its own node."""
+    """Yields the composed node, while Hydra knows its folders; `hydras` adds Hydra's own node."""
     register()
     with hydra.initialize_config_dir(version_base="1.3", config_dir=str(conf.resolve())):
         try:
             every = _searching(overrides, folders)
             node = hydra.compose("config", overrides=every, return_hydra_config=hydras)
-        except Exception as error:  # Hydra and YAML raise whatever comes, and nothing else runs here
+        except Exception as error:  # Hydra and YAML raise anything, and nothing else runs here
             raise translate(error, overrides, conf) from error
         yield node
 
 
 def _searching(overrides: Sequence[str], folders: Sequence[str]) -> list[str]:
-    """One override for all folders of the user's own: of several Hydra reads the first alone."""
+    """Returns the overrides with one search path for all of the user's folders, since Hydra reads only the
+    first of several.
+    """
     typed = [one for one in overrides if one.lstrip("+").startswith("hydra.searchpath=")]
     found = [f"file://{Path(folder).resolve()}" for folder in folders]
     for text in typed if found else ():
@@ -142,7 +146,7 @@ def _searching(overrides: Sequence[str], folders: Sequence[str]) -> list[str]:
 
 
 def _check_booleans(overrides: Sequence[str]) -> None:
-    """OmegaConf takes every number but 0 for true."""
+    """Rejects numbers for booleans, since OmegaConf takes every number but 0 for true."""
     for key, _, value in (text.lstrip("+").partition("=") for text in overrides):
         number = value.removeprefix("-").replace(".", "", 1)
         if number.isdecimal() and value not in ("0", "1") and isinstance(_default(key), bool):
@@ -150,10 +154,11 @@ def _check_booleans(overrides: Sequence[str]) -> None:
 
 
 def check_texts(overrides: Sequence[str]) -> None:
-    """A text that Hydra's grammar takes for a number is another one by then: 1.10 is 1.1, 2026_11 is 202611.
+    """Rejects texts that Hydra's grammar changes because it reads them as numbers: 1.10 becomes 1.1, 2026_11
+    becomes 202611.
 
     Raises:
-        ConfigError: with the quotes that keep it.
+        ConfigError: shows the quotes that keep the text.
     """
     parser = OverridesParser.create()
     for text in overrides:
@@ -166,7 +171,7 @@ def check_texts(overrides: Sequence[str]) -> None:
             continue
         try:
             read = parser.parse_override(text).value()
-        except HydraException:  # which composing tells
+        except HydraException:  # composing reports it
             continue
         if isinstance(read, int | float) and str(read) != value:
             raise ConfigError(
@@ -182,10 +187,10 @@ def _default(key: str) -> Any:
 
 
 def to_config(node: DictConfig) -> Config:
-    """The plain dataclasses of a composed configuration, with every value checked.
+    """Returns the plain dataclasses of a composed configuration, with every value checked.
 
     The values are merged into the schema again: Hydra's `+key=value` adds keys that the schema lacks, which
-    would otherwise be dropped without a word.
+    would otherwise be dropped silently.
 
     Raises:
         ConfigError: a value out of range.
@@ -215,16 +220,16 @@ def _use_present_names(config: Config) -> None:
 
 
 def save_config(config: Config, path: Path, without: Collection[str] = ()) -> None:
-    """Write `config` as YAML, whole or not at all; `without` names groups that play no part in the run."""
+    """Writes `config` as YAML, completely or not at all; `without` names groups that the run does not use."""
     values = {key: value for key, value in OmegaConf.structured(config).items() if key not in without}
     write_text(path, OmegaConf.to_yaml(OmegaConf.create(values)))
 
 
 def load_config(path: Path) -> Config:
-    """Read what `save_config` wrote, checked against the schema and `validate`.
+    """Reads what `save_config` wrote, checked against the schema and `validate`.
 
     Raises:
-        ConfigError: the file cannot be read, is no YAML, or does not fit the schema.
+        ConfigError: the file cannot be read, is not YAML, or does not fit the schema.
     """
     allowed = "a config.yaml written by train.py"
     try:
@@ -242,7 +247,9 @@ def load_config(path: Path) -> Config:
 
 
 def _translate_algorithm(node: DictConfig) -> None:
-    """Before algorithms were listed, `algorithm` had four keys: {equalize, relu6, bias_correction, bias_images}."""
+    """Translates `algorithm` from the time before algorithms were listed: {equalize, relu6, bias_correction,
+    bias_images}.
+    """
     old = node.get("algorithm")
     if not isinstance(old, DictConfig) or not isinstance(old.get("equalize"), bool):
         return

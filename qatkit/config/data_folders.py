@@ -1,4 +1,4 @@
-"""The folders that our sources of data read, so that a missing one is found before torch is imported."""
+"""The folders that the project's data sources read, so that a missing one is found before torch is imported."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from qatkit_verify.errors import ConfigError
 
-# What has to be in the folder, by the source's dotted path.
+# The required contents of the folder, by the dotted path of the source.
 FOLDERS = {
     "qatkit.data.image_folder": "a folder with train/CLASS/* and val/CLASS/* (or test/CLASS/*) images",
     "qatkit.data.one_picture_each": "a folder with one picture a class (jpg or png), at least two",
@@ -55,10 +55,10 @@ FOLDERS = {
 
 
 def data_folder(source: str, root: str | None) -> Path:
-    """Returns the folder of a source that is in `FOLDERS`.
+    """Returns the folder of a source that is listed in `FOLDERS`.
 
     Raises:
-        ConfigError: there is no such folder.
+        ConfigError: the folder does not exist.
     """
     if root is None or not Path(root).is_dir():
         raise ConfigError("data.root", root, f"{FOLDERS[source]}; there is no such folder")

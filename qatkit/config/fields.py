@@ -1,14 +1,15 @@
-"""How a setting is declared: its default, what it means and in which unit, and what it may be, all in one place.
+"""The declaration of a setting: its default, its meaning with the unit, and its allowed values, all in one place.
 
     @dataclass
     class ExportConfig:
         opset: int = setting(13, "opset of the ONNX file", Range(13, 23))
 
-Whoever checks a value, the configuration as a whole or a function at its own boundary, asks the field:
+Code that checks a value, in a whole configuration or at a function's own boundary, asks the field:
 
     limit_of(ExportConfig, "opset").check("export.opset", opset)
 
-`--help` and docs/configuration.md are written from the same fields. Plain dataclasses: no Hydra, no torch.
+`--help` and docs/configuration.md are written from the same fields. The module knows only plain dataclasses:
+neither Hydra nor torch.
 """
 
 from __future__ import annotations
@@ -28,20 +29,25 @@ from qatkit_verify.errors import ConfigError
 from qatkit_verify.installed import TWO_BITS
 
 _DOC, _LIMIT = "doc", "limit"
-_LARGEST = 2**31 - 1  # libraries below keep counts in 32 bits
-# Linux takes 255 and 4,096; temporary names are longer than their files'.
+_LARGEST = 2**31 - 1  # the libraries used keep counts in 32 bits
+# Linux allows 255 and 4,096 bytes; temporary files have longer names than the final ones.
 _NAME_BYTES, _PATH_BYTES = 240, 4000
 
 
 class Limit:
-    """The values that a setting may have; `str` is short, for tables."""
+    """The values that a setting may have; `str` gives a short form for tables."""
 
     def holds(self, value: Any) -> bool:
-        """Whether `value`, which has the setting's type, is allowed."""
+        """Returns whether `value`, which has the setting's type, is allowed."""
         raise NotImplementedError
 
     def check(self, key: str, value: Any, *, or_null: bool = False) -> None:
-        """Raises ConfigError, with `key` as it is typed, for a value that is not allowed; `or_null` says null is."""
+        """Raises ConfigError for a value that is not allowed.
+
+        Args:
+            key: as it is typed.
+            or_null: whether the message says that null is allowed too.
+        """
         if not self.holds(value):
             null = ", or null" if or_null else ""
             raise ConfigError(key, value, f"{self.expected()}{null}{self.hint(value)}")
@@ -57,12 +63,12 @@ class Limit:
 
 @dataclass(frozen=True)
 class Range(Limit):
-    """A closed interval of finite numbers; without an upper end, those that 32 bits hold.
+    """A closed interval of finite numbers; without an upper end, it ends at the largest 32-bit integer.
 
     Args:
-        above: leaves out the lower end.
-        all_of_them: -1 is allowed too, and means all.
-        whole: the numbers are integers, which a field's annotation says.
+        above: excludes the lower end.
+        all_of_them: allows -1 too, which means all.
+        whole: the numbers are integers; the annotation of the field decides this.
     """
 
     low: float
@@ -72,12 +78,12 @@ class Range(Limit):
     whole: bool = field(default=False, compare=False)
 
     def holds(self, value: float) -> bool:
-        """Whether `value` is a finite number inside."""
+        """Returns whether `value` is a finite number inside the interval."""
         inside = value > self.low if self.above else value >= self.low
         return (inside and value <= min(self.high, _LARGEST)) or (self.all_of_them and value == -1)
 
     def hint(self, value: float) -> str:
-        """The end that goes without saying."""
+        """Returns the implicit upper end if it is exceeded."""
         return f", up to {_LARGEST}" if value > _LARGEST and math.isinf(self.high) else ""
 
     def expected(self) -> str:
@@ -101,22 +107,22 @@ class Range(Limit):
 
 
 def _number(value: float) -> str:
-    """Whole numbers in full."""
+    """Returns a number as text, whole numbers with all digits."""
     return str(int(value)) if float(value).is_integer() else f"{value:g}"
 
 
 @dataclass(frozen=True)
 class Choices(Limit):
-    """One of a few words."""
+    """A limit to one of a few words."""
 
     values: tuple[str, ...]
 
     def holds(self, value: str) -> bool:
-        """Whether `value` is one of them."""
+        """Returns whether `value` is one of the words."""
         return value in self.values
 
     def hint(self, value: str) -> str:
-        """The word that is nearest."""
+        """Returns the nearest word."""
         near = difflib.get_close_matches(value, self.values, n=1)
         return f" (did you mean {near[0]}?)" if near else ""
 
@@ -130,16 +136,16 @@ class Choices(Limit):
 
 @dataclass(frozen=True)
 class Words(Limit):
-    """A list of words, each one of a few."""
+    """A limit to a list of words, each one of a few."""
 
     values: tuple[str, ...]
 
     def holds(self, value: Any) -> bool:
-        """Whether all words are among them."""
+        """Returns whether all words of the list are allowed."""
         return isinstance(value, list) and all(one in self.values for one in value)
 
     def hint(self, value: Any) -> str:
-        """The word that is nearest to the first wrong one."""
+        """Returns the nearest word to the first wrong one."""
         wrong = (
             next((one for one in value if one not in self.values), "") if isinstance(value, list) else value
         )
@@ -155,7 +161,7 @@ class Words(Limit):
 
 @dataclass(frozen=True)
 class Listed(Limit):
-    """One of a few numbers, or a word beside them; `because` says why there are no others."""
+    """A limit to one of a few numbers or words; `because` tells why there are no others."""
 
     values: tuple[int | str, ...]
     because: str = ""
@@ -174,10 +180,10 @@ class Listed(Limit):
 
 @dataclass(frozen=True)
 class Switch(Limit):
-    """On, off, or left to what is known of the case."""
+    """A limit to true, false or "auto", which decides by the case."""
 
     def holds(self, value: Any) -> bool:
-        """Whether `value` is true, false or "auto"."""
+        """Returns whether `value` is true, false or "auto"."""
         return value == "auto" or isinstance(value, bool)
 
     def expected(self) -> str:
@@ -190,13 +196,15 @@ class Switch(Limit):
 
 @dataclass(frozen=True)
 class Place(Limit):
-    """A path that a file system can hold and a YAML file can say; what is there is asked where it is used."""
+    """A limit to paths that a file system and a YAML file can hold; whether the path exists is checked where
+    it is used.
+    """
 
     def holds(self, value: str) -> bool:
-        """Whether each name is short enough, and every character is one that is written down."""
+        """Returns whether each name and the path are short enough and every character is printable."""
         try:
             sizes = [len(name.encode()) for name in value.split("/")]
-        except UnicodeEncodeError:  # bytes that are no UTF-8
+        except UnicodeEncodeError:  # bytes that are not UTF-8
             return False
         plain = all(one.isprintable() for one in value)
         return (
@@ -259,18 +267,18 @@ FRACTION = Range(0, 1)
 COUNT = Range(1, whole=True)
 POSITIVE = Range(0, above=True)
 PLACE, SWITCH, AXES, SCALES = Place(), Switch(), Axes(), Scales()
-# Of weights that activations in float are multiplied by.
+# Bits of weights that are multiplied by float activations.
 _KERNELS = f" (ONNX Runtime's MatMulNBits has kernels of 2 bits, from {TWO_BITS}, 4 and 8; 3 are held in 4)"
 BITS, BLOCK = Listed((2, 3, 4, 8), _KERNELS), Listed((*BLOCK_SIZES, str(PerChannel(0))))
 
 
 def setting(default: Any, doc: str, limit: Limit | None = None) -> Any:
-    """A dataclass field.
+    """Returns a dataclass field.
 
     Args:
         default: a value, or a function that makes one (`dict`).
-        doc: one phrase: what it is, with its unit.
-        limit: what it may be beside its type. Null is always allowed where the type allows it.
+        doc: one phrase: what the setting is, with its unit.
+        limit: the allowed values within the type. Null is always allowed if the type allows it.
     """
     metadata = {_DOC: doc, _LIMIT: limit}
     if callable(default):
@@ -279,10 +287,10 @@ def setting(default: Any, doc: str, limit: Limit | None = None) -> Any:
 
 
 def limit_of(owner: type, name: str) -> Limit:
-    """What the field `name` of a dataclass may be.
+    """Returns the limit of the field `name` of a dataclass.
 
     Raises:
-        KeyError: there is no such field, or it has no limit.
+        KeyError: the field does not exist, or has no limit.
     """
     limit = _limit(_field(owner, name))
     if limit is None:
@@ -295,7 +303,7 @@ def _field(owner: type, name: str) -> dataclasses.Field[Any]:
 
 
 def _limit(one: dataclasses.Field[Any]) -> Limit | None:
-    """Returns the limit of a field, whose annotation says whether the numbers of a Range are integers."""
+    """Returns the limit of a field, whose annotation decides whether the numbers of a Range are integers."""
     limit: Limit | None = one.metadata.get(_LIMIT)
     kind = str(one.type)
     if isinstance(limit, Range) and "int" in kind and "float" not in kind:
@@ -304,7 +312,7 @@ def _limit(one: dataclasses.Field[Any]) -> Limit | None:
 
 
 def check_limits(settings: Any, prefix: str) -> None:
-    """Checks every field of a dataclass, and of those in it; null means "not set" and is left alone.
+    """Checks every field of a dataclass and of the dataclasses in it; null means "not set" and is skipped.
 
     Args:
         settings: an instance.
@@ -319,7 +327,9 @@ def check_limits(settings: Any, prefix: str) -> None:
 
 
 def values_of(settings: Any, prefix: str) -> Iterator[tuple[str, Any, Limit | None, bool]]:
-    """Yields every value of a dataclass and of those in it: key, value, limit, and whether null is allowed."""
+    """Yields every value of a dataclass and of the dataclasses in it: key, value, limit, and whether null is
+    allowed.
+    """
     for one in dataclasses.fields(settings):
         key, value = f"{prefix}.{one.name}".lstrip("."), getattr(settings, one.name)
         entries = {f"{key}.{name}": entry for name, entry in value.items()} if isinstance(value, dict) else {}
@@ -330,17 +340,19 @@ def values_of(settings: Any, prefix: str) -> Iterator[tuple[str, Any, Limit | No
 
 
 def is_path(one: dataclasses.Field[Any]) -> bool:
-    """Whether a field holds a path."""
+    """Returns whether a field holds a path."""
     return isinstance(one.metadata.get(_LIMIT), Place)
 
 
 def _may_be_null(one: dataclasses.Field[Any]) -> bool:
-    """By what its annotation says: a user's need not be one that can be evaluated here."""
+    """Returns whether null is allowed, from the text of the annotation: a user's may not be possible to
+    evaluate here.
+    """
     return any(word in str(one.type) for word in ("None", "Optional"))
 
 
 def checked(owner: type, name: str, key: str, value: Any) -> Any:
-    """`value` for the field `name` of a dataclass, an int made a float where the field is one.
+    """Returns `value` for the field `name` of a dataclass, with an int converted if the field is a float.
 
     Raises:
         ConfigError: a value of another type, or one that the field's limit does not allow.
@@ -355,7 +367,9 @@ def checked(owner: type, name: str, key: str, value: Any) -> Any:
 
 
 def hint_of(owner: type, key: str) -> Any:
-    """The annotation of a field by its dotted key; Any where none is declared, as of an entry of a mapping."""
+    """Returns the annotation of a field by its dotted key, or Any if none is declared, as for an entry of a
+    mapping.
+    """
     name, _, rest = key.partition(".")
     hint = typing.get_type_hints(owner).get(name, Any)
     if not rest:
@@ -364,7 +378,7 @@ def hint_of(owner: type, key: str) -> Any:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value from YAML is of a type; of a list or a mapping, what is in it is left to the owner."""
+    """Returns whether a value from YAML has a type; the contents of lists and mappings are left to the owner."""
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         return any(_fits(value, one) for one in typing.get_args(hint))
     if typing.get_origin(hint) is typing.Literal:
@@ -377,7 +391,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 @dataclass(frozen=True)
 class Setting:
-    """A field as it is shown to a user; `allowed` is "" where its type says everything."""
+    """A field as it is shown to a user; `allowed` is "" if its type is the only limit."""
 
     name: str
     type: str
@@ -387,7 +401,7 @@ class Setting:
 
 
 def settings_of(owner: type) -> list[Setting]:
-    """The fields of a dataclass that are values, not groups of their own, in order."""
+    """Returns the fields of a dataclass that are values, not groups of their own, in order."""
     hints = typing.get_type_hints(owner)
     return [
         Setting(
@@ -408,14 +422,14 @@ def _default(one: dataclasses.Field[Any]) -> Any:
 
 
 def _as_typed(value: Any) -> str:
-    """A value as it is typed on the command line."""
+    """Returns a value as it is typed on the command line."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     return str(value)
 
 
 def type_name(hint: Any) -> str:
-    """A type as it is written in the schema."""
+    """Returns a type as it is written in the schema."""
     if isinstance(hint, types.UnionType):
         return " | ".join(type_name(one) for one in typing.get_args(hint))
     if hint is type(None):

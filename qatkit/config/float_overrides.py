@@ -1,4 +1,4 @@
-"""The overrides that a choice of operators in float adds to those of a configuration."""
+"""The overrides that a choice of float operators adds to those of a configuration."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ def float_overrides(floats: Iterable[str]) -> dict[str, OverrideConfig]:
     """Returns the overrides that keep operators in float.
 
     Args:
-        floats: by their sites (`qatkit_verify.placement.sites.FloatSites`); the overrides come in the same order.
+        floats: sites of the operators (`qatkit_verify.placement.sites.FloatSites`); the overrides keep their
+            order.
     """
     return {one: OverrideConfig(float=True) for one in floats}

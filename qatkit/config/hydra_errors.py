@@ -1,4 +1,4 @@
-"""What Hydra and OmegaConf raise, translated to one line: the key, the value, and what is allowed.
+"""The translation of errors of Hydra and OmegaConf to one line: the key, the value, and what is allowed.
 
 Their messages span several lines and speak of structs, full keys and search paths. What a user needs is in
 the exceptions: the option that was not found and those that exist, the full key of a value, and the dataclass
@@ -30,7 +30,7 @@ _UNREADABLE = "[ ] { } ! ="  # in a key, by Hydra's grammar
 
 
 def translate(error: Exception, overrides: Sequence[str], conf: Path) -> ConfigError:
-    """Returns what Hydra or OmegaConf said as an error of ours, which names key and value."""
+    """Returns an error of Hydra or OmegaConf as a ConfigError, which names key and value."""
     if isinstance(error, OverrideParseException):
         key, _, value = error.override.partition("=")
         return ConfigError(key, value, _parseable(key, value))
@@ -60,7 +60,7 @@ def translate(error: Exception, overrides: Sequence[str], conf: Path) -> ConfigE
 
 
 def _parseable(key: str, value: str) -> str:
-    """What to type in place of a value that Hydra can't read, as a shell takes it."""
+    """Returns what to type in place of a value that Hydra can't read, as a shell takes it."""
     if proposed := _as_an_entry(key, value):
         return proposed
     keys_bare = re.sub(r"""(['"])([^'"]*)\1(?=\s*:)""", r"\2", value)
@@ -75,8 +75,9 @@ def _parseable(key: str, value: str) -> str:
 
 
 def _as_an_entry(key: str, value: str) -> str:
-    """How an entry of `backend.overrides` is typed, if `key` names one: patterns have dots, of which Hydra's keys are
-    made, and characters that those can't have.
+    """Returns how to type an entry of `backend.overrides` if `key` names one, else "".
+
+    Patterns contain dots, which separate Hydra's keys, and characters that those can't have.
     """
     head, inside, rest = key.lstrip("+~").partition(f"{_BY_PATTERN}.")
     pattern, _, setting = (rest, "", "") if value.startswith("{") else rest.rpartition(".")
@@ -89,13 +90,13 @@ def _as_an_entry(key: str, value: str) -> str:
 
 
 def _in_quotes(key: str, value: str) -> str:
-    """As Hydra and a shell take it."""
+    """Returns an override in quotes, as Hydra and a shell take it."""
     inner, outer = ('"', "'") if "'" in value else ("'", '"')
     return f"in quotes: {outer}{key}={inner}{value}{inner}{outer}"
 
 
 def _message(error: Exception) -> str:
-    """Returns the first line of what was said, or what was expected instead."""
+    """Returns the first line of the error message, or what was expected instead."""
     message = str(error).strip().split("\n")[0] or type(error).__name__
     if isinstance(error, RecursionError):
         return "expected a value that is nested less deeply"
@@ -111,7 +112,7 @@ def _message(error: Exception) -> str:
 
 
 def _missing(file: str, overrides: Sequence[str]) -> tuple[str, str]:
-    """The group and its option that `file` stands for, as they were typed if they were."""
+    """Returns the group and option that `file` stands for, in the form in which they were typed, if they were."""
     for text in overrides:
         group, _, option = text.lstrip("+").partition("=")
         if f"{group}/{option}" == file:
@@ -121,7 +122,9 @@ def _missing(file: str, overrides: Sequence[str]) -> tuple[str, str]:
 
 
 def _culprit(error: Exception, overrides: Sequence[str]) -> str:
-    """The override that is at fault: Hydra quotes it, or names its value, or fails the same with it alone."""
+    """Returns the override that causes the error: Hydra quotes it, or names its value, or fails alike with
+    only that one.
+    """
     message = str(error)
     for text in overrides:
         if f"'{text}'" in message:
@@ -137,7 +140,7 @@ def _culprit(error: Exception, overrides: Sequence[str]) -> str:
         key = text.lstrip("+~").partition("=")[0]
         if re.search(rf"(^|\W){re.escape(key)}(\W|$)", message):
             return text
-    # What Hydra's own settings make of a run shows only when it starts.
+    # Errors in Hydra's own settings show only when a run starts.
     return next((text for text in overrides if text.lstrip("+").startswith("hydra")), " ".join(overrides))
 
 
@@ -146,14 +149,14 @@ def _fails_alike(error: Exception, override: str) -> bool:
         return False
     try:
         hydra.compose("config", overrides=[override])
-    except Exception as alone:  # as in compose_config
+    except Exception as alone:  # see compose_config
         alike = isinstance(error, RecursionError) or str(alone)[:80] == str(error)[:80]
         return type(alone) is type(error) and alike
     return False
 
 
 def _translate_key(error: OmegaConfBaseException, overrides: Sequence[str]) -> ConfigError:
-    """An error at `full_key`: no such key, a value of another type, or one that cannot be resolved."""
+    """Returns the error at `full_key`: an unknown key, a value of another type, or one that cannot be resolved."""
     key = str(error.full_key)
     name, value = _as_typed(key, overrides)
     if isinstance(error, ConfigAttributeError | ConfigKeyError):
@@ -172,9 +175,9 @@ def _translate_key(error: OmegaConfBaseException, overrides: Sequence[str]) -> C
 
 
 def _as_typed(key: str, overrides: Sequence[str]) -> tuple[str, str]:
-    """The key and value of the override that `key` comes from, or `key` itself when a file has it.
+    """Returns the key and value of the override that `key` comes from, or `key` itself if it comes from a file.
 
-    A typed key with a mistake in its first part is reported as that part alone.
+    For a typed key with a mistake in its first part, only that part is reported.
     """
     for text in reversed(overrides):
         name, _, value = text.lstrip("+~").partition("=")
@@ -185,7 +188,7 @@ def _as_typed(key: str, overrides: Sequence[str]) -> tuple[str, str]:
 
 
 def _keys(error: OmegaConfBaseException, name: str) -> list[str]:
-    """The keys that may have been meant: the fields of the group that lacks the one given."""
+    """Returns the keys that may have been meant: the fields of the group that lacks the given one."""
     group = error.object_type
     if not dataclasses.is_dataclass(group):
         return [field.name for field in dataclasses.fields(Config)]
@@ -204,11 +207,11 @@ def _keys(error: OmegaConfBaseException, name: str) -> list[str]:
 
 
 def _type_name(error: OmegaConfBaseException) -> str:
-    """The annotation in the schema of the key, or of the list or dictionary that it stands in."""
+    """Returns the annotation in the schema of the key, or of the list or dictionary that holds it."""
     if dataclasses.is_dataclass(error.object_type) and isinstance(error.object_type, type):
         hint: Any = typing.get_type_hints(error.object_type).get(str(error.key), Any)
     else:
         hint = error.ref_type
-    if isinstance(error.key, int):  # an item of a list, by OmegaConf's own names of types
+    if isinstance(error.key, int):  # an item of a list, in OmegaConf's own type names
         return str(hint).rpartition("[")[2].rstrip("]")
     return type_name(hint)

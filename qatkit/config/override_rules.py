@@ -1,4 +1,4 @@
-"""What the settings of one override may be together."""
+"""The rules for combining the settings of one override."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _RANGE = "[LOW, HIGH]: two finite numbers, of which one holds 0: LOW <= 0 <= HIG
 
 
 def check_override(key: str, selector: str, override: OverrideConfig) -> None:
-    """Refuses settings that contradict each other, before the model is looked at.
+    """Rejects settings that contradict each other, before the model is loaded.
 
     Args:
-        key: of the override, as it is typed.
-        selector: what it is for.
+        key: the key of the override, as it is typed.
+        selector: the selector that the override is for.
 
     Raises:
-        ConfigError: the first setting that cannot hold.
+        ConfigError: the first setting that is not allowed.
     """
     specs = {name: value for name, value in vars(override).items() if name not in KINDS and value is not None}
     chosen = [kind for kind in KINDS if getattr(override, kind)]
@@ -49,7 +49,7 @@ def check_override(key: str, selector: str, override: OverrideConfig) -> None:
 
 
 def _check_fixed(key: str, of: str, specs: Mapping[str, Any]) -> None:
-    """Refuses a scale, zero point and range that are no numbers, or exclude each other."""
+    """Rejects a scale, zero point or range that is not a number or that excludes another one."""
     scale, zero, ends = (specs.get(f"{of}_{name}") for name in ("scale", "zero_point", "range"))
     for name, given in (("scale", scale), ("zero_point", zero)):
         several = of == "weight" and isinstance(given, Sequence) and not isinstance(given, str)
@@ -74,7 +74,7 @@ def _check_fixed(key: str, of: str, specs: Mapping[str, Any]) -> None:
 
 
 def _check_zero_point(key: str, of: str, specs: Mapping[str, Any]) -> None:
-    """Refuses a zero point beside `symmetric`, which says what it is, and outside of its type."""
+    """Rejects a zero point together with `symmetric`, which implies it, or outside of its type."""
     zero, dtype = specs[f"{of}_zero_point"], specs.get(f"{of}_dtype")
     if specs.get(f"{of}_symmetric"):
         allowed = f"null with {of}_symmetric=true, whose zero point is the middle of the type"

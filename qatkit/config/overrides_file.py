@@ -1,4 +1,6 @@
-"""`backend.overrides_file`: overrides whose selectors a command line does not take, from a YAML or JSON file."""
+"""The setting `backend.overrides_file`: a YAML or JSON file with overrides whose selectors a command line
+does not accept.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,10 @@ _KEY = "backend.overrides_file"
 def with_overrides_file(values: Any) -> Any:
     """Returns a configuration's plain values with the overrides of its file before its own.
 
-    The file plays no part from then on: the config.yaml of a run holds everything.
+    The file is not needed from then on: the config.yaml of a run holds everything.
 
     Raises:
-        ConfigError: the file can't be read, or holds something else.
+        ConfigError: the file can't be read, or does not hold overrides.
     """
     backend = values.get("backend") if isinstance(values, dict) else None
     if not isinstance(backend, dict) or not isinstance(file := backend.get("overrides_file"), str):

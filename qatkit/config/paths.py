@@ -1,4 +1,4 @@
-"""Settings that are paths: `~` written out, and what the file system refuses, as a mistake in a value."""
+"""Settings that are paths: expands `~`, and reports errors of the file system as errors of a setting."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OF_PLACES = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENOTDIR, errno.EISDI
 
 
 def expand_home(settings: Any) -> None:
-    """Writes out `~/` where a dataclass, or one in it, has a path: a shell does so only at the start of a word."""
+    """Expands `~/` in the paths of a dataclass and of those in it: a shell does so only at the start of a word."""
     for one in dataclasses.fields(settings):
         value = getattr(settings, one.name)
         if dataclasses.is_dataclass(value):
@@ -28,7 +28,7 @@ def expand_home(settings: Any) -> None:
 
 @contextmanager
 def at_places(settings: Any) -> Iterator[None]:
-    """What the file system refuses within, at a path that a dataclass holds, is a mistake in that value.
+    """Reports an error of the file system at a path of a dataclass as an error of that setting.
 
     Raises:
         ConfigError: no permission, a file in the place of a folder, a link that leads to itself, ...
@@ -44,7 +44,7 @@ def at_places(settings: Any) -> Iterator[None]:
 
 
 def _places(settings: Any, path: str) -> list[tuple[int, str, str]]:
-    """The paths that are `path`, above or below it: in how many names they agree, key, value."""
+    """Returns the paths that are `path`, or above or below it: number of names in common, key, value."""
     there, found = Path(path).absolute().parts, list[tuple[int, str, str]]()
     for key, value, limit, _ in values_of(settings, ""):
         if isinstance(limit, Place) and isinstance(value, str):

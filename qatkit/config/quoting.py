@@ -1,4 +1,4 @@
-"""How a text is typed, so that Hydra reads it as it is."""
+"""Quoting of texts, so that Hydra reads them unchanged."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ _HYDRAS = ("choice(", "glob(", "interval(", "range(", "shuffle(", "sort(", "str(
 
 
 def quoted(text: str) -> str:
-    """As an override has to have it: Hydra's grammar takes a backslash for one, but before a quote."""
+    """Returns a text in quotes for an override: in Hydra's grammar a backslash only escapes before a quote."""
     escaped = re.sub(r"(\\*)'", lambda found: 2 * found[1] + "\\'", text)
     return f"'{escaped}{escaped[len(escaped.rstrip(chr(92))) :]}'"
 
 
 def calls_quoted(overrides: Iterable[str]) -> list[str]:
-    """Returns overrides in which a decision with arguments, boxes(score=0.4), is a text: Hydra takes it for a call of
-    one of its own functions.
+    """Returns overrides in which a decision with arguments, boxes(score=0.4), is quoted.
+
+    Hydra would take it for a call of one of its own functions.
     """
     found = []
     for text in overrides:

@@ -1,8 +1,8 @@
-"""What values a configuration may hold.
+"""The rules that join several values of a configuration.
 
-Hydra's schema has checked names and types when this runs. What a value of its own may be stands beside its field
-(`schema`); here are the rules that join several. Every error names the key as it is typed, the value, and what is
-allowed, before anything long or written.
+Hydra's schema has already checked names and types when this runs, and the limit of a single value is declared
+with its field (`schema`). Every error names the key as it is typed, the value, and what is allowed, before
+anything takes long or is written.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from qatkit_verify.errors import ConfigError
 from qatkit_verify.files import not_writable
 from qatkit_verify.fitting import LEVELS, covers
 
-# Settings that name code by its dotted path, beside `verify.checks`, `verify.runtimes` and `algorithm.*.target`.
+# Settings that name code by its dotted path, in addition to `verify.checks`, `verify.runtimes` and
+# `algorithm.*.target`.
 DOTTED = (
     "backend.target",
     "calibration.observer",
@@ -37,7 +38,7 @@ DOTTED = (
 
 
 def validate(config: Config) -> None:
-    """Check every value; null means "not set" and is left alone.
+    """Checks every value; null means "not set" and is skipped.
 
     Raises:
         ConfigError: the first value that its field does not allow, or two values that exclude each other.
@@ -75,7 +76,7 @@ def _check_run(config: Config) -> None:
 
 
 def _check_cache(cache: str | None) -> None:
-    """The file is written after calibration, which may come after hours of training."""
+    """Checks early that the file can be written, since calibration may come after hours of training."""
     if cache is None:
         return
     path = Path(cache).absolute()
@@ -86,7 +87,7 @@ def _check_cache(cache: str | None) -> None:
 
 
 def _check_algorithm(chosen: Mapping[str, Any]) -> None:
-    """Each entry says what it is; its settings are checked by the class that it names (`algorithms.base`)."""
+    """Checks that each entry names a class, which then checks its own settings (`algorithms.base`)."""
     for name, entry in chosen.items():
         if isinstance(entry, Mapping) and isinstance(entry.get("target"), str):
             continue
@@ -103,7 +104,7 @@ def _check_algorithm(chosen: Mapping[str, Any]) -> None:
 
 
 def _check_choice(config: Config) -> None:
-    """Algorithms compete on images that were held out."""
+    """Checks a competition of algorithms, which needs algorithms and real images to hold out."""
     if config.algorithm_choice != "auto":
         return
     if not config.algorithm:
@@ -115,7 +116,7 @@ def _check_choice(config: Config) -> None:
 
 
 def _check_rescue(config: Config) -> None:
-    """Rungs decide by figures of one machine, of a module that is trained here."""
+    """Checks a rescue: its rungs are decided by figures of one machine, for a module that is trained here."""
     if not config.rescue.climb:
         return
     for key, value, needed in (
@@ -128,7 +129,7 @@ def _check_rescue(config: Config) -> None:
 
 
 def _check_precision(config: Config) -> None:
-    """A search judges and times files of a module; a point belongs to a front."""
+    """Checks mixed precision: a search judges and times files made from a module, and a point belongs to a front."""
     asked = config.precision
     if (asked.front is None) != (asked.point is None):
         key, value = ("point", asked.point) if asked.front is None else ("front", asked.front)
@@ -157,7 +158,7 @@ def _check_precision(config: Config) -> None:
 
 
 def _check_schedule(config: Config) -> None:
-    """What belongs to a way of training that was not asked for would be skipped without a word."""
+    """Rejects settings of a way of training that is not in use, which would otherwise be ignored silently."""
     schedule = config.schedule
     if schedule.batch_norm_images and schedule.batch_norm == "fold":
         allowed = "0 with schedule.batch_norm=fold, which leaves no BatchNorm (freeze and train keep it)"
@@ -186,7 +187,7 @@ def _check_schedule(config: Config) -> None:
 
 
 def _check_search(config: Config) -> None:
-    """Trials are runs of this process, whose figures are compared."""
+    """Checks a search, whose trials are runs of this process with comparable figures."""
     asked = config.search
     if asked.trials == 0:
         if asked.space:
@@ -218,7 +219,7 @@ def _check_search(config: Config) -> None:
 
 
 def _in_memory(url: str) -> bool:
-    """Whether it is SQLite's without a file."""
+    """Returns whether a URL is that of an SQLite database in memory."""
     driver, _, rest = url.partition("://")
     path, _, query = rest.partition("?")
     without = path.strip("/") in ("", ":memory:") or path.startswith("/file::memory:")
@@ -226,7 +227,9 @@ def _in_memory(url: str) -> bool:
 
 
 def _without_password(url: str) -> str:
-    """With `***` where SQLAlchemy would read a password: behind the user, up to the last `@`, or in the query."""
+    """Returns a URL with `***` where SQLAlchemy would read a password: after the user, up to the last `@`, or
+    in the query.
+    """
     url = re.sub(r"(?<=://)[^:/@]*:.*@", "***@", url)
     return re.sub(r"([?&;][^=&;]*(?:password|passwd|pwd))=[^&;]*", r"\1=***", url, flags=re.IGNORECASE)
 
@@ -236,7 +239,9 @@ def _names(chosen: Mapping[str, Any]) -> str:
 
 
 def _check_export(config: Config) -> None:
-    """A mode that takes the float model as it is trains nothing and has no other ends."""
+    """Checks the export mode: ONNX Runtime's tools take the float model, so nothing is trained and input and
+    output stay float.
+    """
     if config.export.io == "uint8" and config.data.layout == "nhwc":
         allowed = (
             "float32 with data.layout=nhwc: the file would normalise uint8 pixels by a convolution over NCHW"
@@ -274,7 +279,7 @@ def _check_export(config: Config) -> None:
 
 
 def _check_weights(config: Config) -> None:
-    """Weights of few bits are those of a given file; train.py has a backend of them."""
+    """Checks the settings of low-bit weights, which only apply to a given file; train.py uses a backend instead."""
     asked = config.weights
     if asked.bits is not None and config.mode != "weight_only":
         allowed = "null without onnx=FILE mode=weight_only (train.py takes backend=weight_only)"
@@ -286,7 +291,7 @@ def _check_weights(config: Config) -> None:
 
 
 def _check_bundle(config: Config) -> None:
-    """A bundle holds no libraries."""
+    """Checks that a bundle does not need libraries, which it cannot hold."""
     named = config.model.name.startswith("onnx/") and "custom_ops" in config.model.kwargs
     if config.export.bundle and named:
         allowed = "false with model.kwargs.custom_ops: whoever receives the bundle has no such library"
@@ -294,7 +299,7 @@ def _check_bundle(config: Config) -> None:
 
 
 def _analysis_off(asked: AnalysisConfig) -> list[tuple[str, object, object]]:
-    """Of a file that was made of no module there is no simulation to take apart."""
+    """Returns the analyses that must be off for a file that is not made from a module: they need the simulation."""
     return [
         ("analysis.isolation", asked.isolation, False),
         ("analysis.sensitivity", asked.sensitivity, "none"),
@@ -303,7 +308,9 @@ def _analysis_off(asked: AnalysisConfig) -> list[tuple[str, object, object]]:
 
 
 def _check_low_bits(config: Config) -> None:
-    """What ONNX Runtime has no int8 kernel for runs in float: the audit would find nothing else."""
+    """Checks low-bit types: without an int8 kernel in ONNX Runtime they run in float, and the audit would
+    always fail.
+    """
     packed, overrides = config.export.pack_int4, config.backend.overrides
     if packed and config.export.opset < 21:
         raise ConfigError("export.opset", config.export.opset, "21 to 23 with export.pack_int4=true")
@@ -319,7 +326,9 @@ def _check_low_bits(config: Config) -> None:
 
 
 def _check_16_bits(config: Config) -> None:
-    """Refuses to choose by the clock of a runtime that computes the whole model in float, and ends of bytes."""
+    """Rejects choices by latency, which mean nothing if the runtime computes the model in float, and 8-bit
+    inputs and outputs.
+    """
     wide, narrow = config.backend.activation_dtype in WIDE, config.backend.bias_dtype in NARROW_BIASES
     if not wide and not narrow:
         return
@@ -334,12 +343,14 @@ def _check_16_bits(config: Config) -> None:
 
 
 def _shown(value: object) -> str:
-    """A value as it is typed."""
+    """Returns a value as it is typed."""
     return "null" if value is None else str(value).lower()
 
 
 def _check_axes(config: Config) -> None:
-    """A given ONNX file is edited, and its axes stay; chunks need a free one, and a file that a module is made of."""
+    """Checks free axes and streaming: a given ONNX file keeps its axes, and chunks need a free axis and a
+    file made from a module.
+    """
     wanted, name = config.export.dynamic_axes, config.model.name
     of_file = config.onnx is not None or name.startswith("onnx/")
     if wanted != "none" and of_file:
@@ -359,7 +370,7 @@ def _check_axes(config: Config) -> None:
 
 
 def _check_encodings(config: Config) -> None:
-    """Encodings are fixed where quantizers are, and nothing else may choose the type of a tensor."""
+    """Checks fixed encodings: they need quantizers, and nothing else may choose the type of a tensor."""
     path = config.calibration.encodings
     if path is None:
         return
@@ -374,7 +385,9 @@ def _check_encodings(config: Config) -> None:
 
 
 def _check_table(config: Config) -> None:
-    """TensorRT's table has the ranges of the float file: that of the very weights that were calibrated."""
+    """Checks the TensorRT table, whose ranges must belong to the float file with exactly the weights that
+    were calibrated.
+    """
     release = config.export.tensorrt_table
     if release is None:
         return
@@ -391,7 +404,7 @@ def _check_table(config: Config) -> None:
 
 
 def _check_preprocessing(data: DataConfig) -> None:
-    """Sizes that crop, never pad, and one mean and one standard deviation for each channel."""
+    """Checks that the resize covers the crop, and that there is one mean and one standard deviation per channel."""
     if data.resize is not None and data.image_size is not None and not covers(data.resize, data.image_size):
         raise ConfigError("data.resize", data.resize, f"data.image_size={data.image_size} or higher")
     for key, values in (("data.mean", data.mean), ("data.std", data.std)):

@@ -1,11 +1,14 @@
-"""The search space: which keys of the configuration are searched, and where.
+"""The search space: which configuration keys are searched, and over which values.
 
-    schedule.lr: {low: 1e-4, high: 3e-2, log: true}      a number, even on a logarithmic scale
-    schedule.epochs: {low: 1, high: 8, step: 1}          whole where the key's numbers are
-    calibration: [minmax, mse, percentile]               one of these; a group's options like values of a key
-    search.space.schedule.lr.high=1e-2                   one end of what a YAML file has, on the command line
+    schedule.lr: {low: 1e-4, high: 3e-2, log: true}      a number, uniform on a logarithmic scale
+    schedule.epochs: {low: 1, high: 8, step: 1}          an integer if the key's numbers are
+    calibration: [minmax, mse, percentile]               one of these; a group's options work like values of a
+        key
+    search.space.schedule.lr.high=1e-2                   one end of a YAML file's interval, on the command
+    line
 
-What is proposed becomes an override, as it would be typed: every key, group and value that the command line takes.
+A proposed value becomes an override, as it would be typed. Every key, group and value that the command line
+accepts can be searched.
 """
 
 from __future__ import annotations
@@ -25,17 +28,17 @@ from qatkit_verify.errors import ConfigError
 
 Value = float | int | bool | str | None
 _NUMBER = {"low", "high", "step", "log"}
-# What a study decides by itself, and what would make its trials other runs than it can compare.
+# Keys that a study sets itself, and those that would make its trials runs that it cannot compare.
 _OWN = ("search", "output_dir", "resume", "name", "launcher", "hydra", "checkpoint", "onnx", "mode", "rescue")
-# What their figures are of: trials are compared by them.
+# Keys on which the figures depend, by which trials are compared.
 _ALIKE = ("seed", "verify.validation", "verify.held_out", "data.train_images")
 _REALS = 2**53
-_MOST = 1000  # values of one key, each of which is tried on the configuration before the first run
+_MOST = 1000  # values per key, each of which is tried on the configuration before the first run
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """An interval, with both ends; `step` None: every number in it."""
+    """An interval with both ends included; `step` None: every number in it."""
 
     key: str
     low: float
@@ -45,57 +48,57 @@ class Numbers:
 
     @property
     def whole(self) -> bool:
-        """Whether its numbers are whole ones."""
+        """Returns whether the numbers are integers."""
         return all(
             isinstance(one, int) for one in (self.low, self.high, 1 if self.step is None else self.step)
         )
 
     @property
     def tried(self) -> list[Value]:
-        """Values that show whether the key takes all of them."""
+        """Values that show whether the key accepts the whole axis."""
         return [self.low, self.high]
 
     @property
     def count(self) -> int:
-        """How many numbers there are; of an interval of reals as many as a float tells apart."""
+        """The number of values; for an interval of reals, as many as a float can distinguish."""
         step = 1 if self.whole and self.step is None else self.step
         return _REALS if step is None else round((self.high - self.low) / step) + 1
 
     def at(self, index: int) -> Value:
-        """One of them, from 0."""
+        """Returns the value at an index from 0."""
         if self.whole:
             return int(self.low) + index * int(self.step or 1)
         share = index / (self.count - 1)
         return min(self.low + share * (self.high - self.low), self.high)
 
     def place(self, value: Any) -> float:
-        """Equal of numbers that are the same one: 0.3 may be 0.30000000000000004."""
+        """Returns a position that is equal for values that mean the same: 0.3 may be 0.30000000000000004."""
         return float(value) if self.step is None else round((value - self.low) / self.step)
 
 
 @dataclass(frozen=True)
 class Options:
-    """One of these."""
+    """A choice of one of several values."""
 
     key: str
     values: tuple[Value, ...]
 
     @property
     def tried(self) -> list[Value]:
-        """Values that show whether the key takes all of them."""
+        """Values that show whether the key accepts the whole axis."""
         return list(self.values)
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """The number of values."""
         return len(self.values)
 
     def at(self, index: int) -> Value:
-        """One of them, from 0."""
+        """Returns the value at an index from 0."""
         return self.values[index]
 
     def place(self, value: Any) -> float:
-        """Its index."""
+        """Returns the index of a value."""
         return self.values.index(value)
 
 
@@ -103,13 +106,15 @@ Axis = Numbers | Options
 
 
 def hint_in_schema(key: str) -> Any:
-    """The type of a setting; Any of what the schema doesn't declare."""
+    """Returns the type of a setting, or Any if the schema does not declare it."""
     return hint_of(Config, key)
 
 
 def flat(space: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries by their whole keys, however they are spelled: `search.space.schedule.lr.high=1e-2` on the command
-    line is a mapping within a mapping, and changes what a YAML file says of `schedule.lr`.
+    """Returns the entries by their whole keys, in whatever form they are given.
+
+    `search.space.schedule.lr.high=1e-2` on the command line is a mapping within a mapping, and changes the
+    entry `schedule.lr` of a YAML file.
     """
     groups = {key: entry for key, entry in space.items() if isinstance(entry, Mapping) and entry}
     groups = {key: entry for key, entry in groups.items() if _NUMBER.isdisjoint(entry)}
@@ -123,14 +128,14 @@ def flat(space: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def axes(space: Mapping[str, Any], hint: Callable[[str], Any] = hint_in_schema) -> list[Axis]:
-    """The axes of `search.space`, in the order of their keys.
+    """Returns the axes of `search.space`, in the order of their keys.
 
     Args:
-        hint: a key's type, which says whether its numbers are whole ones; where it is Any, they are what they are
-            written as.
+        hint: returns the type of a key, which decides whether its numbers are integers; if it is Any, the
+            numbers keep the type in which they are written.
 
     Raises:
-        ConfigError: an entry that is none.
+        ConfigError: an entry that describes no axis.
     """
     if not space:
         allowed = (
@@ -157,7 +162,7 @@ def _axis(key: str, entry: Any, hint: Callable[[str], Any]) -> Axis:
 
 
 def _of_type(axis: Numbers, hint: Any, entry: Mapping[str, Any]) -> Numbers:
-    """With numbers of the key's type: 0 and 1 are how both kinds of ends are typed."""
+    """Returns an axis with numbers of the key's type, since 0 and 1 may be typed for both integers and reals."""
     kinds = typing.get_args(hint) or (hint,)
     if Any in kinds:
         return axis
@@ -207,7 +212,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _meant(value: Value) -> Value:
-    """Equal of values that are typed alike, or stored alike: Optuna finds one of several options by `==`."""
+    """Returns a key that is equal for values that are typed or stored alike: Optuna compares options with `==`."""
     text = override("", value)[1:]
     try:
         return float(value if isinstance(value, bool) else text)
@@ -216,7 +221,7 @@ def _meant(value: Value) -> Value:
 
 
 def override(key: str, value: Value) -> str:
-    """A proposed value as it is typed."""
+    """Returns a proposed value as an override, as it is typed."""
     if value is None or isinstance(value, bool):
         return f"{key}={'null' if value is None else str(value).lower()}"
     if isinstance(value, str) and re.fullmatch(r"""[^\["'{].*[=,:\s(){}\[\]].*""", value):
@@ -225,8 +230,8 @@ def override(key: str, value: Value) -> str:
 
 
 def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
-    """Which entries of two mappings are not the same, in words; "" where all are."""
-    # As they are written: of 0 and 0.0 the second makes an interval of numbers, and not of whole ones.
+    """Returns the differences between two mappings in words; "" if there are none."""
+    # As they are written: 0 and 0.0 make different intervals, the one of integers and the other of reals.
     keys = [key for key in {**there, **here} if _written(there.get(key)) != _written(here.get(key))]
     return "; ".join(
         f"{key} there {there.get(key, 'absent')}, here {here.get(key, 'absent')}" for key in keys

@@ -1,4 +1,4 @@
-"""Selectors: texts that choose operators or tensors by name (`docs/overrides.md`), and what the lists of them mean.
+"""Selectors: texts that choose operators or tensors by name (`docs/overrides.md`), and the meaning of lists of them.
 
     conv1, layer1.*      an operator's name, or a glob over names
     re/PATTERN           a regular expression over whole names
@@ -7,8 +7,9 @@
     tensor/NAME          a tensor, by its name
     input/K/SELECTOR     the K-th input of the operators that another selector chooses
 
-`backend.exclude` and `backend.only` become overrides, so that everything behind knows overrides alone. A selector that
-is no plain text (a subgraph with its ends, the operators that `only` leaves out) is JSON behind its prefix.
+`backend.exclude` and `backend.only` become overrides, so that all later code has to know only overrides. A
+selector that is not a plain text (a subgraph with its ends, the operators that `only` leaves out) is JSON
+after its prefix.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ _ALLOWED = "a name, a glob, re/PATTERN, op/TYPE, subgraph/NAME or {from: [...], 
 
 
 def every_override(backend: BackendConfig) -> dict[str, OverrideConfig]:
-    """Returns the overrides with subgraphs written out, then those that `only` and `exclude` mean, which win.
+    """Returns the overrides with subgraphs written out, then those that `only` and `exclude` mean, which take
+    precedence.
 
     Raises:
-        ConfigError: a selector that can't be read, before the model is looked at.
+        ConfigError: a selector that can't be read, before the model is loaded.
     """
     found = {_written_out("backend.overrides", name, backend): one for name, one in backend.overrides.items()}
     if backend.only:
@@ -57,7 +59,7 @@ def naming_the_list(backend: BackendConfig) -> Iterator[None]:
 
 
 def shown(selector: str) -> str:
-    """Returns a selector as a user knows it."""
+    """Returns a selector in the form that a user knows."""
     if selector.startswith(ONLY):
         return "backend.only"
     ends = ends_of(selector)
@@ -65,7 +67,7 @@ def shown(selector: str) -> str:
 
 
 def ends_of(selector: str) -> dict[str, Any] | None:
-    """Returns {from: [...], to: [...]} of a subgraph that is written out; None of any other selector."""
+    """Returns {from: [...], to: [...]} for a subgraph that is written out, None for any other selector."""
     if not selector.startswith(f"{SUBGRAPH}{{"):
         return None
     try:
@@ -76,7 +78,7 @@ def ends_of(selector: str) -> dict[str, Any] | None:
 
 
 def check_expression(key: str, selector: str) -> None:
-    """Refuses a regular expression that Python does not read.
+    """Rejects a regular expression that Python cannot read.
 
     Raises:
         ConfigError: says where it is wrong.
@@ -93,7 +95,7 @@ def check_expression(key: str, selector: str) -> None:
 
 
 def _written_out(key: str, given: object, backend: BackendConfig) -> str:
-    """Returns the text of a selector, with its ends where it is a subgraph."""
+    """Returns the text of a selector, with the ends if it is a subgraph."""
     if isinstance(given, Mapping):
         return SUBGRAPH + _ends(key, given, {})
     if not isinstance(given, str) or not given:
@@ -133,7 +135,7 @@ def _listed(given: object) -> list[Any]:
 
 
 def check_selectors(backend: BackendConfig) -> None:
-    """Refuses selectors that can't be read, and subgraphs without ends.
+    """Rejects selectors that can't be read, and subgraphs without ends.
 
     Raises:
         ConfigError: the first of them.
@@ -144,10 +146,13 @@ def check_selectors(backend: BackendConfig) -> None:
 
 
 def refuse_selectors(backend: BackendConfig, beside: str) -> None:
-    """Refuses what is said by name where a tool quantizes that knows no names.
+    """Rejects selectors for a tool that cannot quantize by name.
+
+    Args:
+        beside: the setting that selectors cannot be combined with.
 
     Raises:
-        ConfigError: the first list that holds something, with the setting `beside` which it does not fit.
+        ConfigError: the first list that is not empty.
     """
     for name, given in (
         ("overrides", backend.overrides),

@@ -1,6 +1,7 @@
-"""The limit of a size of pictures: one number of pixels for a square, or [height, width].
+"""The limit of picture sizes: one number of pixels for a square, or [height, width].
 
-OmegaConf has no union of a number and a list, so such a field is declared as Any, and its limit checks the type too.
+OmegaConf has no union of a number and a list, so such a field is declared as Any and its limit checks the
+type too.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from typing import Any
 from qatkit.config.fields import Limit
 from qatkit_verify.fitting import are_sides
 
-_LARGEST = 2**31 - 1  # as of other counts
+_LARGEST = 2**31 - 1  # the limit of other counts, too
 
 
 @dataclass(frozen=True)
 class Size(Limit):
-    """One integer of at least 1, or a list of two."""
+    """A limit to one integer of at least 1, or a list of two."""
 
     def holds(self, value: Any) -> bool:
         """Returns whether `value` is an integer of at least 1, or two of them."""
@@ -27,7 +28,7 @@ class Size(Limit):
         return "an integer of at least 1, or [height, width]"
 
     def hint(self, value: Any) -> str:
-        """Names the upper limit where it is exceeded."""
+        """Returns the upper limit if it is exceeded."""
         return f", up to {_LARGEST}" if isinstance(value, int) and value > _LARGEST else ""
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""What each run of a sweep came to, wherever it ran: the exit status of the whole, and the rows of its table."""
+"""The outcome of each run of a sweep, wherever it ran, for the exit status of the sweep and the rows of its table."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one run ended.
+    """The end of one run.
 
     Attributes:
-        status: of exit.
-        folder: of the run; "" where it came to none.
-        reason: in one line, why the status is not 0; "" where the run has reported it itself.
-        number: in the sweep; None outside of one.
+        status: the exit status.
+        folder: the folder of the run; "" if it has none.
+        reason: one line that tells why the status is not 0; "" if the run has reported it itself.
+        number: the number of the run in the sweep; None outside of a sweep.
         overrides: as typed.
-        sweep: the folder of the sweep; "" outside of one.
-        going: of a run that has not ended: how it stands, in words.
+        sweep: the folder of the sweep; "" outside of a sweep.
+        going: the state of a run that has not ended, in words.
     """
 
     status: int
@@ -36,7 +36,7 @@ _COLLECTED: ContextVar[list[Outcome] | None] = ContextVar("outcomes", default=No
 
 @contextmanager
 def collecting() -> Iterator[list[Outcome]]:
-    """Within, `add` fills the list."""
+    """Yields a list to which `add` appends within the context."""
     found: list[Outcome] = []
     token = _COLLECTED.set(found)
     try:
@@ -46,7 +46,7 @@ def collecting() -> Iterator[list[Outcome]]:
 
 
 def add(outcome: Outcome) -> None:
-    """A run has ended."""
+    """Records the outcome of a run that has ended."""
     collected = _COLLECTED.get()
     if collected is not None:
         collected.append(outcome)

@@ -1,10 +1,11 @@
-"""sweep.json, in a sweep's folder: where each run is, on a cluster as which job; so that no run is made twice.
+"""The file sweep.json in a sweep's folder: where each run is and which job it is on a cluster, so that no run
+is repeated.
 
     multirun/A/sweep.json     seed=0: its folder, job 12_0     seed=1: ...          interrupted
-    multirun/B/sweep.json     the same command again, which begins with what A knew
+    multirun/B/sweep.json     the same command again, which starts with what A knew
 
-A sweep is known again by what was typed. One that has come to its end with all of its runs is over: typed again it is
-a new one.
+A sweep is recognized by what was typed. A sweep that ended with all of its runs is over: the same command
+starts a new one.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ SWEEP_FILE = "sweep.json"
 
 @dataclass(frozen=True)
 class Known:
-    """A run of a sweep.
+    """The place of a run of a sweep.
 
     Attributes:
-        folder: absolute; "" of one that finds it by itself.
-        job: Slurm's number of it; "" on this machine.
+        folder: absolute; "" for a run that finds its folder by itself.
+        job: the Slurm job number; "" on this machine.
         logs: the folder of that job's files.
     """
 
@@ -40,15 +41,15 @@ class Known:
 
 
 class SweepFile:
-    """The file of one sweep, written whenever something of it is new.
+    """The file of one sweep, written whenever something in it changes.
 
     Args:
-        folder: of the sweep.
+        folder: the folder of the sweep.
         typed: its overrides.
 
     Attributes:
-        ended: whether the sweep of the same command that was there before has reported all of its runs.
-        runs: that are known, by their overrides as `key` has them; none of one that is over.
+        ended: whether the previous sweep of the same command has reported all of its runs.
+        runs: the known runs, by their overrides in the form of `key`; empty if the previous sweep is over.
     """
 
     def __init__(self, folder: Path, typed: Sequence[str]) -> None:
@@ -57,20 +58,20 @@ class SweepFile:
         self.ended = before is not None and before[0]
         self.runs = {} if before is None else before[1]
         if self.ended and all(map(_finished, self.runs.values())):
-            self.runs = {}  # that one is over
+            self.runs = {}  # the previous sweep is over
         self._write(ended=False)
 
     def known(self, overrides: Sequence[str]) -> Known:
-        """What is known of a run."""
+        """Returns what is known about a run."""
         return self.runs.get(key(overrides), Known())
 
     def note(self, overrides: Sequence[str], run: Known) -> None:
-        """Where a run is from now on."""
+        """Notes where a run is from now on."""
         self.runs[key(overrides)] = run
         self._write(ended=False)
 
     def end(self) -> None:
-        """Notes that all runs have been reported. On a full disk it stays as one that was interrupted."""
+        """Notes that all runs have been reported. On a full disk the sweep stays marked as interrupted."""
         with suppress(OSError):
             self._write(ended=True)
 
@@ -83,12 +84,12 @@ class SweepFile:
 
 
 def key(overrides: Sequence[str]) -> str:
-    """What tells the runs of a sweep apart."""
+    """Returns the text that distinguishes the runs of a sweep."""
     return " ".join(sorted(_kept(overrides)))
 
 
 def _kept(typed: Sequence[str]) -> list[str]:
-    """How a run is begun and where it is queued do not make it another."""
+    """Returns the overrides without those that only say how a run starts and where it is queued."""
     return [one for one in typed if not one.lstrip("+~").startswith(("resume=", "hydra.", "hydra/"))]
 
 
@@ -97,7 +98,7 @@ def _finished(run: Known) -> bool:
 
 
 def _newest(folder: Path, typed: Sequence[str]) -> tuple[bool, dict[str, Known]] | None:
-    """Whether it has ended, and its runs: of the last sweep of the same command, in `folder` or beside it."""
+    """Returns whether the last sweep of the same command, in `folder` or next to it, has ended, and its runs."""
     there = [path for path in {folder / SWEEP_FILE, *folder.parent.glob(f"*/{SWEEP_FILE}")} if path.is_file()]
     for path in sorted(there, key=lambda path: path.stat().st_mtime_ns, reverse=True):
         try:
@@ -109,7 +110,7 @@ def _newest(folder: Path, typed: Sequence[str]) -> tuple[bool, dict[str, Known]]
                 }
                 return bool(found["ended"]), runs
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
-            continue  # somebody else's
+            continue  # the file of another program
     return None
 
 
@@ -125,9 +126,9 @@ _SWEEP: ContextVar[_Sweep | None] = ContextVar("sweep", default=None)
 
 @contextmanager
 def sweeping(typed: Sequence[str] | None) -> Iterator[None]:
-    """Within, `sweep_file` is that of the sweep of these overrides; None: there is no sweep.
+    """Makes `sweep_file` return the file of the sweep of these overrides within the context; None: there is no sweep.
 
-    An exception ends the sweep, but no signal: then its runs go on, or are gone on with.
+    An exception ends the sweep but a signal does not: its runs continue, or are resumed later.
     """
     sweep = None if typed is None else _Sweep(tuple(typed))
     token, stopped = _SWEEP.set(sweep), False
@@ -143,7 +144,7 @@ def sweeping(typed: Sequence[str] | None) -> Iterator[None]:
 
 
 def sweep_file(folder: str | Path) -> SweepFile | None:
-    """The file of this sweep, whose folder is `folder`; None in a process that only makes one of its runs."""
+    """Returns the file of this sweep, whose folder is `folder`; None in a process that only makes one of its runs."""
     sweep = _SWEEP.get()
     if sweep is None:
         return None
@@ -153,9 +154,10 @@ def sweep_file(folder: str | Path) -> SweepFile | None:
 
 
 def own_folder(name: str) -> str:
-    """The folder of this sweep, made: `name`, or where another one that began in this second has it `name_2`.
+    """Makes and returns the folder of this sweep: `name`, or `name_2` if another sweep from the same second has that.
 
-    Where there is no sweep, `name`. A node of a cluster, which makes one run, knows it from what was composed here.
+    Without a sweep this is `name`. On a cluster, a node that makes one run takes it from what was composed
+    here.
     """
     sweep = _SWEEP.get()
     if sweep is None:
@@ -165,7 +167,7 @@ def own_folder(name: str) -> str:
 
 
 def _made(name: str) -> str:
-    """The first of its names that nobody has; where none can be made, Hydra says why."""
+    """Makes and returns the first name that is free; if none can be made, Hydra reports why."""
     names = itertools.chain([name], (f"{name}_{again}" for again in itertools.count(2)))
     with suppress(OSError):
         return next(new for new in names if _is_new(Path(new)))

@@ -1,11 +1,11 @@
-"""Files that hold weights or data, encrypted on the disk: `export.encrypt=KEYFILE`.
+"""Files that hold weights or data, encrypted on disk: `export.encrypt=KEYFILE`.
 
-    cipher     one file: AES-256-GCM in chunks, and the key's own file
-    memory     temporary files in memory, in a folder that goes with its process, whatever ends it
-    guard      the process that removes it, where this one can't
-    vault      what the rest calls: `protected` around a job, `secret` to write a file, `readable` to read one
-    command    a key, and a file in the clear again
+    cipher     one file: AES-256-GCM in chunks, and the key file
+    memory     temporary files in memory, in a folder that is removed with its process, however that ends
+    guard      the process that removes the folder if this process can't
+    vault      the interface: `protected` around a job, `secret` to write a file, `readable` to read one
+    command    makes a key, or decrypts a file
 
-Without a key `secret` is `files.whole` and `readable` gives the path itself. No torch; `cryptography` is imported where
-there is a key.
+Without a key `secret` is `files.whole` and `readable` gives the path itself. Nothing here needs torch, and
+`cryptography` is imported only if there is a key.
 """

@@ -1,4 +1,4 @@
-"""One encrypted file: AES-256-GCM in chunks, each of which has its place and says whether it is the last.
+"""The format of one encrypted file: AES-256-GCM in chunks that encode their position and which of them is the last.
 
     "qatkitE1" ─ check of the key, 8 bytes ─ salt, 16 random bytes ─ chunk 0 ─ chunk 1 ─ ... ─ the last chunk
 
@@ -7,9 +7,10 @@
     chunk            = up to 1 MiB of the content and its tag of 16 bytes; the 32 bytes before all chunks are
                        authenticated with each
 
-A chunk that was changed, moved, left out or added fails its tag, and so does a file that was cut off, since only the
-true last chunk says so. It is the STREAM construction (Hoang, Reyhanitabar, Rogaway, Vizár 2015), as the format of age
-has it. The check of the key tells a wrong key from a damaged file; it says nothing of the key itself.
+A chunk that was changed, moved, left out or added fails its tag. So does a truncated file, since only the
+true last chunk is marked as the last. This is the STREAM construction (Hoang, Reyhanitabar, Rogaway, Vizár
+2015), which the format of age uses too. The check of the key distinguishes a wrong key from a damaged file
+and reveals nothing about the key.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ _LARGEST_KEY_FILE = 1024
 
 
 class WrongKeyError(ValueError):
-    """A file was encrypted with another key."""
+    """The error for a file that was encrypted with another key."""
 
 
 def new_key(path: Path) -> None:
-    """Writes a random key, 64 hexadecimal digits in a line, readable by its owner alone.
+    """Writes a random key, 64 hexadecimal digits in one line, readable only by its owner.
 
     Raises:
-        FileExistsError: something is there; what it encrypts would be lost with it.
+        FileExistsError: the file exists; overwriting a key would lose what it encrypts.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as stream:
@@ -49,10 +50,10 @@ def new_key(path: Path) -> None:
 
 
 def read_key(path: str) -> bytes:
-    """The 32 bytes of a key file: as 64 hexadecimal digits, or as they are.
+    """Returns the 32 bytes of a key file, which holds them as 64 hexadecimal digits or as they are.
 
     Raises:
-        ConfigError: there is none, or `cryptography` is not installed.
+        ConfigError: the file holds no key, or `cryptography` is not installed.
     """
     allowed = (
         "a file with a key, 64 hexadecimal digits or 32 bytes: python -m qatkit.encryption.command key FILE"
@@ -78,7 +79,7 @@ def read_key(path: str) -> bytes:
 
 
 def is_encrypted(path: Path) -> bool:
-    """Whether a file says of itself that it is one of ours."""
+    """Returns whether a file begins like an encrypted file of this format."""
     try:
         with path.open("rb") as stream:
             return stream.read(len(_MAGIC)) == _MAGIC
@@ -87,7 +88,7 @@ def is_encrypted(path: Path) -> bool:
 
 
 def encrypt(source: Path, target: Path, key: bytes) -> None:
-    """Writes `source` into `target`, which is replaced."""
+    """Encrypts `source` into `target`, which is replaced."""
     salt = secrets.token_bytes(_SALT)
     header = _MAGIC + _derived(key, b"", b"check", _CHECK) + salt
     cipher = _cipher(key, salt)
@@ -98,11 +99,11 @@ def encrypt(source: Path, target: Path, key: bytes) -> None:
 
 
 def decrypt(source: Path, target: Path, key: bytes) -> None:
-    """Writes what `source` holds into `target`, which may be left incomplete by an error.
+    """Decrypts `source` into `target`, which may be left incomplete by an error.
 
     Raises:
         WrongKeyError: it was encrypted with another key.
-        ValueError: it is damaged, incomplete, or none of ours.
+        ValueError: it is damaged, incomplete, or not in this format.
     """
     from cryptography.exceptions import InvalidTag
 
@@ -121,7 +122,7 @@ def decrypt(source: Path, target: Path, key: bytes) -> None:
 
 
 def _chunks(stream: IO[bytes], size: int) -> Iterator[tuple[int, bytes, bool]]:
-    """(number, bytes, whether it is the last one); an empty file has one chunk, of nothing."""
+    """Yields (number, bytes, whether it is the last chunk); an empty file has one empty chunk."""
     number, chunk = 0, stream.read(size)
     while True:
         following = stream.read(size)

@@ -13,7 +13,7 @@ from qatkit_verify.files import whole
 
 
 def main(typed: Sequence[str] | None = None) -> int:
-    """A new key, or a file in the clear: the exit status, 2 for a mistake."""
+    """Makes a new key or decrypts a file; returns the exit status, 2 for a mistake."""
     parser = argparse.ArgumentParser("python -m qatkit.encryption.command")
     commands = parser.add_subparsers(dest="command", required=True)
     key = commands.add_parser("key", help="write a new random key")

@@ -1,9 +1,9 @@
-"""Temporary files in memory: a folder of a tmpfs that takes the place of /tmp, for this process and its children.
+"""Temporary files in memory: a folder on a tmpfs that replaces /tmp for this process and its children.
 
-ONNX Runtime, the exporter and OpenVINO want files with names, in the clear. So `tempfile` and TMPDIR lead into a folder
-that no disk ever holds. It goes at the end of the job; where the process is killed, its guard removes it; where both
-are killed, its bytes are memory still, and the next encrypted run of that user removes them, by the lock that nobody
-holds.
+ONNX Runtime, the exporter and OpenVINO need unencrypted files with names. So `tempfile` and TMPDIR point to a
+folder that is never on a disk. The folder is removed at the end of the job, or by its guard if the process is
+killed. If both are killed, its bytes stay in memory, and the next encrypted run of that user removes them: it
+recognizes the folder by a lock that nobody holds.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ _IN_MEMORY = ("tmpfs", "ramfs")
 
 @contextmanager
 def temporary_files_in_memory(key_file: str) -> Iterator[Path]:
-    """All temporary files of the block are in a folder in memory, which goes with it.
+    """Puts all temporary files of the block into a folder in memory, which is removed afterwards.
 
     Args:
-        key_file: for the message, where there is no such folder.
+        key_file: the key file, for the error message if there is no such folder.
 
     Raises:
         ConfigError: no folder in memory is known on this machine.
     """
     place = _folder_in_memory(key_file)
-    import fcntl  # where there are such folders there are these
+    import fcntl  # available wherever there are such folders
     import resource
 
     _clear_left(place)
     new = Path(tempfile.mkdtemp(prefix="qatkit-", dir=place))
     held = os.open(new / _LOCK, os.O_RDWR | os.O_CREAT)
     fcntl.flock(held, fcntl.LOCK_SH)
-    folder = new.rename(place / new.name.replace("qatkit-", _PREFIX))  # locked from its first moment
+    folder = new.rename(place / new.name.replace("qatkit-", _PREFIX))  # locked before it has its final name
     limits = resource.getrlimit(resource.RLIMIT_CORE)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, limits[1]))  # a core dump is a file of all memory
+    resource.setrlimit(resource.RLIMIT_CORE, (0, limits[1]))  # a core dump is a file with all memory
     watching = subprocess.Popen(  # noqa: S603 - our own file
         [sys.executable, "-I", guard.__file__, str(folder), str(os.getpid())],
         stdin=subprocess.DEVNULL,
@@ -69,8 +69,8 @@ def temporary_files_in_memory(key_file: str) -> Iterator[Path]:
 
 
 def _folder_in_memory(key_file: str) -> Path:
-    """The folder of temporary files, where that is in memory, else /dev/shm."""
-    for place in (Path(tempfile.gettempdir()), Path("/dev/shm")):  # noqa: S108 - our folder in it is for us alone
+    """Returns the folder of temporary files if it is in memory, else /dev/shm."""
+    for place in (Path(tempfile.gettempdir()), Path("/dev/shm")):  # noqa: S108 - our folder in it is private
         if _file_system(place) in _IN_MEMORY and os.access(place, os.W_OK | os.X_OK):
             return place
     allowed = "null without a writable folder in memory (tmpfs): /dev/shm, or the one that TMPDIR names"
@@ -78,7 +78,7 @@ def _folder_in_memory(key_file: str) -> Path:
 
 
 def _file_system(place: Path) -> str:
-    """The type of what is mounted there; "" where nobody says."""
+    """Returns the type of the file system that is mounted there; "" if unknown."""
     real = str(place.resolve())
     found = ("", "")
     with contextlib.suppress(OSError):
@@ -92,11 +92,11 @@ def _file_system(place: Path) -> str:
 
 
 def _clear_left(place: Path) -> None:
-    """Removes the folders of processes that were killed with their guards."""
+    """Removes the folders of processes that were killed together with their guards."""
     import fcntl
 
     for folder in place.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):  # of another user, or held
+        with contextlib.suppress(OSError):  # it belongs to another user, or is locked
             descriptor = os.open(folder / _LOCK, os.O_RDONLY)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,10 +1,10 @@
-"""A checksum inside of a checkpoint, so that one that was damaged on a disk or on the way is never gone on from.
+"""A checksum inside a checkpoint, so that a checkpoint damaged on a disk or in transfer is never resumed.
 
     zip archive of torch.save ... end of central directory ─ length of the comment ─ "sha256:" + 64 digits
 
-The comment of the archive, which every reader skips, holds the digest of all bytes before its length; a flipped bit
-anywhere in the file is found, in names and paddings too, that the archive's own checksums leave out. One file holds
-both, so that no kill can part them. No torch here.
+The comment of the archive, which every reader skips, holds the digest of all bytes before its length. A
+flipped bit anywhere in the file is found, even in names and padding, which the archive's own checksums do not
+cover. One file holds both, so that a kill cannot separate them. Nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from pathlib import Path
 _MARK = b"sha256:"
 _COMMENT = len(_MARK) + 64
 _TAIL = 2 + _COMMENT  # with its length, the last field of the archive
-_END = b"PK\x05\x06"  # of a directory without a comment the last 22 bytes begin so
+_END = b"PK\x05\x06"  # without a comment, the last 22 bytes of an archive begin with this
 _END_BYTES = 22
 
 
 def seal(path: Path) -> None:
-    """Writes the digest into an archive that has just been written, and has no comment.
+    """Writes the digest into an archive that has just been written and has no comment.
 
     Raises:
-        ValueError: no such archive.
+        ValueError: the file is not such an archive.
     """
     with path.open("r+b") as stream:
         content = stream.read()
@@ -36,9 +36,9 @@ def seal(path: Path) -> None:
 
 
 def damage(path: Path) -> str:
-    """What is wrong with a checkpoint, in words; "" for a whole one.
+    """Returns what is wrong with a checkpoint, in words; "" if it is complete.
 
-    One of an older version, without a digest, is asked for its archive's own checksums.
+    For a checkpoint of an older version, without a digest, the archive's own checksums are tested.
     """
     content = path.read_bytes()
     if content[-_TAIL:-_COMMENT] == struct.pack("<H", _COMMENT) and content[-_COMMENT:].startswith(_MARK):

@@ -1,8 +1,8 @@
-"""What writes and reads secrets, with and without a key.
+"""The interface for writing and reading secret files, with and without a key.
 
-with protected(config.export.encrypt):      # once, around a job
-with secret(path) as temporary: ...     # as files.whole; encrypted on its way into the folder
-with readable(path) as plain: ...       # the file itself, or what it holds, in memory
+with protected(config.export.encrypt):  # once, around a job
+with secret(path) as temporary: ...     # like files.whole; encrypted on its way into the folder
+with readable(path) as plain: ...       # the file itself, or its decrypted content in memory
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from qatkit_verify.files import whole
 
 
 class _Held:
-    """The key of the job that this process is at, and the file that it is from."""
+    """The key of the current job of this process, and the file that it comes from."""
 
     key: bytes | None = None
     file: str | None = None
 
 
 def key_held() -> bytes | None:
-    """The key of this process's job; None for one that encrypts nothing."""
+    """Returns the key of this process's job; None if the job encrypts nothing."""
     return _Held.key
 
 
 def key_file_held() -> str | None:
-    """Where that key is from."""
+    """Returns the file that the key comes from."""
     return _Held.file
 
 
 @contextmanager
 def protected(key_file: str | None) -> Iterator[None]:
-    """Within, `secret` encrypts, and temporary files are in memory; with None nothing is another than before.
+    """Makes `secret` encrypt and puts temporary files in memory within the block; None changes nothing.
 
     Raises:
-        ConfigError: the file holds no key, or no folder is in memory.
+        ConfigError: the file holds no key, or there is no folder in memory.
     """
     if key_file is None or (_Held.key is not None and _Held.file == key_file):  # a run within a run
         yield
@@ -56,7 +56,7 @@ def protected(key_file: str | None) -> Iterator[None]:
 
 @contextmanager
 def secret(path: str | Path) -> Iterator[Path]:
-    """As `files.whole`, for what is encrypted where there is a key: the clear file is in memory alone."""
+    """Yields a temporary path like `files.whole`; with a key the file is encrypted, and plain only in memory."""
     if _Held.key is None:
         with whole(path) as temporary:
             yield temporary
@@ -69,7 +69,7 @@ def secret(path: str | Path) -> Iterator[Path]:
 
 
 def encrypted_copy(plain: Path, path: Path) -> None:
-    """Writes `path`, whole or not at all, from a clear file in memory."""
+    """Writes `path`, completely or not at all, as an encrypted copy of a plain file in memory."""
     assert _Held.key is not None
     with whole(path) as temporary:
         encrypt(plain, temporary, _Held.key)
@@ -77,7 +77,7 @@ def encrypted_copy(plain: Path, path: Path) -> None:
 
 @contextmanager
 def readable(path: str | Path) -> Iterator[Path]:
-    """A path where the content of a file can be read: its own, or in memory that of an encrypted one.
+    """Yields a path where the content of a file can be read: its own, or a decrypted copy in memory.
 
     Raises:
         ConfigError: it is encrypted and damaged, or with another key than this job's.

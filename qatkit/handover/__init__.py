@@ -1,1 +1,1 @@
-"""What leaves the house: a bundle of a finished run, which `qatkit-verify` checks without us."""
+"""Bundles of finished runs for deployment, which `qatkit-verify` checks without this package."""

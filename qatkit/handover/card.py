@@ -1,7 +1,7 @@
-"""The model card of a finished run (card.md), from what report.json holds: for people who were not there.
+"""The model card of a finished run (card.md), written from report.json for people who did not see the run.
 
-Nothing is measured here, and nothing is claimed that the report does not say: no license is invented, and what was not
-measured is listed as such.
+Nothing is measured here, and nothing is claimed that the report does not say: no license is invented, and
+what was not measured is listed as such.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ def card(
     arrays: Mapping[str, Any] | None = None,
     stream: str = "",
 ) -> str:
-    """Markdown with the front matter of Hugging Face's model cards.
+    """Returns Markdown with the front matter of Hugging Face's model cards.
 
     Args:
         report: report.json.
         labels: names of the classes, in the order of the outputs; empty without labels.
         snippets: how the file is loaded, as Markdown.
-        arrays: model.json of a model whose samples are arrays, or preprocess.json of one that takes recordings.
+        arrays: model.json of a model whose samples are arrays, or preprocess.json of one that takes
+            recordings.
         stream: the section on the file that takes chunks, as Markdown.
     """
     sections = (
@@ -164,7 +165,7 @@ def _others(report: Report) -> list[tuple[str, Mapping[str, Any]]]:
 
 
 def _decoder(report: Report) -> str:
-    """The file that computes one token at a time, where there is one."""
+    """Returns the section on the file that computes one token at a time; "" if there is none."""
     found = report.get("measured", {}).get("decoder")
     if found is None:
         return ""
@@ -208,7 +209,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _plain(text: object) -> str:
-    """Text of a run that can't be taken for Markdown or HTML, in one line."""
+    """Returns text of a run in one line that can't be taken for Markdown or HTML."""
     line = " ".join(str(text).split())
     for sign in "\\`*_[]<>|#":
         line = line.replace(sign, f"\\{sign}" if sign not in "<>" else {"<": "&lt;", ">": "&gt;"}[sign])

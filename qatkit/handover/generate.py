@@ -1,10 +1,10 @@
-"""Continues a text with the decoder beside this file.
+"""Continues a text with the decoder next to this file.
 
     pip install onnxruntime numpy tokenizers
     python generate.py "Once upon a time" --tokens 200
 
-The likeliest token is taken each time. Keys and values of earlier tokens go from each step to the next, so a step
-computes one token.
+Decoding is greedy. Keys and values of earlier tokens are passed from step to step, so that a step computes
+only one token.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Generator:
     """A decoder and its tokenizer.
 
     Args:
-        folder: with model.onnx, tokenizer.json and genai_config.json.
-        threads: of ONNX Runtime; 0: its choice.
+        folder: the folder with model.onnx, tokenizer.json and genai_config.json.
+        threads: threads of ONNX Runtime; 0: its choice.
     """
 
     def __init__(self, folder: Path, threads: int = 0) -> None:
@@ -33,7 +33,8 @@ class Generator:
         about, self._ends = config["decoder"], config["eos_token_id"]
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads
-        # Products with weights of a DequantizeLinear are computed in float; a MatMulNBits has a level of its own.
+        # Products with weights from a DequantizeLinear are computed in float; a MatMulNBits has a level of
+        # its own.
         options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "0")
         self.tokenizer: Any = Tokenizer.from_file(str(folder / "tokenizer.json"))
         self._session = ort.InferenceSession(
@@ -44,7 +45,7 @@ class Generator:
         self._past = [one.name for one in self._session.get_inputs() if one.name.startswith("past")]
 
     def tokens(self, prompt: list[int], count: int) -> Iterator[int]:
-        """Yields up to `count` tokens behind those of the prompt, and none from the end of the text on."""
+        """Yields up to `count` tokens that continue the prompt, and stops at the end of the text."""
         past, given, place = [self._empty] * len(self._past), prompt, 0
         for _ in range(count):
             feeds = {
@@ -61,13 +62,13 @@ class Generator:
             yield token
 
     def text(self, prompt: str, count: int) -> Iterator[str]:
-        """Yields the text behind a prompt, piece by piece."""
+        """Yields the text that continues a prompt, piece by piece."""
         ids, whole, told = self.tokenizer.encode(prompt).ids, "", ""
         made: list[int] = []
         for token in self.tokens(ids, count):
             made.append(token)
             whole = self.tokenizer.decode(made)
-            if not whole.endswith("\N{REPLACEMENT CHARACTER}"):  # half of a letter of several bytes
+            if not whole.endswith("\N{REPLACEMENT CHARACTER}"):  # part of a multi-byte character
                 yield whole[len(told) :]
                 told = whole
         yield whole[len(told) :]

@@ -1,7 +1,7 @@
-"""The golden vectors of a bundle: a few test samples, and the answers of the file that ships.
+"""The golden vectors of a bundle: a few test samples, and the outputs of the shipped file for them.
 
-images   as they were decoded and as the file takes them, all at once; recordings alike
-arrays   run by run, each what `InferenceSession.run` is given: sizes may differ from sample to sample
+images   as decoded and as the file takes them, all in one batch; recordings likewise
+arrays   run by run, each the feed of one `InferenceSession.run`: sizes may differ from sample to sample
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from qatkit_verify.errors import ConfigError
 from qatkit_verify.feeds import Array, feeds
 from qatkit_verify.session import fixed_batch, in_its_batches, integer_io, open_session
 
-_EXACT = 0.5  # of an output of whole numbers or booleans: one more is beyond the least tolerance
+_EXACT = 0.5  # for outputs of integers or booleans: a difference of one exceeds the smallest tolerance
 
 
 def golden_of(
     int8: Path, data: DataModule, count: int, step: float | None, *, threads: int, options: Mapping[str, str]
 ) -> Golden:
-    """Returns so many test samples, and the file's answers without ONNX Runtime's optimizations and with all.
+    """Returns test samples with the file's outputs, without ONNX Runtime's optimizations and with all of them.
 
     Args:
-        int8: the file.
-        data: whose test samples they are.
-        count: of samples.
-        step: what a quantization step of the first float output is worth; None: a 255th of its range.
-        threads, options: of ONNX Runtime.
+        int8: the quantized file.
+        data: the data whose test samples are used.
+        count: the number of samples.
+        step: the size of a quantization step of the first float output; None: a 255th of its range.
+        threads, options: settings of ONNX Runtime.
 
     Raises:
-        ConfigError: an output of a model of arrays that is no array of numbers.
+        ConfigError: an output of a model of arrays is not an array of numbers.
     """
     sessions = {
         name: open_session(int8, threads=threads, optimize=name == "on", options=options)
@@ -59,7 +59,8 @@ def golden_of(
 
 
 def _outputs(session: Any, inputs: Mapping[str, Array]) -> Sequence[Array]:
-    # Row by row, as most who check it ask: of a file that quantizes as it goes, the batch would decide.
+    # Row by row, as most checks do: in a file that quantizes dynamically, the result would depend on the
+    # batch.
     return in_its_batches(lambda given: session.run(None, dict(given)), inputs, fixed_batch(session) or 1)
 
 
@@ -97,7 +98,7 @@ def ports_of(session: Any, data: DataModule) -> tuple[list[Port], list[Port]]:
 
 
 def _samples_a_run(session: Any, data: DataModule) -> int:
-    """Returns how many samples the file takes at once: one where the batch is open."""
+    """Returns how many samples the file takes at once: one if the batch is open."""
     inputs, _ = ports_of(session, data)
     fixed = {port.shape[port.batch_axis] for port in inputs if port.batch_axis is not None}
     return next((size for size in fixed if size is not None), 1)

@@ -1,4 +1,4 @@
-"""What a bundle holds for JavaScript: the preprocessing, and a check of itself (`node verify.mjs BUNDLE`)."""
+"""The JavaScript of a bundle: the preprocessing, and a self-check (`node verify.mjs BUNDLE`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FOLDER = "javascript"
 
 
 def modules() -> dict[str, str]:
-    """The sources of `qatkit_verify`'s modules, by name."""
+    """Returns the sources of `qatkit_verify`'s JavaScript modules, by name."""
     folder = resources.files("qatkit_verify") / FOLDER
     return {
         one.name: one.read_text(encoding="utf-8") for one in folder.iterdir() if one.name.endswith(".mjs")

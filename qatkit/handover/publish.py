@@ -1,19 +1,25 @@
-"""Where bundles go: PLACE/NAME/VERSION in a folder or an object store, whole or not there, never over another.
+"""Publishes bundles at PLACE/NAME/VERSION in a folder or an object store, completely or not at all.
 
-    check(place, name, version)              before a run: can it be written to, is the version free
+An existing version is never overwritten.
+
+    check(place, name, version)              before a run: is it writable, is the version free
     publish(bundle, place, name, version)    after it
 
-A folder is copied beside its place and renamed. An object store has no renaming of many files at once, so
+In a folder, a bundle is copied under a hidden name and then renamed. An object store cannot rename many files
+at once, so the order of writes makes a bundle appear at once:
 
-    NAME/.publishing/VERSION    is made first, where it is not there yet: who publishes which bundle
-    NAME/VERSION/*              then every file but
-    NAME/VERSION/manifest.json  the last one, where it is not there yet; then the first one goes
+    NAME/.publishing/VERSION    is made first, if it does not exist: a claim that says who publishes which
+    bundle
+    NAME/VERSION/*              then every file except the manifest
+    NAME/VERSION/manifest.json  last, if it does not exist; then the claim is removed
 
-and whoever looks for manifest.json never sees half a bundle. What a kill leaves is taken up by whoever publishes the
-same bundle again, and removed by whoever publishes another one of that name, once its process is gone (for a process of
-another machine: after six hours). Without a version of its own a bundle's is the beginning of its manifest's SHA-256:
-the same bundle has the same place, and to publish it twice changes nothing. A zip lies beside its manifest, which is in
-the clear for an encrypted one too: so it stays the same bundle, however often it is encrypted again.
+A reader that looks for manifest.json never sees half a bundle. What a killed process leaves is completed when
+the same bundle is published again. It is removed when another bundle of that name is published after the
+process is gone (a process on another machine: after six hours).
+
+Without a given version, the version is the beginning of the manifest's SHA-256: the same bundle has the same
+place, and publishing it twice changes nothing. A zip is stored next to its manifest, which is not encrypted
+even if the zip is. So it stays the same bundle, however often it is encrypted.
 """
 
 from __future__ import annotations
@@ -45,22 +51,22 @@ _CLAIMS = ".publishing"
 _LEASE = 6 * 3600  # seconds
 _VERSION_DIGITS = 12
 _NAMES = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,127}")
-# A store that does not answer is said to be so in seconds, not after a library's minutes of patience.
+# A store that does not answer is reported in seconds, not after minutes of retries of a library.
 _PATIENCE = {"connect_timeout": 5, "read_timeout": 60, "retries": {"max_attempts": 3}}
 KEY = "export.publish"
 T = TypeVar("T")
 
 
 def check(place: str, name: str, version: str | None) -> None:
-    """Whether bundles can go there; nothing stays of the trial.
+    """Checks that bundles can be published there, without leaving a trace.
 
     Args:
-        place: a folder, or a URL of fsspec's (s3://bucket/prefix).
-        name: of the bundle.
-        version: of the bundle; None: known once it is written.
+        place: a folder, or a URL for fsspec (s3://bucket/prefix).
+        name: the name of the bundle.
+        version: the version of the bundle; None if it is known only after the bundle is written.
 
     Raises:
-        ConfigError: it can't be written to, its library is not installed, or the version is there already.
+        ConfigError: the place is not writable, its library is not installed, or the version exists already.
     """
     _check_names(name, version)
     folder = _folder_of(place)
@@ -83,10 +89,11 @@ def check(place: str, name: str, version: str | None) -> None:
 
 
 def publish(bundle: Path, place: str, name: str, version: str | None = None) -> str:
-    """Puts a bundle, a folder or a zip of one, encrypted or not, into its place; returns where that is.
+    """Publishes a bundle (a folder or a zip, encrypted or not) and returns where it is.
 
     Raises:
-        ConfigError: as `check`; another bundle of that version is there, or being published; or the key is another.
+        ConfigError: see `check`; also if another bundle of that version exists or is being published, or the
+            key does not fit.
         ValueError: it has no manifest.
     """
     _check_names(name, version)
@@ -111,7 +118,7 @@ def _check_names(name: str, version: str | None) -> None:
 
 
 def _files(bundle: Path, folder: Path) -> dict[str, Path]:
-    """What is published, by its name below the version; `folder` is for what has to be unpacked."""
+    """Returns the files to publish by their names below the version; `folder` is used for unpacking."""
     if bundle.is_file():
         try:
             with readable(bundle) as plain, zipfile.ZipFile(plain) as archive:
@@ -127,7 +134,7 @@ def _files(bundle: Path, folder: Path) -> dict[str, Path]:
 
 
 def _folder_of(place: str) -> Path | None:
-    """The folder that is meant, where it is one of this machine's."""
+    """Returns the folder of a place on this machine; None for a store."""
     scheme, found, rest = place.partition("://")
     if not found:
         return Path(place)
@@ -140,7 +147,7 @@ def _taken(version: str, where: str) -> ConfigError:
 
 
 def _into_folder(files: Mapping[str, Path], folder: Path, version: str, manifest: bytes) -> str:
-    """Copied under a hidden name, then renamed: which fails where something is."""
+    """Copies the files under a hidden name, then renames them, which fails if the target exists."""
     target = folder / version
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -152,7 +159,7 @@ def _into_folder(files: Mapping[str, Path], folder: Path, version: str, manifest
                 with path.open("rb") as source, (part / name).open("xb") as copy:
                     shutil.copyfileobj(source, copy)
                     copy.flush()
-                    os.fsync(copy.fileno())  # else a name could reach the disk before its bytes
+                    os.fsync(copy.fileno())  # otherwise a name could reach the disk before its bytes
             os.rename(part, target)
         finally:
             shutil.rmtree(part, ignore_errors=True)
@@ -172,8 +179,8 @@ def _same(path: Path, content: bytes) -> bool:
 
 
 def _store(place: str) -> tuple[Any, str]:
-    """Fsspec's file system for a URL, and the path in it."""
-    import fsspec  # no part of what mistakes cost
+    """Returns fsspec's file system for a URL, and the path in it."""
+    import fsspec  # imported late, so that mistakes are reported quickly
 
     host = place.partition("://")[2].partition("/")[0]
     if "@" in host:
@@ -196,7 +203,7 @@ def _store(place: str) -> tuple[Any, str]:
 
 
 def _asked(place: str, question: Callable[[], T]) -> T:
-    """What a store answers; its refusals, in whatever library, are one line.
+    """Returns the answer of a store; a refusal, in whatever library, becomes one line.
 
     Raises:
         ConfigError: it does not answer, or refuses.
@@ -205,7 +212,7 @@ def _asked(place: str, question: Callable[[], T]) -> T:
         return question()
     except ConfigError:
         raise
-    except Exception as error:  # of botocore, aiohttp, the operating system
+    except Exception as error:  # from botocore, aiohttp, the operating system
         reason = first_line(error) or type(error).__name__
         raise ConfigError(
             KEY, place, f"a store that can be reached and takes files ({reason[:200]})"
@@ -213,7 +220,7 @@ def _asked(place: str, question: Callable[[], T]) -> T:
 
 
 class _Upload:
-    """One bundle on its way into an object store."""
+    """The upload of one bundle into an object store."""
 
     def __init__(self, store: Any, base: str, version: str, manifest: bytes, place: str) -> None:
         self.store, self.base, self.version, self.manifest, self.place = store, base, version, manifest, place
@@ -221,7 +228,7 @@ class _Upload:
         self.digest = hashlib.sha256(manifest).hexdigest()
 
     def run(self, files: Mapping[str, Path]) -> None:
-        """Claims the version, uploads, and says last that it is there."""
+        """Claims the version, uploads the files, and writes the manifest last."""
         self._clear()
         if self._published():
             return
@@ -242,10 +249,10 @@ class _Upload:
         self._remove(self.claim)
 
     def _published(self) -> bool:
-        """Whether this very bundle is there.
+        """Returns whether exactly this bundle is published.
 
         Raises:
-            ConfigError: another one is.
+            ConfigError: another bundle has that version.
         """
         there = self._read(f"{self.target}/{MANIFEST}")
         if there is not None and there != self.manifest:
@@ -253,12 +260,12 @@ class _Upload:
         return there is not None
 
     def _claimed(self) -> bytes:
-        """Makes the claim, or takes up one of the same bundle; returns what it says."""
+        """Makes the claim, or takes over one for the same bundle; returns its content."""
         told = {"manifest": self.digest, "host": platform.node(), "process": os.getpid(), "time": time.time()}
         mine = json.dumps(told).encode()
         try:
             self.store.pipe_file(self.claim, mine, mode="create")
-        except Exception:  # how a store says that it is there depends on the store
+        except Exception:  # stores differ in how they report that it exists
             other = self._read(self.claim)
             if other is None:
                 raise
@@ -268,7 +275,7 @@ class _Upload:
         return mine
 
     def _clear(self) -> None:
-        """Removes what publishers that are gone have left of other bundles."""
+        """Removes what publishers of other bundles left when they were killed."""
         for claim in self.store.find(f"{self.base}/{_CLAIMS}"):
             version, told = claim.rpartition("/")[2], _told(self._read(claim) or b"")
             if version.startswith("trial-") or told.get("manifest") == self.digest or not _gone(told):
@@ -279,7 +286,7 @@ class _Upload:
             self._remove(claim)
 
     def _there(self) -> list[str]:
-        """What lies below the version already."""
+        """Returns the files below the version."""
         return [path.split(f"{self.target}/", 1)[-1] for path in self.store.find(self.target)]
 
     def _read(self, path: str) -> bytes | None:
@@ -311,7 +318,7 @@ def _told(claim: bytes) -> dict[str, Any]:
 
 
 def _gone(told: Mapping[str, Any]) -> bool:
-    """Whether the publisher that a claim tells of has ended; of another machine, whether it must have."""
+    """Returns whether the publisher of a claim has ended; on another machine, whether its lease is over."""
     process, since = told.get("process"), told.get("time")
     if not isinstance(process, int) or not isinstance(since, int | float):
         return True
@@ -327,7 +334,7 @@ def _gone(told: Mapping[str, Any]) -> bool:
 
 
 def main(typed: Sequence[str] | None = None) -> int:
-    """`python -m qatkit.handover.publish BUNDLE PLACE --name NAME`: after a run whose store was not there."""
+    """Runs `python -m qatkit.handover.publish BUNDLE PLACE --name NAME`, for a run that could not reach its store."""
     parser = argparse.ArgumentParser(
         "python -m qatkit.handover.publish", description=__doc__.partition("\n")[0]
     )

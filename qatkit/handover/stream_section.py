@@ -1,4 +1,6 @@
-"""The model card's section on the file that takes a recording in chunks: its ends, chunk lengths, and an example."""
+"""The model card's section on the file that takes a recording in chunks: inputs, outputs, chunk lengths and
+an example.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,11 @@ for chunk in np.split(features, features.shape[{axis}], axis={axis}):
 
 
 def stream_section(bundle: Path, told: Mapping[str, Any]) -> str:
-    """Returns Markdown on the file with states of a bundle; "" where it has none.
+    """Returns Markdown on the file with states of a bundle; "" if there is none.
 
     Args:
         bundle: its folder, with the ONNX files.
-        told: preprocess.json, or model.json of a model of arrays.
+        told: preprocess.json, or model.json for a model of arrays.
     """
     path = stream_file(bundle / INT8_FILE)
     if not path.is_file():
@@ -79,7 +81,7 @@ def _example(
 
 
 def _time(told: Mapping[str, Any]) -> str:
-    """Returns the length of a step of a recording, where the preparation says so."""
+    """Returns the length of a step of a recording, if the preprocessing defines it."""
     if "hop" not in told:
         return ""
     step = 1000 * told["hop"] / told["rate"]
@@ -87,7 +89,7 @@ def _time(told: Mapping[str, Any]) -> str:
 
 
 def _shape(sizes: Sequence[Any], cut: int | None = None) -> str:
-    """The axes: N for an open batch, n for the one that is cut."""
+    """Returns the axes as text: N for an open batch, n for the axis along which chunks are cut."""
     axes = ("n" if axis == cut else size if isinstance(size, int) else "N" for axis, size in enumerate(sizes))
     return f"[{', '.join(map(str, axes))}]"
 

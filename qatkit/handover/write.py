@@ -1,9 +1,11 @@
-"""Writes a bundle (`qatkit_verify.bundle` has the format): the files of a finished run, golden vectors, manifest.
+"""Writes a bundle (format: `qatkit_verify.bundle`): the files of a finished run, golden vectors, manifest.
 
     run's folder ── copies ──┐
-    INT8 file, test images ──┴─> .bundle.PROCESS.RANDOM.part ── manifest, signature ── renamed ──> bundle/ or bundle.zip
+    INT8 file, test images ──┴─> .bundle.PROCESS.RANDOM.part ── manifest, signature ── renamed ──> bundle/ or
+    bundle.zip
 
-The same checkpoint gives the same bytes: what was measured is the run's own report, and is not measured again.
+The same checkpoint gives the same bytes: the measurements come from the run's own report and are not
+repeated.
 """
 
 from __future__ import annotations
@@ -72,25 +74,25 @@ from qatkit_verify.session import RUNTIME_VERSION, integer_io, open_session
 from qatkit_verify.stream import stream_file
 from qatkit_verify.untrusted import read_json
 
-# The least ONNX Runtime that runs a file, by what it lacks kernels for before: QuantizeLinear of opset 23, and
-# ConvInteger of int8 weights.
+# The oldest ONNX Runtime that runs a file, by the kernels that earlier versions lack: QuantizeLinear of opset
+# 23, and ConvInteger with int8 weights.
 _OLDEST_OF_OPSET, _OLDEST_OF_OPERATOR = {23: "1.24"}, {"ConvInteger": "1.24"}
 _CACHE = "calibration.safetensors"
-# What a run's folder may hold for whoever deploys, under the same name.
+# Files of a run's folder that are useful for deployment and keep their names.
 _COPIED = (REPORT_FILE, PAGE_FILE, CONFIG_FILE, PLACEMENT_FILE, RANGES_FILE, TABLE_FILE)
 
 
 @dataclass(frozen=True)
 class BundleSource:
-    """What a bundle is made of.
+    """The sources of a bundle.
 
     Attributes:
-        name: of the run.
-        int8: the file that ships.
-        run: a finished run's folder, with report.json.
-        data: whose test images are the golden ones.
-        export: what is asked for.
-        threads, options: of ONNX Runtime; all config entries under which the figures hold.
+        name: the name of the run.
+        int8: the quantized file that is shipped.
+        run: the folder of a finished run, with report.json.
+        data: the data whose test images become golden vectors.
+        export: the settings of the bundle.
+        threads, options: settings of ONNX Runtime; all config entries under which the figures hold.
         cache: the calibration cache of the run, if it has one.
     """
 
@@ -105,10 +107,10 @@ class BundleSource:
 
 
 def check_source(run: Path, int8: Path) -> None:
-    """Refuses what has no evidence: a run without a report, or files that its report does not tell of.
+    """Rejects a bundle without evidence: a run without a report, or files that its report does not describe.
 
     Raises:
-        ConfigError: as said.
+        ConfigError: the first of these problems.
     """
     if not (run / REPORT_FILE).is_file():
         raise ConfigError("export.bundle", True, f"a finished run: {run} has no {REPORT_FILE}")
@@ -133,10 +135,10 @@ def _digest(path: Path) -> str:
 
 
 def write_bundle(source: BundleSource, folder: Path) -> Path:
-    """Writes `folder`/bundle, or bundle.zip, whole or not at all; one that is there is replaced.
+    """Writes `folder`/bundle, or bundle.zip, completely or not at all; an existing one is replaced.
 
     Raises:
-        ConfigError: as `check_source`, or a key that can't sign.
+        ConfigError: see `check_source`, or a key that can't sign.
     """
     check_source(source.run, source.int8)
     clear_parts(folder)
@@ -159,7 +161,9 @@ def write_bundle(source: BundleSource, folder: Path) -> Path:
 
 
 def _replace(new: Path, target: Path) -> None:
-    """A folder can't be renamed over one that holds something, so the old one goes first, under another name."""
+    """Replaces a folder, whose old version is renamed first, since a folder can't be renamed over one that is
+    not empty.
+    """
     if target.exists():
         old = unfinished(target)
         os.replace(target, old)
@@ -170,7 +174,7 @@ def _replace(new: Path, target: Path) -> None:
 
 
 def _fill(source: BundleSource, new: Path) -> None:
-    """Every file but the manifest."""
+    """Writes every file except the manifest."""
     report = read_json(source.run / REPORT_FILE)
     shutil.copyfile(source.int8, new / INT8_FILE)
     if source.export.bundle_float and (source.run / FLOAT_FILE).is_file():
@@ -207,7 +211,9 @@ def _fill(source: BundleSource, new: Path) -> None:
 
 
 def _copy_larger_files(source: BundleSource, new: Path) -> None:
-    """Copies the files beside that of some tasks: the decoder, those with non-maximum suppression and with states."""
+    """Copies the further files of some tasks: the decoder, the file with non-maximum suppression, the one
+    with states.
+    """
     for beside in (nms_file, stream_file):
         if beside(source.int8).is_file():
             _copied(beside(source.int8), new / beside(Path(INT8_FILE)).name)
@@ -216,7 +222,7 @@ def _copy_larger_files(source: BundleSource, new: Path) -> None:
 
 
 def _fill_for_programs(source: BundleSource, new: Path, report: Mapping[str, Any]) -> None:
-    """What shows how the file is run: the card, the page, modules for JavaScript, the demo."""
+    """Writes what shows how to run the file: the card, the page, modules for JavaScript, the demo."""
     if source.data.of_arrays:
         _write_card(source, new, report, arrays_program(new, source.options), read_json(new / ARRAYS_FILE))
         return
@@ -246,7 +252,7 @@ def _write_card(
 
 
 def _copied(path: Path, target: Path) -> None:
-    """A bundle is in the clear, whatever the run is."""
+    """Copies a file decrypted, since a bundle is not encrypted file by file even if the run is."""
     with readable(path) as plain:
         shutil.copyfile(plain, target)
 
@@ -256,7 +262,9 @@ def _lines(labels: Iterable[str]) -> str:
 
 
 def preprocess_json(int8: Path, preprocessing: Mapping[str, Any], threads: int) -> dict[str, Any]:
-    """What preprocess.json says: the images' way to the tensor, and what the file takes and gives."""
+    """Returns the content of preprocess.json: how an image becomes the input tensor, and the file's input and
+    output.
+    """
     channels = int(preprocessing["channels"])
     order, layout = preprocessing.get("channel_order", "RGB"), preprocessing.get("layout", "NCHW")
     size = sides(preprocessing["image_size"])
@@ -273,7 +281,7 @@ def preprocess_json(int8: Path, preprocessing: Mapping[str, Any], threads: int) 
 
 
 def ends_json(int8: Path, sample: Iterable[int], threads: int) -> dict[str, Any]:
-    """Returns what preprocess.json says of the file's ends, for samples of a shape."""
+    """Returns what preprocess.json says about the file's input and output, for samples of a shape."""
     session = open_session(int8, threads=threads)
     ends = integer_io(session)
     (taken, *_), (given, *_) = session.get_inputs(), session.get_outputs()
@@ -281,7 +289,7 @@ def ends_json(int8: Path, sample: Iterable[int], threads: int) -> dict[str, Any]
         "input": {
             "name": taken.name,
             "dtype": "uint8" if ends else "float32",
-            "shape": [*_shape(taken.shape[:1]), *sample],  # also where the file takes other sizes
+            "shape": [*_shape(taken.shape[:1]), *sample],  # even if the file takes other sizes
         },
         "output": {"name": given.name, "shape": _shape(given.shape), **_meaning(ends)},
     }
@@ -308,7 +316,7 @@ def _meaning(ends: IntegerIO | None) -> dict[str, Any]:
 
 
 def oldest_runtime(file: OnnxFile) -> str:
-    """The least version of ONNX Runtime that runs a file."""
+    """Returns the oldest version of ONNX Runtime that runs a file."""
     of_opset = [one for opset, one in _OLDEST_OF_OPSET.items() if file.opsets.get("", 0) >= opset]
     of_operators = [_OLDEST_OF_OPERATOR.get(node.op_type, OLDEST) for node in file.nodes]
     of_weights = [ZERO_POINTS_OF_CHANNELS] if _has_several_zero_points(file) else []
@@ -318,7 +326,7 @@ def oldest_runtime(file: OnnxFile) -> str:
 
 
 def _has_several_zero_points(file: OnnxFile) -> bool:
-    """Whether the output channels of a convolution have other zero points."""
+    """Returns whether the output channels of a convolution have different zero points."""
     zeros = {node.outputs[0]: node.inputs[2] for node in file.nodes if len(node.inputs) > 2}
     found = [zeros.get(node.inputs[1], "") for node in file.nodes if node.op_type == "Conv"]
     return any(name in file.graph.tensors and not file.graph.tensors[name].uniform for name in found)

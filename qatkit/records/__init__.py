@@ -5,7 +5,7 @@ analysis     sensitivity and isolation, layer by layer
 precision    the Pareto front of mixed precision
 ladder       the rungs of a rescue
 study        the trials of a search; objectives: the figures that a search optimizes
-comparison   runs side by side
+comparison   several runs as rows of a table
 figures      the figures of a report by name
 run_files    the names of the files in a run's folder
 """

@@ -1,14 +1,18 @@
 """Encodings as AIMET (Qualcomm's AI Model Efficiency Toolkit) writes and reads them, in its three versions.
 
-    0.6.1   {"activation_encodings": {NAME: [{"bitwidth": 8, "dtype": "int", "is_symmetric": "False", "scale": ...,
-            "offset": ..., "min": ..., "max": ...}, ...one for each channel]}, "param_encodings": {...}}
-    1.0.0   {"activation_encodings": [{"name": NAME, "bw": 8, "dtype": "INT", "enc_type": "PER_TENSOR", "is_sym": false,
+    0.6.1   {"activation_encodings": {NAME: [{"bitwidth": 8, "dtype": "int", "is_symmetric": "False", "scale":
+    ...,
+            "offset": ..., "min": ..., "max": ...}, ...one per channel]}, "param_encodings": {...}}
+    1.0.0   {"activation_encodings": [{"name": NAME, "bw": 8, "dtype": "INT", "enc_type": "PER_TENSOR",
+    "is_sym": false,
             "scale": [...], "offset": [...]}], "param_encodings": [...]}
-    2.0.0   {"encodings": [{"name": NAME, "output_dtype": "uint8", "y_scale": ..., "y_zero_point": ..., "axis": 0}]}
+    2.0.0   {"encodings": [{"name": NAME, "output_dtype": "uint8", "y_scale": ..., "y_zero_point": ...,
+    "axis": 0}]}
 
-An offset is the negative zero point, and up to 1.0.0 that of the unsigned type of as many bits: -128 of an int8 tensor
-whose zero point is 0. "Symmetric" says there that the type is signed. Biases are in files of 2.0.0 alone, as AIMET
-leaves them out of the older ones. Only integers are read and written.
+An offset is the negative zero point. Up to 1.0.0 it is that of the unsigned type with the same number of
+bits: -128 for an int8 tensor with the zero point 0. "Symmetric" means there that the type is signed. Only
+files of 2.0.0 contain biases, since AIMET leaves them out of the older ones. Only integers are read and
+written.
 """
 
 from __future__ import annotations
@@ -26,15 +30,15 @@ _BIAS = "int32"
 
 
 def is_aimet(content: Mapping[str, Any]) -> bool:
-    """Whether the content of a JSON file has the form of one of AIMET's versions."""
+    """Returns whether the content of a JSON file has the form of one of AIMET's versions."""
     return any(group in content for group in _GROUPS) or isinstance(content.get("encodings"), list)
 
 
 def from_dict(content: Mapping[str, Any]) -> Encodings:
-    """Returns the encodings of a file's content; entries that are no integers are named in its notes.
+    """Returns the encodings of a file's content; entries of other types than integers are named in its notes.
 
     Raises:
-        KeyError, TypeError, ValueError: an entry that is none.
+        KeyError, TypeError, ValueError: an entry is damaged.
     """
     found, floats = Encodings(), []
     for parameter, name, entry in _entries(content):
@@ -50,7 +54,7 @@ def from_dict(content: Mapping[str, Any]) -> Encodings:
 
 
 def _entries(content: Mapping[str, Any]) -> Iterator[tuple[bool, str, Any]]:
-    """Yields whether an entry is of a parameter, its name, and the entry."""
+    """Yields whether an entry belongs to a parameter, its name, and the entry."""
     for one in content.get("encodings", ()):
         yield False, one["name"], one
     for group in _GROUPS:
@@ -93,7 +97,7 @@ def _read_1_0_0(name: str, entry: Mapping[str, Any]) -> Encoding | None:
 
 
 def _grid(bits: int, signed: bool) -> tuple[str, int]:
-    """The type, and how far its zero point lies below that of the unsigned one."""
+    """Returns the type, and how far its zero point lies below that of the unsigned type."""
     return f"{'' if signed else 'u'}int{bits}", 2 ** (bits - 1) if signed else 0
 
 
@@ -114,7 +118,7 @@ def _shifted(
 
 
 def left_out(encodings: Encodings, version: str) -> list[str]:
-    """The names of tensors that a version has no entry for."""
+    """Returns the names of tensors that a version has no entry for."""
     found = [name for name, one in encodings.all.items() if not _has_entry(one, version)]
     return found + list(encodings.formats)
 
@@ -129,7 +133,7 @@ def as_dict(encodings: Encodings, version: str) -> dict[str, Any]:
     """Returns the content of a file.
 
     Args:
-        encodings: of which `left_out` is left out.
+        encodings: the encodings to write, except those of `left_out`.
         version: one of `VERSIONS`.
     """
     without = set(left_out(encodings, version))
@@ -157,7 +161,7 @@ def _offsets(one: Encoding) -> list[float]:
 
 
 def _by_channel(one: Encoding, values: Any) -> Any:
-    """Values of scales in blocks by output channel, as 1.0.0 orders them; others as they are."""
+    """Returns values of scales in blocks ordered by output channel, as in 1.0.0; other values unchanged."""
     return values.T if one.block_size is not None and one.axis == 0 and values.ndim == 2 else values
 
 

@@ -1,7 +1,8 @@
-"""What an analysis found, as plain dataclasses, for the report and for whoever decides by it. Nothing here needs torch.
+"""The findings of an analysis as plain dataclasses, for reports and for choices based on them. Nothing here
+needs torch.
 
-Shares are 0..1, accuracies and losses of accuracy in percent and points, divergences in nats, SQNR in dB (None: no
-difference at all).
+Shares are 0..1, accuracies and losses of accuracy in percent and points, divergences in nats, SQNR in dB
+(None: no difference at all).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field
 
 WEIGHT, ACTIVATION = "weight", "activation"
 ONLY, ALL_BUT = "only", "all but"
-# How the advice of an isolation ends.
+# The endings of the advice of an isolation.
 BY_WEIGHTS = "most of the outputs' error comes from the weights"
 BY_ACTIVATIONS = "most of the outputs' error comes from the activations"
 BY_BOTH = "weights and activations make about as much of the outputs' error"
@@ -19,15 +20,15 @@ BY_BOTH = "weights and activations make about as much of the outputs' error"
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outputs of one way to compute, over all images, against the float graph's.
+    """The outputs of one way to compute, over all images, compared with those of the float graph.
 
     Attributes:
-        images: how many.
-        score: percent that is right; None without labels, and where labels are no classes.
-        agreement: share of the outputs that are decided as by float.
+        images: the number of images.
+        score: the percentage of right decisions; None without labels, or if labels are not classes.
+        agreement: share of the outputs with the same decision as float.
         loss: divergence of float's softmax to this one's, mean over the outputs.
         cross_entropy: mean, nats; None without labels.
-        sqnr: of the outputs; of several the lowest.
+        sqnr: the SQNR of the outputs; the lowest of several outputs.
     """
 
     images: int
@@ -40,13 +41,13 @@ class Outcome:
 
 @dataclass(frozen=True)
 class SensitivityRow:
-    """One weight or activation, quantized alone (direction "only") or left float alone ("all but").
+    """A weight or activation that is the only one quantized (direction "only") or the only one in float ("all but").
 
     Attributes:
-        site: of the operator, or of the tensor's producer, as reports and overrides name it.
+        site: the operator, or the tensor's producer, as reports and overrides name it.
         kind: "weight" or "activation".
         direction: "only" or "all but".
-        score, agreement, loss, cross_entropy, sqnr: as of `Outcome`; of an estimate the loss alone is known.
+        score, agreement, loss, cross_entropy, sqnr: see `Outcome`; an estimate has only the loss.
         exact: measured, not estimated.
     """
 
@@ -63,7 +64,7 @@ class SensitivityRow:
 
 @dataclass(frozen=True)
 class ClassRow:
-    """One class, by the same images in float and quantized; shares that are right in percent."""
+    """A class with its percentages of right decisions in float and quantized, on the same images."""
 
     name: str
     images: int
@@ -72,18 +73,19 @@ class ClassRow:
 
     @property
     def lost(self) -> float:
-        """Points."""
+        """The loss of accuracy in points."""
         return self.float_score - self.score
 
 
 @dataclass(frozen=True)
 class Isolation:
-    """Which side loses.
+    """The losses by weights and by activations, which show what causes the error.
 
     Attributes:
-        outcomes: by "float", "weights", "activations", "both", and "int8" for ONNX Runtime where there is a file. Float
-            is the same module with nothing quantized: of one that was fine-tuned, its fine-tuned weights.
-        classes: those that lose most first; empty without labels.
+        outcomes: by "float", "weights", "activations", "both", and "int8" for ONNX Runtime if there is a
+            file. Float is the same module with nothing quantized; after fine-tuning, it has the fine-tuned
+            weights.
+        classes: the classes with the largest loss first; empty without labels.
         advice: one line.
     """
 
@@ -94,14 +96,14 @@ class Isolation:
 
 @dataclass(frozen=True)
 class Difference:
-    """One tensor against the same one computed otherwise.
+    """The difference between a tensor and the same tensor computed in another way.
 
     Attributes:
         mse: mean squared difference.
         sqnr: 10 log10(sum of exact^2 / sum of differences^2).
-        cosine: of the angle between the two.
-        largest: absolute difference.
-        shift: mean of the found minus mean of the exact.
+        cosine: cosine of the angle between the two.
+        largest: largest absolute difference.
+        shift: mean of the found values minus mean of the exact ones.
     """
 
     mse: float
@@ -116,7 +118,7 @@ class Histogram:
     """Counts of a tensor's values between two ends, bin by bin, in float and quantized, and the range of the type.
 
     Attributes:
-        step: between two of its values; of several scales the largest.
+        step: the distance between two values of the type; the largest one if there are several scales.
     """
 
     low: float
@@ -130,18 +132,19 @@ class Histogram:
 
 @dataclass(frozen=True)
 class TensorRow:
-    """One quantized tensor.
+    """The errors of one quantized tensor.
 
     Attributes:
-        site, kind: as in `SensitivityRow`.
-        own: what its quantization alone does to it, on the float values.
-        simulated: float against the simulation, with all that was quantized before it; None of a weight.
-        runtime: float against ONNX Runtime's integers, dequantized; None where the file has no such tensor.
+        site, kind: see `SensitivityRow`.
+        own: the error of only its own quantization, on the float values.
+        simulated: float against the simulation, with everything before it quantized; None for a weight.
+        runtime: float against ONNX Runtime's integers, dequantized; None if the file has no such tensor.
         clipped: share of the float values beyond the range.
         grid: share of the type's integers that occur.
-        avoidable: its own error over that of the range from least to largest value, in dB: near 0 or below is fine.
-        histogram: of the tensors that pictures show.
-        picture: the file with its histogram, relative to the run's folder; "" where there is none.
+        avoidable: its own error over that of the range from the smallest to the largest value, in dB: near 0
+            or below is fine.
+        histogram: for the tensors that pictures show.
+        picture: the file with its histogram, relative to the run's folder; "" if there is none.
     """
 
     site: str
@@ -158,12 +161,12 @@ class TensorRow:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Every quantized tensor in graph order, and where things begin to go wrong.
+    """Every quantized tensor in graph order, and where errors begin.
 
     Attributes:
-        suspect: the tensor whose scale costs the most that another one would not; None where none does.
-        first: the first tensor of the file that ONNX Runtime computes otherwise than the simulation, with its
-            operator, in words; None where there is none or no file.
+        suspect: the tensor whose scale costs the most that another scale would not; None if there is none.
+        first: the first tensor of the file that ONNX Runtime computes differently from the simulation, with
+            its operator, in words; None if there is none or no file.
     """
 
     images: int
@@ -175,7 +178,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Analysis:
-    """All that was asked for."""
+    """All results of an analysis."""
 
     labelled: bool = True
     isolation: Isolation | None = None
@@ -184,4 +187,4 @@ class Analysis:
     comparison: Comparison | None = None
     pictures: Sequence[str] = ()  # files, relative to the run's folder
     notes: Sequence[str] = ()
-    seconds: Mapping[str, float] = field(default_factory=dict)  # by what they were spent on
+    seconds: Mapping[str, float] = field(default_factory=dict)  # by the part of the analysis

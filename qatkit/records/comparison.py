@@ -1,4 +1,4 @@
-"""A run as one row, and the rows that nothing beats."""
+"""A run as one row, and the Pareto front of the rows."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from qatkit.records.figures import Figures
 from qatkit_verify.classification import NAMES
 from qatkit_verify.records import TaskNames
 
-# What a run came to.
+# The outcomes of a run.
 MET, SHORT, UNFINISHED, BROKEN = "every bound met", "falls short", "unfinished", "broken"
 
 
 @dataclass(frozen=True)
 class Row(Figures):
-    """One run; figures are of its exported file.
+    """A run in a row; the figures are those of its exported file.
 
     Attributes:
         folder: relative to the folder that is compared, with "/".
-        state: one of the above; `why` says more of all but the first.
-        recipe: the run's `name`, which is its recipe's unless the command line says otherwise.
-        backend: the target's rules, by name.
+        state: one of the outcomes above; `why` explains all except the first.
+        recipe: the run's `name`, which is that of its recipe unless the command line sets another.
+        backend: the name of the target's rules.
         page: whether it has a report.html.
-        task: what the figures are of.
-        data, machine: what it was measured on, in words.
+        task: the task of the figures.
+        data, machine: the data and machine of the measurement, in words.
     """
 
     folder: str
@@ -40,25 +40,26 @@ class Row(Figures):
 
     @property
     def accuracy(self) -> float | None:
-        """The main metric, or without labels the percentage that is decided as by the float file."""
+        """The main metric, or without labels the percentage of the same decisions as the float file."""
         return self.same if self.score is None else self.score
 
     @property
     def same(self) -> float | None:
-        """Percent of the outputs that are decided as by the float file."""
+        """The percentage of outputs with the same decision as the float file."""
         return None if self.agreement is None else 100 * self.agreement
 
     @property
     def measured_on(self) -> str:
-        """Rows that differ in it can't be compared: another metric, other test images, or another machine."""
+        """The metric, test images and machine in words; rows in which they differ can't be compared."""
         metric = "" if self.task.main == NAMES.main else self.task.main.title
         return "; ".join(filter(None, (metric, self.data, self.machine)))
 
 
 def front(rows: Sequence[Row]) -> list[bool]:
-    """Which rows no other one beats that was measured on the same: in accuracy, latency and size at once.
+    """Returns which rows are on the Pareto front of accuracy, latency and size, among rows measured on the same.
 
-    A row without one of the three, or one that falls short, neither is on the front nor beats another.
+    A row without one of the three figures, or one that misses a bound, is not on the front and does not beat
+    another.
     """
     return [
         _stands(one)
@@ -74,12 +75,12 @@ def _stands(row: Row) -> bool:
 
 
 def _cost(row: Row) -> float:
-    """Less is better; without a score by the percentage that is decided as by float, of which more is better."""
+    """Returns the cost of a row, where less is better; without a score, more agreement with float costs less."""
     falling = row.score is None or row.task.main.higher_is_better
     return -(row.accuracy or 0.0) if falling else row.accuracy or 0.0
 
 
 def _beats(first: Row, second: Row) -> bool:
-    """No worse in anything, and better in something."""
+    """Returns whether `first` is at least as good as `second` in everything, and better in something."""
     pairs = [(_cost(row), row.latency_ms or 0.0, row.bytes or 0.0) for row in (first, second)]
     return pairs[0] != pairs[1] and all(a <= b for a, b in zip(*pairs, strict=True))

@@ -1,6 +1,6 @@
-"""The folder of a decoder in a run and in its bundle: names, and what onnxruntime-genai reads of it.
+"""The folder of a decoder in a run and in its bundle: names, and the configuration for onnxruntime-genai.
 
-decoder/model.onnx         keys and values of earlier tokens in, those of all tokens out
+decoder/model.onnx         takes keys and values of earlier tokens, returns those of all tokens
 decoder/tokenizer.json
 decoder/genai_config.json  names and sizes, for onnxruntime-genai and for generate.py
 decoder/generate.py        continues a text
@@ -16,15 +16,16 @@ DECODER_FILE = "model.onnx"
 GENAI_FILE, GENERATE_FILE = "genai_config.json", "generate.py"
 DECODER_FILES = (DECODER_FILE, "tokenizer.json", "tokenizer_config.json", GENAI_FILE, GENERATE_FILE)
 
-# The models that onnxruntime-genai has a type for; it runs the others as one of these: names and sizes are what counts.
+# The models that onnxruntime-genai has a type for. It runs the others as one of these, since only names and
+# sizes matter.
 _TYPES = ("gemma", "llama", "mistral", "phi", "phi3", "qwen2", "qwen3")
 
 
 def genai_config(model: Mapping[str, Any], ends: list[int], sizes: Mapping[str, int]) -> dict[str, Any]:
-    """Returns what genai_config.json holds.
+    """Returns the content of genai_config.json.
 
     Args:
-        model: the settings of transformers.
+        model: the model's configuration in transformers.
         ends: the tokens at which a text ends.
         sizes: "layers", "heads" of keys and values, "width" of a head, "context" in tokens.
 

@@ -1,4 +1,6 @@
-"""Detections behind non-maximum suppression: which boxes are kept, and the file that keeps them."""
+"""Detections after non-maximum suppression: the rule for the boxes that are kept, and the name of the file
+with it.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 DETECTIONS = "detections"  # the output [found, 7]: picture, corners, score, class
-METADATA_KEY = "qatkit.nms"  # of the file, which says how it was made
+METADATA_KEY = "qatkit.nms"  # in the file, tells how it was made
 
 
 @dataclass(frozen=True)
 class Suppression:
-    """Which boxes are kept.
+    """The rule that decides which boxes are kept.
 
     Attributes:
-        score: of a box that counts.
-        overlap: by which a better box of its class suppresses a box.
-        boxes: of each class of a picture, at most.
+        score: minimum score of a box.
+        overlap: the overlap from which a better box of its class suppresses a box.
+        boxes: maximum number per class and picture.
     """
 
     score: float
@@ -25,5 +27,5 @@ class Suppression:
 
 
 def nms_file(path: Path) -> Path:
-    """Returns the path of a file with non-maximum suppression beside a detector's file: model.int8.nms.onnx."""
+    """Returns the path of the file with non-maximum suppression next to a detector's file: model.int8.nms.onnx."""
     return path.with_suffix(f".nms{path.suffix}")

@@ -6,8 +6,9 @@
      "parameters": {"conv.weight": {"dtype": "int8", "scale": [...], "zero_point": [...], "axis": 0, ...}},
      "formats": {"y": "mxint8"}}
 
-A scale is the float32 of the file written as the double of the same value, which JSON's shortest digits give back bit
-for bit. `rmin` and `rmax` follow from the rest and are not read. Without torch and onnx.
+A float32 scale of the file is written as the double of the same value, whose shortest decimal digits in JSON
+restore it bit for bit. `rmin` and `rmax` follow from the rest and are not read. Nothing here needs torch or
+onnx.
 """
 
 from __future__ import annotations
@@ -25,22 +26,23 @@ from numpy.typing import NDArray
 from qatkit_verify.errors import ConfigError, one_line
 
 FORMAT, VERSION = "qatkit.encodings", 1
-# The largest numbers of types that are no integers.
+# The largest numbers of types other than integers.
 _LARGEST = {"float8e4m3fn": 448.0, "float8e5m2": 57344.0, "float4e2m1": 6.0}
 _INTEGER = re.compile(r"(u?)int(\d+)")
 
 
 @dataclass(frozen=True, eq=False)
 class Encoding:
-    """How one tensor is quantized.
+    """The quantization of one tensor.
 
     Attributes:
-        dtype: as ONNX calls it: uint8, int4, float8e4m3fn.
-        scale: float32; rank 0 of one for the tensor, [channels], or in blocks.
+        dtype: the ONNX name of the type: uint8, int4, float8e4m3fn.
+        scale: float32; rank 0 for one scale per tensor, [channels], or in blocks.
         zero_point: int64, of the same shape.
-        axis: that of the channels, or along which blocks lie; None where there is none, or the source does not say.
-        block_size: values of a block.
-        node: that quantizes or dequantizes in the file that this was read from.
+        axis: the axis of the channels, or along which blocks lie; None if there is none or the source does
+            not tell.
+        block_size: number of values in a block.
+        node: the node that quantizes or dequantizes the tensor in the file that this was read from.
     """
 
     dtype: str
@@ -52,30 +54,30 @@ class Encoding:
 
     @property
     def bits(self) -> int | None:
-        """The number of bits of an integer type; None of another one."""
+        """The number of bits of an integer type; None for another type."""
         found = _INTEGER.fullmatch(self.dtype)
         return None if found is None else int(found[2])
 
     @property
     def signed(self) -> bool:
-        """Whether the type holds negative values."""
+        """The signedness of the type: True if it holds negative values."""
         return not self.dtype.startswith("uint")
 
     @property
     def granularity(self) -> str:
-        """Which values share a scale, in words."""
+        """The granularity of the scales in words."""
         if self.block_size is not None:
             return f"blocks of {self.block_size}"
         return "per channel" if self.scale.ndim else "per tensor"
 
     def ends(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """The least and the largest value that it can give, of the shape of `scale`."""
+        """Returns the smallest and the largest value that it can represent, with the shape of `scale`."""
         low, high = _type_ends(self.dtype)
         scale = self.scale.astype(np.float64)
         return (low - self.zero_point) * scale, (high - self.zero_point) * scale
 
     def equals(self, other: Encoding) -> bool:
-        """Whether both have the same type, scales and zero points, bit for bit."""
+        """Returns whether both have the same type, scales and zero points, bit for bit."""
         return (
             self.dtype == other.dtype
             and self.scale.shape == other.scale.shape
@@ -84,7 +86,7 @@ class Encoding:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """The entry of a file."""
+        """Returns the entry of a file."""
         low, high = self.ends()
         found = {
             "dtype": self.dtype,
@@ -105,10 +107,10 @@ class Encodings:
 
     Attributes:
         activations: by the names of their tensors.
-        parameters: weights and biases likewise.
-        formats: tensors that functions of the domain `qatkit` round to a number format, which has no zero point, with
-            its name.
-        notes: what is quantized in the file and not listed.
+        parameters: weights and biases, likewise.
+        formats: tensors that functions of the domain `qatkit` round to a number format, which has no zero
+            point, with its name.
+        notes: what is quantized in the file but not listed.
     """
 
     activations: dict[str, Encoding] = field(default_factory=dict)
@@ -118,14 +120,14 @@ class Encodings:
 
     @property
     def all(self) -> dict[str, Encoding]:
-        """Activations and parameters by name."""
+        """The activations and parameters by name."""
         return self.activations | self.parameters
 
     def as_dict(self, file: str) -> dict[str, Any]:
-        """The content of a JSON file.
+        """Returns the content of a JSON file.
 
         Args:
-            file: that they are of.
+            file: the name of the file that the encodings belong to.
         """
         return {
             "format": FORMAT,
@@ -139,14 +141,14 @@ class Encodings:
 
 
 def encodings_from(path: Path, key: str) -> Encodings:
-    """Returns the encodings of a JSON file, of ours or of AIMET's (`qatkit.records.aimet`).
+    """Returns the encodings of a JSON file in this project's format or in AIMET's (`qatkit.records.aimet`).
 
     Args:
-        path: of the file.
-        key: of the configuration that names it.
+        path: the path of the file.
+        key: the configuration key that names it.
 
     Raises:
-        ConfigError: it can't be read, has another form, or an entry is none.
+        ConfigError: the file can't be read, has another form, or has a damaged entry.
     """
     allowed = "a JSON file of mode=encodings or of AIMET, or a quantized ONNX file"
     try:
@@ -195,13 +197,14 @@ def made(
     """Returns an encoding, checked.
 
     Args:
-        name: of the tensor, for messages.
-        dtype, axis, block_size, node: as `Encoding` has them.
+        name: the name of the tensor, for messages.
+        dtype, axis, block_size, node: see `Encoding`.
         scale: number or nested lists.
         zero_point: likewise, of the same shape, or one for all.
 
     Raises:
-        ValueError: an unknown type, a scale that is no positive number, or a zero point out of the type's range.
+        ValueError: an unknown type, a scale that is not a positive number, or a zero point out of the type's
+            range.
     """
     low, high = _type_ends(dtype)
     scales = np.asarray(scale, np.float32)

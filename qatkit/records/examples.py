@@ -1,7 +1,8 @@
 """A few test samples as the report draws them: panels of pixels and shapes, as plain data.
 
-`Panel` needs neither the task nor the model: `qatkit.tasks.drawing` says who makes panels, `qatkit.report.examples`
-puts them on the page. report.json has all of it but the pixels, which the page alone holds.
+`Panel` needs neither the task nor the model: `qatkit.tasks.drawing` tells which code makes panels,
+`qatkit.report.examples` puts them on the page. report.json has everything except the pixels, which are only
+in the page.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _LONGEST = 320  # pixels of an embedded picture
-_QUALITY = 85  # of JPEG
+_QUALITY = 85  # JPEG quality
 
 
 @dataclass(frozen=True)
@@ -24,9 +25,9 @@ class Shape:
     """A line over a panel.
 
     Attributes:
-        points: (x, y) of each, in pixels of the panel, from its upper left corner.
+        points: (x, y) of each point, in pixels of the panel, from its upper left corner.
         colour: "#rrggbb".
-        label: text beside the first point.
+        label: text next to the first point.
         closed: whether a line leads from the last point to the first.
     """
 
@@ -38,13 +39,13 @@ class Shape:
 
 @dataclass(frozen=True)
 class Panel:
-    """One drawing.
+    """A drawing of a picture with shapes over it.
 
     Attributes:
-        title: above it.
-        width, height: of the drawing, in pixels.
+        title: the text above it.
+        width, height: the size of the drawing in pixels.
         pixels: a data URI of a picture that fills it; "" for none.
-        shapes: over the picture.
+        shapes: drawn over the picture.
     """
 
     title: str
@@ -56,7 +57,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Example:
-    """A sample.
+    """A sample that is drawn.
 
     Attributes:
         differs: the share that `Examples.measure` names.
@@ -72,8 +73,8 @@ class Examples:
     """The samples of a report.
 
     Attributes:
-        rows: the one that differs most first.
-        looked_at: test samples from which these were chosen.
+        rows: sorted, the largest difference first.
+        looked_at: number of test samples from which these were chosen.
         measure: what `Example.differs` is a share of: "of the pixels get another class".
         legend: (name, "#rrggbb") of each colour.
     """
@@ -84,7 +85,7 @@ class Examples:
     legend: Sequence[tuple[str, str]] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain containers, without pixels."""
+        """Returns plain containers, without pixels."""
         bare = [replace(row, panels=[replace(one, pixels="") for one in row.panels]) for row in self.rows]
         return asdict(replace(self, rows=bare))
 
@@ -108,7 +109,9 @@ def photograph(title: str, picture: NDArray[Any], shapes: Sequence[Shape] = ()) 
 def coloured(
     title: str, numbers: NDArray[Any], palette: Sequence[str], shapes: Sequence[Shape] = ()
 ) -> Panel:
-    """Returns a panel of numbers [H, W] below 256, each in its colour "#rrggbb"; shrunk, without loss (PNG)."""
+    """Returns a panel of numbers [H, W] below 256, each in its colour "#rrggbb"; shrunk, and compressed
+    without loss (PNG).
+    """
     import numpy as np
     from PIL import Image
 

@@ -1,10 +1,11 @@
-"""The figures of a run's report.json: read here for whoever shows, compares or chooses runs by them.
+"""The figures of a run's report.json, read here for all code that shows, compares or chooses runs by them.
 
-    report["accuracy"], ["fidelity"], ["latency"], ["sizes"]          of the test images and the machine
-    report["measured"]["validation"], the first two groups again      of the training images held out, where there are
+    report["accuracy"], ["fidelity"], ["latency"], ["sizes"]          on the test images and the machine
+    report["measured"]["validation"], the first two groups again      on held-out training images, if there
+    are any
 
-A figure that was not measured is None. What is measured and has no bound is `math.inf`, which JSON does not know: of
-outputs that are equal to the last bit the report says null where the decibels are.
+A figure that was not measured is None. A measured but unbounded one is `math.inf`, which JSON does not have:
+if outputs are equal to the last bit, the report has null instead of decibels.
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ from typing import Any
 from qatkit_verify.classification import names_of
 from qatkit_verify.records import Metric
 
-VALIDATION = "validation"  # what the check that measures them is called
+VALIDATION = "validation"  # the name of the check that measures them
 
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """Of one file in ONNX Runtime, each None where it was not measured.
+    """The figures of one file in ONNX Runtime, each None if it was not measured.
 
     Attributes:
         score, drop: the task's main metric, and by how much it is worse than the float file's.
-        agreement: share of the outputs that are decided as by the float file.
-        kl, sqnr_db: of the outputs against float's: nats, and decibels, infinite where they are equal.
-        images: on which the metric was measured, or without labels what is compared.
-        latency_ms, ratio: median latency, and float's over it.
-        bytes, size_ratio: of the file, and over float's.
+        agreement: share of the outputs with the same decision as the float file.
+        kl, sqnr_db: the outputs against float's: nats, and decibels, infinite if they are equal.
+        images: number of images for the metric or, without labels, for the comparison.
+        latency_ms, ratio: median latency, and float's latency over it.
+        bytes, size_ratio: size of the file, and its ratio to float's.
     """
 
     score: float | None = None
@@ -46,10 +47,10 @@ class Figures:
 
 
 def figures_of(report: Mapping[str, Any], row: str = "int8") -> Figures:
-    """What a report says of one file ("int8", or "float").
+    """Returns the figures of one file in a report ("int8", or "float").
 
     Raises:
-        ValueError, KeyError, TypeError, AttributeError: it is not what a run writes.
+        ValueError, KeyError, TypeError, AttributeError: a run did not write this report.
     """
     near = _nearness(report, row, names_of(report).main)
     latency, sizes = report["latency"].get(row) or {}, report["sizes"]
@@ -64,10 +65,10 @@ def figures_of(report: Mapping[str, Any], row: str = "int8") -> Figures:
 
 
 def validation_of(report: Mapping[str, Any], row: str = "int8") -> Figures:
-    """The same of the training images held out: how good the file is, no latency and no size.
+    """Returns the figures on the held-out training images: how good the file is, without latency and size.
 
     Raises:
-        ValueError, KeyError, TypeError, AttributeError: as `figures_of`.
+        ValueError, KeyError, TypeError, AttributeError: see `figures_of`.
     """
     found = report.get("measured", {}).get(VALIDATION)
     return Figures() if found is None else Figures(**_nearness(found, row, names_of(report).main))
@@ -89,7 +90,7 @@ def _nearness(groups: Mapping[str, Any], row: str, metric: Metric) -> dict[str, 
 
 
 def number(value: Any) -> float | None:
-    """A finite figure as JSON has it; None of null.
+    """Returns a finite figure from JSON; None for null.
 
     Raises:
         ValueError: something else.

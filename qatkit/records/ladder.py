@@ -1,4 +1,4 @@
-"""What each rung came to, as plain data: the table at the end, and the file by which a killed climb goes on."""
+"""The outcome of each rung as plain data: the table at the end, and the file from which a killed climb resumes."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from qatkit_verify.records import TaskNames
 
 @dataclass(frozen=True)
 class RungResult(Figures):
-    """One rung; of outputs that equal float's there are no decibels.
+    """The result of one rung; there are no decibels if the outputs equal float's.
 
     Attributes:
-        name, title: of the rung; the title says what is done, in words.
-        folder: of its run, relative to that of the climb; "" of one that made no file.
-        seconds: that the rung took.
+        name, title: the name of the rung, and what it does in words.
+        folder: the folder of its run, relative to that of the climb; "" if it made no file.
+        seconds: the duration of the rung.
         meets: whether the target is met.
-        kept: whether the rungs behind build on it.
-        why: what decided, in words.
+        kept: whether the next rungs build on it.
+        why: the reason of the decision, in words.
     """
 
     name: str
@@ -41,20 +41,20 @@ class RungResult(Figures):
 
     @property
     def measured(self) -> bool:
-        """Whether there is a file to compare."""
+        """The presence of a measured file: True if there is one to compare."""
         return self.agreement is not None
 
 
 @dataclass(frozen=True)
 class Ladder:
-    """A climb.
+    """A climb through the rungs of a rescue.
 
     Attributes:
         rungs: float first, then as climbed.
-        chosen: name of the rung whose file is handed over; "" while the climb goes on.
-        target: what was aimed at, in words.
+        chosen: name of the rung whose file is handed over; "" while the climb continues.
+        target: the target in words.
         advice: one line.
-        task: what the figures are of.
+        task: the task of the figures.
     """
 
     rungs: Sequence[RungResult] = ()
@@ -65,7 +65,7 @@ class Ladder:
 
 
 def rung_result(name: str, title: str, folder: str, report: dict[str, Any], key: str = "int8") -> RungResult:
-    """What a finished run's report.json says of its file (`key`: "int8"), or of the float file beside it."""
+    """Returns the figures of a finished run's report.json for its file (`key`: "int8"), or for the float file."""
     found = figures_of(report, key)
     decibel = None if found.sqnr_db == math.inf else found.sqnr_db
     near = {"agreement": 1.0 if key == "float" else found.agreement, "sqnr_db": decibel}
@@ -73,13 +73,13 @@ def rung_result(name: str, title: str, folder: str, report: dict[str, Any], key:
 
 
 def write_ladder(folder: Path, ladder: Ladder) -> None:
-    """Into the folder of the climb, whole or not at all."""
+    """Writes the ladder into the folder of the climb, completely or not at all."""
     record = dataclasses.asdict(ladder) | {"task": ladder.task.as_dict()}
     write_text(folder / LADDER_FILE, json.dumps(record, indent=1) + "\n")
 
 
 def read_ladder(folder: Path) -> Ladder | None:
-    """What `write_ladder` wrote; None where nobody climbed."""
+    """Returns what `write_ladder` wrote; None if there is no ladder."""
     path = folder / LADDER_FILE
     if not path.is_file():
         return None

@@ -1,7 +1,7 @@
-"""What a search may aim at: figures of a trial's file in ONNX Runtime, read from its report.json.
+"""The objectives of a search: figures of a trial's file in ONNX Runtime, read from its report.json.
 
-How good a file is, is read of the training images that were held out, by which trials are chosen; the same figures of
-the test images (`of_test_images`) are for people to look at, once the choice is made.
+The quality of a file is read from the held-out training images, by which trials are chosen. The same figures
+on the test images (`of_test_images`) are shown to people after the choice.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ _EQUAL = 200.0  # dB; outputs that differ anywhere have fewer
 
 @dataclass(frozen=True)
 class Objective:
-    """One figure.
+    """A figure that a search can optimize.
 
     Attributes:
-        title: with its unit, for people.
+        title: the name with its unit, for people.
         largest: whether more is better.
-        digits: that are shown.
-        read: None where it was not measured.
-        unit: one of what is shown, in what is read.
-        check: the name of what measures it.
-        most: what a sampler gets where the figure is infinite.
+        digits: the number of decimals that are shown.
+        read: reads the figure; None if it was not measured.
+        unit: one unit of the shown figure, in the unit of `read`.
+        check: the name of the check that measures it.
+        most: what a sampler gets if the figure is infinite.
     """
 
     title: str
@@ -46,11 +46,11 @@ class Objective:
 
     @property
     def of_images(self) -> bool:
-        """Whether it is of the images held out, and other images would give another figure."""
+        """The dependence on the held-out images: True if other images would give another figure."""
         return self.check == VALIDATION
 
     def shown(self, found: Figures) -> float | None:
-        """In the unit in which it is shown."""
+        """Returns the figure in the unit in which it is shown."""
         value = self.read(found)
         return None if value is None else value / self.unit
 
@@ -70,7 +70,7 @@ def objectives_of(task: TaskNames) -> dict[str, Objective]:
     }
 
 
-OBJECTIVES = objectives_of(NAMES)  # their names, and how they are measured, are those of every task
+OBJECTIVES = objectives_of(NAMES)  # names and measurement are the same for every task
 
 
 @dataclass(frozen=True)
@@ -83,17 +83,17 @@ class Constraint:
 
     @property
     def key(self) -> str:
-        """As it is written, in one way."""
+        """The bound as text in one normal form."""
         return f"{self.name}{'<=' if self.largest else '>='}{self.bound:g}"
 
     def excess(self, figures: Mapping[str, float]) -> float:
-        """By how much it is missed; not above 0 where it is met."""
+        """Returns by how much the bound is missed; at most 0 if it is met."""
         value = figures[self.name]
         return value - self.bound if self.largest else self.bound - value
 
 
 def check_objectives(names: Sequence[str]) -> None:
-    """Raises ConfigError for names that are no objectives."""
+    """Raises ConfigError for names that are not objectives."""
     for name in names:
         _known("search.objectives", name)
     if not names or len(set(names)) < len(names):
@@ -109,10 +109,10 @@ def _known(key: str, name: str) -> None:
 
 
 def constraints(texts: Sequence[str]) -> list[Constraint]:
-    """The bounds that `search.constraints` writes.
+    """Returns the bounds that are written in `search.constraints`.
 
     Raises:
-        ConfigError: a text that is none.
+        ConfigError: a text that is not a bound.
     """
     found = []
     for text in texts:
@@ -131,13 +131,13 @@ def constraints(texts: Sequence[str]) -> list[Constraint]:
 
 
 def figures(report: Report) -> dict[str, float]:
-    """Every figure that was measured and trials are chosen by, in the unit in which it is shown."""
+    """Returns every measured figure by which trials are chosen, in the unit in which it is shown."""
     judged, own = validation_of(report), figures_of(report)
     return _measured({name: one.shown(judged if one.of_images else own) for name, one in OBJECTIVES.items()})
 
 
 def of_test_images(report: Report) -> dict[str, float]:
-    """Of the test images, which choose nothing."""
+    """Returns the figures on the test images, which do not affect choices."""
     own = figures_of(report)
     return _measured({name: one.shown(own) for name, one in OBJECTIVES.items() if one.of_images})
 

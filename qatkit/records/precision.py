@@ -1,4 +1,4 @@
-"""A front of mixed precisions, as plain dataclasses, for the report and for later runs. Nothing here needs torch."""
+"""A front of mixed precisions as plain dataclasses, for the report and for later runs. Nothing here needs torch."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from qatkit_verify.records import Metric
 
 @dataclass(frozen=True)
 class PrecisionPoint:
-    """One file of the front.
+    """A file on the front.
 
     Attributes:
-        number: by which a later run asks for it (`precision.point`), 0 for the fastest.
-        floats: sites of the operators that are float, in graph order; None of the float model itself.
-        operators: how many of those that can be int8 are float.
-        predicted_ms, ms: of one run, before and after it was measured; predicted from the files that were timed before.
+        number: the number with which a later run selects it (`precision.point`), 0 for the fastest.
+        floats: sites of the float operators, in graph order; None for the float model itself.
+        operators: how many of the operators that can be int8 are float.
+        predicted_ms, ms: time per run, before and after the measurement; predicted from the files that were
+        timed before.
         ratio: float's time over this one's.
         score: the task's main metric; None without labels.
-        agreement: share of the images that are decided as by float.
-        sqnr_db: of the outputs against float's; None: equal.
-        chosen: whether the run went on with it.
+        agreement: share of the images with the same decision as float.
+        sqnr_db: SQNR of the outputs against float's; None: equal.
+        chosen: whether the run continued with it.
     """
 
     number: int
@@ -41,7 +42,7 @@ class PrecisionPoint:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """The name of the point for people."""
         if self.floats is None:
             return "float"
         return f"{self.operators} float" if self.floats else "int8"
@@ -49,17 +50,17 @@ class PrecisionPoint:
 
 @dataclass(frozen=True)
 class Precision:
-    """A front, the fastest point first, and how it came about.
+    """A front, the fastest point first, and how it was found.
 
     Attributes:
-        points: none of them is beaten by another one in both time and error, but for int8 and float, which are always
-            there.
-        operators: of the model that can be int8.
-        measured: files that were made and run, those that were beaten included.
-        images: that judged them, held out of calibration.
+        points: none is beaten by another in both time and error, except int8 and float, which are always
+            included.
+        operators: number of the model's operators that can be int8.
+        measured: number of files that were made and run, including those that were beaten.
+        images: number of images that judged them, held out of calibration.
         note: why this point was chosen.
-        steps: of a model with states: those of calibration that each file took with its own states, which its agreement
-            and its SQNR are of; 0 of other models.
+        steps: for a model with states, the calibration steps over which each file kept its own states, for
+            agreement and SQNR; 0 for other models.
     """
 
     points: Sequence[PrecisionPoint]
@@ -71,16 +72,18 @@ class Precision:
 
     @property
     def chosen(self) -> PrecisionPoint:
-        """The point that the run went on with."""
+        """The point that the run continued with."""
         return next(point for point in self.points if point.chosen)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain containers."""
+        """Returns plain containers."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any], metric: Metric = TOP1) -> Precision:
-        """The inverse of `as_dict`, also of what was JSON in the meantime, or a report of a task with this metric."""
+        """Returns the inverse of `as_dict`, also after a round trip through JSON or a report of a task with
+        this metric.
+        """
         points = []
         for row in (with_score(row, metric) for row in stored["points"]):
             floats = row["floats"]

@@ -1,6 +1,7 @@
-"""The preprocessing in the model.json beside an ONNX file: as untrusted as the file, so each value is checked.
+"""The preprocessing in the model.json next to an ONNX file: as untrusted as the file, so each value is checked.
 
-A model.json without "preprocessing" is another tool's and says nothing. Names and JSON alone: nothing here needs torch.
+A model.json without "preprocessing" belongs to another tool and is ignored. The module handles only names and
+JSON: nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ _OF_RECORDINGS, _OF_ARRAYS = "features", "arrays"  # keys that only recordings, 
 
 
 def preprocessing_beside(onnx_file: Path) -> dict[str, Any] | None:
-    """What the model.json beside a file says of its images (`Preprocessing.from_dict` takes it).
+    """Returns the image preprocessing in the model.json next to a file (for `Preprocessing.from_dict`).
 
     Returns:
-        None without one, with another tool's, or with one of recordings or of arrays by name.
+        None if there is none, it belongs to another tool, or it describes recordings or arrays by name.
 
     Raises:
-        ConfigError: it is no JSON, or a value of its preprocessing cannot be used; names the key.
+        ConfigError: it is not JSON, or a value of its preprocessing cannot be used; names the key.
     """
     found = _beside(onnx_file)
     if found is None or _OF_RECORDINGS in found or _OF_ARRAYS in found:
@@ -39,10 +40,10 @@ def preprocessing_beside(onnx_file: Path) -> dict[str, Any] | None:
 
 
 def recordings_beside(onnx_file: Path) -> dict[str, Any] | None:
-    """Returns what the model.json beside a file says of its recordings; None where it says nothing of any.
+    """Returns the preprocessing of recordings in the model.json next to a file; None if it describes none.
 
     Raises:
-        ConfigError: it is no JSON.
+        ConfigError: it is not JSON.
     """
     found = _beside(onnx_file)
     return found if found is not None and _OF_RECORDINGS in found else None
@@ -113,7 +114,7 @@ def _is_count(value: object) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is a number in range; NaN is in none."""
+    """Returns whether a value is a number in range; NaN is not."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and -_LARGEST <= value <= _LARGEST
 
 
@@ -131,7 +132,7 @@ def _one_of(values: Sequence[str]) -> tuple[str, Callable[[Any], bool]]:
     return f"one of {', '.join(values)}", lambda value: isinstance(value, str) and value in values
 
 
-# What each key may be. `channels` is the length of mean.
+# The allowed values of each key. `channels` is the length of mean.
 _FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "image_size": (_SIDE, _is_size),
     "resize": (_SIDE, _is_size),
@@ -147,5 +148,5 @@ _FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "layout": _one_of([layout.upper() for layout in LAYOUTS]),
     "pixels": _one_of(PIXELS),
 }
-# What is as usual, and what files of before pictures were turned lack.
+# Keys that have a default, or that older files lack.
 _OPTIONAL = ("upright", "channels", "fit", "pad_value", "align", "channel_order", "layout", "pixels")

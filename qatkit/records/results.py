@@ -1,8 +1,8 @@
-"""What a run measured, as plain dataclasses: what the table, report.json and the page read.
+"""The measurements of a run as plain dataclasses, which the table, report.json and the page read.
 
-`qatkit.verify` fills these in; nothing here needs torch, onnx or onnxruntime, so a report can be read and
-rendered anywhere. Units are in the field names or comments: metrics in that of `task`, agreement as a share 0..1,
-latencies in milliseconds, sizes in bytes.
+`qatkit.verify` fills these in. Nothing here needs torch, onnx or onnxruntime, so a report can be read and
+rendered anywhere. Units are in the field names or comments: metrics in the unit of `task`, agreement as a
+share 0..1, latencies in milliseconds, sizes in bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from qatkit_verify.classification import NAMES
 from qatkit_verify.placement.record import Placed
 from qatkit_verify.records import Comparison, Hardware, Latency, Scores, TaskNames
 
-# What another runtime is compared with, tensor by tensor (`Divergence.reference`).
+# The references that another runtime is compared with, tensor by tensor (`Divergence.reference`).
 ALONE = "ONNX Runtime, each operator on the same inputs"
 WHOLE = "ONNX Runtime, the whole file"
 # The rows of the final table, in order: key in `Results.accuracy`, `.latency` and `.sizes`, and its label.
@@ -34,8 +34,8 @@ ROWS: tuple[tuple[str, str], ...] = (
     ("free", "INT8, with its own states"),
     ("dynamic", "ONNX Runtime's dynamic int8"),
 )
-DYNAMIC = "dynamic"  # of the same float file, to compare with (`verify.dynamic`)
-FREE = "free"  # of a model whose states are fed back: both files with their own (`qatkit.verify.drift`)
+DYNAMIC = "dynamic"  # of the same float file, for comparison (`verify.dynamic`)
+FREE = "free"  # for a model whose states are fed back: both files with their own (`qatkit.verify.drift`)
 
 
 # Fields whose records hold the main metric as `score`.
@@ -44,26 +44,26 @@ _SCORED = ("calibration", "algorithms", "curves", "precision", "analysis", "ladd
 
 @dataclass(frozen=True)
 class Fidelity:
-    """Outputs against the float file's, over the same images (`qatkit.verify.fidelity`)."""
+    """The outputs against those of the float file, over the same images (`qatkit.verify.fidelity`)."""
 
-    agreement: float  # share of decisions that are the same, 0..1 (of boxes: F1)
-    kl: float | None  # of float's distribution to this one's, nats, mean; None: outputs are none
+    agreement: float  # share of the same decisions, 0..1 (boxes: F1)
+    kl: float | None  # of float's distribution to this one's, nats, mean; None: no distributions
     sqnr_db: float | None  # of the outputs; None: equal to the last bit
     images: int
-    remark: str = ""  # what else there is to say of the decisions, in a few words
-    doubt: str = ""  # why the agreement says nothing, a clause
+    remark: str = ""  # a remark on the decisions, in a few words
+    doubt: str = ""  # why the agreement means nothing, a clause
 
 
 @dataclass(frozen=True)
 class Parity:
     """Three-way parity: the converted module, ONNX Runtime without optimizations, ONNX Runtime with all.
 
-    Of a file that was quantized without a module, `reference` is the file itself without optimizations:
-    `unoptimized` is None, and `against_float` says how far the optimized file is from the float file.
+    For a file that was quantized without a module, `reference` is the file itself without optimizations:
+    `unoptimized` is None, and `against_float` tells how far the optimized file is from the float file.
     """
 
     images: int
-    step: float  # what one quantization step of the output is worth
+    step: float  # size of one quantization step of the output
     step_source: str  # where `step` comes from, in words
     unoptimized: Comparison | None
     optimized: Comparison
@@ -72,17 +72,17 @@ class Parity:
 
     @property
     def agreement(self) -> float:
-        """The lower share of decisions that are the reference's."""
+        """The lower share of decisions that agree with the reference."""
         return min(one.agreement for one in (self.unoptimized, self.optimized) if one is not None)
 
     @property
     def held(self) -> float:
-        """The lower share of images on which nothing but ties was decided otherwise than by the reference."""
+        """The lower share of images whose decision agrees with the reference or is a tie."""
         return min(one.held for one in (self.unoptimized, self.optimized) if one is not None)
 
     @property
     def compared(self) -> list[tuple[str, Comparison]]:
-        """What was compared, in words, and how it came out."""
+        """The comparisons, each with its name in words."""
         rows = (
             ("ONNX Runtime, no optimizations", self.unoptimized),
             ("ONNX Runtime, all optimizations", self.optimized),
@@ -93,7 +93,7 @@ class Parity:
 
 @dataclass(frozen=True)
 class TensorParity:
-    """One tensor of the file against what it is compared with (`Divergence.reference`), in steps."""
+    """A tensor of the file against its reference (`Divergence.reference`), in steps."""
 
     name: str
     elements: int
@@ -105,7 +105,8 @@ class TensorParity:
 class Divergence:
     """Tensor-by-tensor parity in topological order; `first` exceeds `tolerance` steps, or is None.
 
-    Against the converted module the file runs without optimizations; against itself without them, with all.
+    Against the converted module the file runs without optimizations. Against the file without optimizations
+    it runs with all.
     """
 
     tolerance: int
@@ -118,9 +119,10 @@ class Divergence:
 
     @property
     def begins(self) -> TensorParity | None:
-        """Where roundings begin to differ that `first` has grown out of, by less than ten times at its own operator.
+        """The first tensor with different roundings, from which `first` grew by less than ten times at its
+        own operator.
 
-        None where nothing before it differs, or it differs far more than what it is computed from.
+        None if nothing before it differs, or if it differs far more than its inputs.
         """
         if self.first is None:
             return None
@@ -131,22 +133,22 @@ class Divergence:
 
 @dataclass(frozen=True)
 class InRuntime:
-    """The exported file in a runtime beside ONNX Runtime; what was not measured is None or absent."""
+    """The exported file in a runtime other than ONNX Runtime; what was not measured is None or absent."""
 
     versions: Mapping[str, str]
     failed: str = ""  # why it can't run the file
     latency: Mapping[str, Latency] = field(default_factory=dict)  # "float" and "int8", in this runtime
     accuracy: Scores | None = None  # of the INT8 file, with labels
-    images: int = 0  # that outputs were compared on
-    with_module: Comparison | None = None  # the converted module, where there is one
+    images: int = 0  # on which outputs were compared
+    with_module: Comparison | None = None  # the converted module, if there is one
     with_onnxruntime: Comparison | None = None
-    divergence: Divergence | None = None  # where it disagrees with ONNX Runtime
+    divergence: Divergence | None = None  # if it disagrees with ONNX Runtime
     note: str = ""  # what a reader should know
 
 
 @dataclass(frozen=True)
 class NodeAudit:
-    """One node of the graph that ONNX Runtime really runs.
+    """A node of the graph that ONNX Runtime really runs.
 
     `precision` is what the kernel received: "int8", "float", "weight-only" (8- or 4-bit weights, float
     activations) or "other" (indices, booleans). `source` names the operator of the INT8 file that it came
@@ -166,7 +168,7 @@ class NodeAudit:
 
 @dataclass(frozen=True)
 class RuntimeDequantize:
-    """A constant that is stored quantized and turned into float again on every run."""
+    """A constant that is stored quantized and converted to float again on every run."""
 
     name: str
     kind: str  # weight | bias | constant
@@ -176,7 +178,7 @@ class RuntimeDequantize:
 
 @dataclass(frozen=True)
 class Audit:
-    """The optimized graph, node by node, and what is wrong with it."""
+    """The optimized graph, node by node, and its problems."""
 
     nodes: tuple[NodeAudit, ...]
     ops: Mapping[str, Mapping[str, int]]  # operator: {precision: count}
@@ -187,30 +189,30 @@ class Audit:
     macs: int
     int8_macs: int
     problems: tuple[str, ...]
-    for_onnxruntime: bool = True  # else "int8" is what the file asks another runtime for
+    for_onnxruntime: bool = True  # otherwise "int8" is what the file asks another runtime for
     packed_bits: float | None = (
         None  # per weight of products with packed weights, with their scales and zero points
     )
 
     @property
     def ok(self) -> bool:
-        """True when nothing is wrong."""
+        """The absence of problems: True if there are none."""
         return not self.problems
 
     @property
     def matrix_nodes(self) -> tuple[NodeAudit, ...]:
-        """The Conv, Gemm and MatMul nodes: those that multiply and accumulate."""
+        """The Conv, Gemm and MatMul nodes, which multiply and accumulate."""
         return tuple(node for node in self.nodes if node.macs)
 
     @property
     def int8_share(self) -> float:
-        """Share of multiply-accumulates that run in int8, 0..1."""
+        """The share of multiply-accumulates that run in int8, 0..1."""
         return self.int8_macs / self.macs if self.macs else 0.0
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """One artifact of the output folder."""
+    """An artifact in the output folder."""
 
     name: str  # relative to the output folder
     bytes: int
@@ -219,24 +221,24 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Results:
-    """Everything one run has to say. What was not measured is absent from its mapping or None."""
+    """All results of one run. What was not measured is absent from its mapping or None."""
 
     name: str
     model: str
     output_dir: str
     task: TaskNames = NAMES
     accuracy: Mapping[str, Scores] = field(default_factory=dict)  # keys: ROWS
-    fidelity: Mapping[str, Fidelity] = field(default_factory=dict)  # keys: ROWS, but float
+    fidelity: Mapping[str, Fidelity] = field(default_factory=dict)  # keys: ROWS, except float
     latency: Mapping[str, Latency] = field(default_factory=dict)  # keys: ROWS
     sizes: Mapping[str, int] = field(default_factory=dict)  # bytes; keys: ROWS
     parity: Parity | None = None
     divergence: Divergence | None = None
     audit: Audit | None = None
-    runtimes: Mapping[str, InRuntime] = field(default_factory=dict)  # by name; without ONNX Runtime
+    runtimes: Mapping[str, InRuntime] = field(default_factory=dict)  # by name, except ONNX Runtime
     skipped: Sequence[tuple[str, str]] = ()  # (site, reason)
     shortfalls: Sequence[str] = ()
-    fixes: Sequence[str] = ()  # of each shortfall: the proposed fix, as it is typed; "" where none is known
-    climb: str = ""  # where the file is too far from float: what to type to climb on
+    fixes: Sequence[str] = ()  # for each shortfall the proposed fix, as it is typed; "" if none is known
+    climb: str = ""  # if the file is too far from float: what to type to continue the climb
     analysis: Analysis | None = None
     ladder: Ladder | None = None  # of a rescue
     examples: Examples | None = None  # test samples that the page draws
@@ -244,22 +246,20 @@ class Results:
     classes: Sequence[str] = ()  # names, in the order of the outputs
     labelled: bool = True  # False: there is no accuracy to measure, only fidelity
     label: str = "INT8"  # what the exported file (the key "int8") is, in a word or two
-    calibration: Sequence[Candidate] = ()  # of a tournament of calibration methods
-    algorithms: Sequence[Tried] = ()  # of a competition of algorithms, the first without any
-    curves: Sequence[Curve] = ()  # of the stages that trained, where their epochs were looked at
-    precision: Precision | None = None  # of a search for a mixed precision
-    placement: Placed | None = (
-        None  # where operators are another than in the backend's table, for their speed
-    )
+    calibration: Sequence[Candidate] = ()  # from a tournament of calibration methods
+    algorithms: Sequence[Tried] = ()  # from a competition of algorithms, the first without any
+    curves: Sequence[Curve] = ()  # from training stages whose epochs were evaluated
+    precision: Precision | None = None  # from a search for a mixed precision
+    placement: Placed | None = None  # if operators differ from the backend's table, for their speed
     notes: Sequence[str] = ()  # what a reader should know, a line each
     int8_file: str = "model.int8.onnx"  # relative to the output folder
     fixed_batch: int | None = None  # images that the exported file takes at a time; None: any number
     session_options: Mapping[str, str] = field(default_factory=dict)  # ONNX Runtime's config entries
-    preprocessing: Mapping[str, Any] | None = None  # as model.json has it: image_size, resize, mean, std, ...
+    preprocessing: Mapping[str, Any] | None = None  # as in model.json: image_size, resize, mean, std, ...
     hardware: Hardware | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
-    timings: Mapping[str, float] = field(default_factory=dict)  # seconds a stage
+    timings: Mapping[str, float] = field(default_factory=dict)  # seconds per stage
     files: Sequence[FileRecord] = ()
 
     @property
@@ -275,24 +275,26 @@ class Results:
 
     @property
     def size_ratio(self) -> float | None:
-        """INT8 bytes over float bytes."""
+        """The ratio of INT8 bytes to float bytes."""
         if "float" not in self.sizes or "int8" not in self.sizes:
             return None
         return self.sizes["int8"] / self.sizes["float"]
 
     @property
     def runtime_latency(self) -> dict[str, Mapping[str, Latency]]:
-        """Of every runtime in which the exported file was timed, the fastest first: its files' latencies."""
+        """The latencies of the files by runtime, for every runtime that timed the exported file, the fastest
+        first.
+        """
         every = {"onnxruntime": self.latency, **{name: one.latency for name, one in self.runtimes.items()}}
         timed = {name: found for name, found in every.items() if "int8" in found}
         return dict(sorted(timed.items(), key=lambda item: item[1]["int8"].median_ms))
 
     def with_measured(self, name: str, figures: Mapping[str, Any]) -> Results:
-        """A copy that holds the plain figures of the check `name`."""
+        """Returns a copy that holds the plain figures of the check `name`."""
         return dataclasses.replace(self, measured={**self.measured, name: figures})
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain containers, ready for JSON, with the derived figures that a reader would compute."""
+        """Returns plain containers for JSON, with derived figures that a reader would compute."""
         record = dataclasses.asdict(self)
         # Older reports have the fixes under this key, and readers look for it.
         record = {"mends" if key == "fixes" else key: value for key, value in record.items()}

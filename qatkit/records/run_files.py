@@ -1,26 +1,27 @@
-"""A run's folder: the names of its files, and the one that says what the model's images are.
+"""The names of the files in a run's folder, and the one that describes the model's images.
 
-    config.yaml        the configuration, whole                       written first
+    config.yaml        the configuration, complete                    written first
     rescue.yaml        of a rescue: the configuration that was asked for; config.yaml becomes that of its file
-    ladder.json        and what each rung came to; the rungs' own folders are below rungs/
-    float.ckpt         a checkpoint for each stage that trains        as it trains
+    ladder.json        and the result of each rung; the rungs' own folders are below rungs/
+    float.ckpt         a checkpoint for each training stage           while it trains
     last.ckpt
     control.ckpt
-    placement.json     of a measured placement: what is another than in the backend's table, and the times
+    placement.json     of a measured placement: the differences from the backend's table, and the times
     NAME.0.partial ... what an algorithm has finished, block by block, until last.ckpt holds it
-    model.int8.onnx    what ships, and the float file it is measured against; model.MODE.onnx where a mode was asked for
+    model.int8.onnx    the file to deploy, and the float file for comparison; model.MODE.onnx if a mode was
+    asked for
     model.float.onnx
-    model.dynamic.onnx of verify.dynamic: ONNX Runtime's dynamic int8 of the float file, to compare with
-    model.json         preprocessing and classes, for whoever deploys
+    model.dynamic.onnx of verify.dynamic: ONNX Runtime's dynamic int8 of the float file, for comparison
+    model.json         preprocessing and classes, for deployment
     ranges.json        every quantized tensor's range
-    tensorrt.table     the same as TensorRT reads it, where asked for
+    tensorrt.table     the same in TensorRT's format, if asked for
     sensitivity.json   of an analysis: what it has measured so far
     pictures/          its pictures as PNG files; in histograms/ one for each tensor
     report.html        for people
-    report.json        for programs; with it the run is done, but for
-    bundle             where one is asked for, and every bound is met
+    report.json        for programs; with it the run is complete, except for
+    bundle             if one is asked for and every bound is met
 
-Names and JSON alone: nothing here needs torch, onnx or the configuration.
+The module handles only names and JSON: nothing here needs torch, onnx or the configuration.
 """
 
 from __future__ import annotations
@@ -39,16 +40,16 @@ CONFIG_FILE = "config.yaml"
 PLACEMENT_FILE = "placement.json"
 CLIMB_FILE, LADDER_FILE = "rescue.yaml", "ladder.json"
 FLOAT_CHECKPOINT, CHECKPOINT_FILE, CONTROL_CHECKPOINT = "float.ckpt", "last.ckpt", "control.ckpt"
-# One for each stage that trains, the last stage first.
+# One for each training stage, the last stage first.
 STAGE_CHECKPOINTS = (CONTROL_CHECKPOINT, CHECKPOINT_FILE, FLOAT_CHECKPOINT)
-# What an algorithm that takes long has finished.
+# Results of an algorithm that takes long, as far as it has finished.
 PARTIAL = ".partial"
 INT8_FILE, FLOAT_FILE = "model.int8.onnx", "model.float.onnx"
 MODEL_FILE, RANGES_FILE, TABLE_FILE = "model.json", "ranges.json", "tensorrt.table"
 REPORT_FILE, PAGE_FILE = "report.json", "report.html"
-# Of an analysis: what its longest part has measured so far, and the folder of its pictures.
+# For an analysis: what its longest part has measured so far, and the folder of its pictures.
 SENSITIVITY_FILE, PICTURES = "sensitivity.json", "pictures"
-# What the deployment team takes away beside the INT8 file, and a folder or an archive that stands by itself.
+# Files for deployment in addition to the INT8 file, and a self-contained folder or archive.
 BESIDE_INT8 = (FLOAT_FILE, MODEL_FILE, RANGES_FILE)
 HANDED_OVER = (BUNDLE_FOLDER, BUNDLE_ZIP, SEALED_BUNDLE) = ("bundle", "bundle.zip", "bundle.zip.encrypted")
 
@@ -56,22 +57,22 @@ INTERPOLATIONS = ("nearest", "bilinear", "bicubic")
 
 
 def file_name(mode: str | None) -> str:
-    """Returns the name of the quantized file: by the mode that it was asked for by, else that of every run."""
+    """Returns the name of the quantized file: by the mode that was asked for, else that of every run."""
     return INT8_FILE if mode is None else f"model.{mode}.onnx"
 
 
 def last_checkpoint(folder: Path) -> Path | None:
-    """The checkpoint of the last stage that has begun to train, if any has."""
+    """Returns the checkpoint of the last stage that has begun to train; None if none has."""
     return next((path for name in STAGE_CHECKPOINTS if (path := folder / name).is_file()), None)
 
 
 def partial_results(folder: Path) -> list[Path]:
-    """What algorithms have finished in a run that has not come to its checkpoint yet, the newest first."""
+    """Returns what algorithms have finished in a run that has no checkpoint yet, the newest first."""
     return sorted(folder.glob(f"*{PARTIAL}"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
 
 
 def report_of(folder: Path) -> dict[str, Any] | None:
-    """The report.json of a finished run; None of another."""
+    """Returns the report.json of a finished run; None for another run."""
     try:
         report = read_json(folder / REPORT_FILE)
     except (OSError, ValueError):
@@ -80,7 +81,9 @@ def report_of(folder: Path) -> dict[str, Any] | None:
 
 
 def changed_since_its_report(path: Path) -> bool:
-    """Whether the report.json beside a file tells of other bytes of that name; False where none tells of it."""
+    """Returns whether the report.json next to a file records other bytes for it; False if it does not list
+    the file.
+    """
     try:
         files = read_json(path.with_name(REPORT_FILE))["files"]
         told = next(entry["sha256"] for entry in files if entry["name"] == path.name)
@@ -91,10 +94,12 @@ def changed_since_its_report(path: Path) -> bool:
 
 
 def model_json(preprocessing: Mapping[str, object], classes: Sequence[str]) -> dict[str, Any]:
-    """What model.json says of any file: how images are prepared (`Preprocessing.as_dict`), what outputs mean."""
+    """Returns the content of model.json: how images are prepared (`Preprocessing.as_dict`) and the meaning of
+    outputs.
+    """
     return {"preprocessing": dict(preprocessing), "classes": list(classes)}
 
 
 def write_model_json(folder: Path, about: Mapping[str, Any]) -> None:
-    """Writes `model_json`, with what else there is to say (integer ends), into a run's folder."""
+    """Writes `model_json`, with any further entries (integer inputs and outputs), into a run's folder."""
     write_text(folder / MODEL_FILE, json.dumps(about, indent=2) + "\n")

@@ -1,6 +1,6 @@
-"""How records hold the main metric of a task: as `score`, whatever the task.
+"""The main metric of a task in records: always `score`, whatever the task.
 
-report.json, which others read, has it by the metric's own key; so have checkpoints and ladders of before.
+report.json, which other programs read, has it by the metric's own key. So have older checkpoints and ladders.
 Both forms are read.
 """
 
@@ -16,7 +16,7 @@ SCORE, FLOAT_SCORE = "score", "float_score"
 
 
 def with_score(row: Mapping[str, Any], metric: Metric = TOP1) -> dict[str, Any]:
-    """Returns a row that may have the main metric by its own key with `score` in its place."""
+    """Returns a row with `score` in place of the main metric's own key, if it has that."""
     return {SCORE if key == metric.key else key: value for key, value in row.items()}
 
 

@@ -1,4 +1,4 @@
-"""A study as plain data: what its table and its page are made of."""
+"""A study as plain data, from which its table and its page are made."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ STATES = ("complete", "pruned", "failed", "running")
 
 @dataclass(frozen=True)
 class Trial:
-    """One run of a study.
+    """A run of a study.
 
     Attributes:
         number: from 0.
         state: one of STATES.
-        values: what was proposed, by key.
-        figures: what was measured and decides, by objective; of images, of those held out.
-        tested: the same of the test images, which decide nothing.
-        epochs: the main metric of each.
+        values: the proposed values, by key.
+        figures: the measured figures that decide, by objective; those of images on held-out images.
+        tested: the same figures on the test images, which do not decide.
+        epochs: the main metric of each epoch.
         feasible: whether every constraint is met.
         front: whether no other trial that meets the constraints is better in everything.
-        attempts: workers that began it; above 1 where some were killed.
-        reason: of one that failed.
+        attempts: number of workers that started it; above 1 if some were killed.
+        reason: why it failed.
         shortfalls: bounds of `verify` that its run does not meet.
-        folder: of the run, relative to that of the study.
+        folder: the folder of the run, relative to that of the study.
     """
 
     number: int
@@ -50,9 +50,9 @@ class Study:
     """All trials, and what was asked for.
 
     Attributes:
-        wanted: trials that were asked for.
-        possible: different trials that the space has.
-        task: what the figures are of.
+        wanted: number of trials that were asked for.
+        possible: number of different trials in the space.
+        task: the task of the figures.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Study:
 
     @property
     def known(self) -> dict[str, Objective]:
-        """The figures that there are, by name."""
+        """The available figures by name."""
         return objectives_of(self.task)
 
     @property
@@ -77,7 +77,7 @@ class Study:
         return sorted(found, key=lambda trial: (sign * trial.figures[first], trial.number))
 
     def told(self) -> str:
-        """How many there are of each state."""
+        """Returns the number of trials in each state, in words."""
         counts = {state: sum(trial.state == state for trial in self.trials) for state in STATES}
         states = ", ".join(
             f"{count} {state}" for state, count in counts.items() if count or state == "complete"
@@ -86,6 +86,6 @@ class Study:
         head = f"{count} of {most} trials" if count <= most else f"{count} trials"
         if self.possible < self.wanted:
             head += f", all that the space has (asked for: {self.wanted})"
-        elif count > most:  # a command that was typed again asks for fewer
+        elif count > most:  # the same command, typed again, asks for fewer
             head += f" (asked for by now: {most})"
         return f"{head}: {states}"

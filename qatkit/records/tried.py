@@ -1,4 +1,4 @@
-"""What a run tried before it chose: calibration methods, algorithms, epochs; plain dataclasses, as `Results` is."""
+"""The candidates that a run tried before it chose: calibration methods, algorithms, epochs; plain dataclasses."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to choose all ranges, as a whole model on the images that chose between them.
+    """A way to choose all ranges, evaluated as a whole model on the images that chose between them.
 
-    `score`, the task's main metric (None without labels), and the mean squared difference of the outputs from the float
-    model's, relative to their size, are of the file in ONNX Runtime; None for a method that was left out for its
-    `output_error`, the mean over all tensors of the relative squared error of what the operators behind one compute.
+    `score` is the task's main metric (None without labels), and `logit_error` is the mean squared difference
+    of the outputs from the float model's, relative to their size. Both are measured on the file in ONNX
+    Runtime, and None for a method that was left out for its `output_error`: the mean over all tensors of the
+    relative squared error of the outputs of the operators that read them.
     """
 
     method: str
@@ -25,10 +26,11 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Tried:
-    """What was kept before with one more algorithm, as a file on images that none of them has seen.
+    """An additional algorithm together with those kept before, as a file on images that none of them has seen.
 
-    `agreement` is the share of images that are decided as by float, `sqnr_db` of the outputs against float's,
-    `seconds` what it took with its judgement. All None for one that was not tried; `why` says so.
+    `agreement` is the share of images with the same decision as float, `sqnr_db` the SQNR of the outputs
+    against float's, `seconds` the time with the evaluation. All are None for one that was not tried; `why`
+    gives the reason.
     """
 
     name: str
@@ -43,7 +45,7 @@ class Tried:
 
 @dataclass(frozen=True)
 class Epoch:
-    """What was found of the weights after so many epochs, at one optimizer step; `seconds` is what that took."""
+    """The evaluation of the weights after some epochs, at one optimizer step; `seconds` is what it took."""
 
     epoch: float
     step: int
@@ -54,9 +56,12 @@ class Epoch:
 
 @dataclass(frozen=True)
 class Curve:
-    """The epochs of one stage that trained. `chosen`: they were judged on `images` training images held out, by the
-    file in ONNX Runtime (of a float control in PyTorch), and one of them is kept; else what trains, and the
-    last is kept. `held_out`: whether the images are held out of training, or the test images, which choose nothing.
+    """The epochs of one training stage.
+
+    `chosen`: they were judged on `images` held-out training images, by the file in ONNX Runtime (for a float
+    control in PyTorch), and one of them is kept. Otherwise the training model was evaluated, and the last
+    epoch is kept. `held_out`: whether the images are held out of training, or are the test images, which
+    choose nothing.
     """
 
     stage: str

@@ -1,4 +1,4 @@
-"""What a run says at its end: the table on the terminal, report.json and report.html."""
+"""The report at the end of a run: the table on the terminal, report.json and report.html."""
 
 from qatkit.records.results import Results
 from qatkit.report.page import render_page, write_page

@@ -27,12 +27,12 @@ from qatkit.report.analysis_text import (
 from qatkit.report.html import chart, section, table
 from qatkit_verify.records import TaskNames
 
-_BARS = 12  # sites with a bar; the rest is in the table
-_STEP = 10.0  # dB between two lines of a grid
+_BARS = 12  # sites with a bar; the others are only in the table
+_STEP = 10.0  # dB between two grid lines
 
 
 def analysis_section(results: Results) -> str:
-    """Everything that was asked for; "" where nothing was."""
+    """Returns the section with all requested analyses; "" if there are none."""
     found = results.analysis
     if found is None:
         return ""
@@ -89,14 +89,14 @@ def _name(row: SensitivityRow | TensorRow) -> str:
 
 
 def _titled(row: SensitivityRow | TensorRow) -> str:
-    """The name of a site, which leads to the file with its histogram where there is one."""
+    """Returns the name of a site, with a link to the file with its histogram if there is one."""
     title = f"{escape(row.kind)} <code>{escape(row.site)}</code>"
     picture = row.picture if isinstance(row, TensorRow) else ""
     return f'<a href="{escape(quote(picture))}">{title}</a>' if picture else title
 
 
 def _bars(rows: Sequence[SensitivityRow]) -> str:
-    """The loss of each, to one scale."""
+    """Returns a bar for the loss of each site, on a common scale."""
     largest = max(row.loss for row in rows) or 1.0
     items = "".join(
         f'<div><span>{escape(row.kind)} <code>{escape(row.site)}</code></span><span class="value">{row.loss:.2e}</span>'
@@ -126,7 +126,9 @@ def _tensors(found: Analysis) -> str:
 
 
 def _depth(one: Comparison) -> str:
-    """SQNR of every activation in graph order: alone, and with all that came before."""
+    """Returns SQNR of every activation in graph order: with only its own quantization, and with everything
+    before it.
+    """
     rows = [row for row in one.rows if row.kind == ACTIVATION and row.simulated is not None]
     if len(rows) < 2:
         return ""
@@ -187,7 +189,7 @@ def _tensor_table(one: Comparison) -> str:
 
 
 def row_is_suspect(row: TensorRow, one: Comparison) -> bool:
-    """Whether it is the tensor whose scale is in doubt."""
+    """Returns whether a row is the tensor whose scale is suspect."""
     return f"{row.kind} {row.site}" == one.suspect
 
 

@@ -28,45 +28,45 @@ SIDES = (
 )
 _SHOWN = 8  # sites on the terminal
 _CLASSES = 3
-# Where both sides together lose less than this, there is nothing to fix.
+# If both sides together lose less than this, there is nothing to fix.
 _POINTS, _AGREEMENT = 0.1, 0.995
 
 
 def decibels(value: float | None) -> str:
-    """An SQNR; None is no difference at all."""
+    """Returns an SQNR as text; None means no difference at all."""
     return "equal" if value is None else f"{value:.1f}"
 
 
 def side_columns(labelled: bool, task: TaskNames) -> tuple[str, ...]:
-    """The heads of the table of isolation."""
+    """Returns the column headings of the isolation table."""
     return ("", *((task.main.title,) if labelled else ()), "as float %", "KL", "SQNR dB")
 
 
 def side_cells(label: str, found: Outcome, labelled: bool) -> tuple[str, ...]:
-    """As `side_columns`."""
+    """Returns the cells of a row in the order of `side_columns`."""
     score = (("-" if found.score is None else f"{found.score:.2f}"),) if labelled else ()
     return (label, *score, f"{100 * found.agreement:.2f}", f"{found.loss:.2e}", decibels(found.sqnr))
 
 
 def site_columns(labelled: bool, task: TaskNames) -> tuple[str, ...]:
-    """The heads of a table of sensitivity."""
+    """Returns the column headings of a sensitivity table."""
     return ("weight or activation", *((task.main.title,) if labelled else ()), "KL", "SQNR dB")
 
 
 def site_cells(row: SensitivityRow, labelled: bool) -> tuple[str, ...]:
-    """As `site_columns`; of an estimate the loss alone is known."""
+    """Returns the cells of a row in the order of `site_columns`; an estimate has only the loss."""
     score = (("-" if row.score is None else f"{row.score:.2f}"),) if labelled else ()
     return (f"{row.kind} {row.site}", *score, f"{row.loss:.2e}", decibels(row.sqnr) if row.exact else "-")
 
 
 def rows_of(found: Analysis, direction: str) -> list[SensitivityRow]:
-    """Of a direction, the most sensitive first; where nothing was measured, the estimate."""
+    """Returns the rows of a direction, the most sensitive first; the estimates if nothing was measured."""
     chosen = [row for row in found.sensitivity or found.estimate if row.direction == direction]
     return sorted(chosen, key=lambda row: row.loss, reverse=direction == ONLY)
 
 
 def titles(found: Analysis) -> dict[str, str]:
-    """What the rows of a direction are, in words."""
+    """Returns the title of the rows of each direction."""
     how = "measured" if found.sensitivity else "estimated"
     return {
         ONLY: f"quantized alone, the most sensitive first ({how})",
@@ -75,17 +75,17 @@ def titles(found: Analysis) -> dict[str, str]:
 
 
 def class_text(row: ClassRow) -> str:
-    """What became of a class."""
+    """Returns the accuracy of a class in float and quantized, as text."""
     return f"{row.name} {row.float_score:.1f} -> {row.score:.1f} %"
 
 
 def worst_classes(rows: Sequence[ClassRow], count: int = _CLASSES) -> list[ClassRow]:
-    """Those that lose most, of those that lose."""
+    """Returns the classes with the largest losses, at most `count`."""
     return [row for row in rows if row.lost > 0][:count]
 
 
 def advice_line(results: Results) -> str:
-    """Returns which side loses, and the proposed fix for this very run where one is known."""
+    """Returns a line on the side that loses, with the proposed fix for this very run if one is known."""
     found = results.analysis
     if found is None or found.isolation is None:
         return ""
@@ -100,7 +100,7 @@ def advice_line(results: Results) -> str:
 
 
 def _ways(results: Results, found: Analysis, line: str) -> list[str]:
-    """What helps the side that loses, of what was not done yet."""
+    """Returns settings that help the side that loses and were not used yet."""
     asked, ways = RequestedSettings(results), []
     if not line.endswith(BY_ACTIVATIONS) and asked.get("calibration.weights") in ("auto", "max"):
         ways.append("calibration.weights=mse")
@@ -114,12 +114,12 @@ def _ways(results: Results, found: Analysis, line: str) -> list[str]:
 
 
 def without_labels(results: Results) -> str:
-    """What stands in for the metric where there are no labels."""
+    """Returns the words for what replaces the metric without labels."""
     return f"without labels, by the same {results.task.decision} as float, KL and SQNR"
 
 
 def analysis_lines(results: Results) -> list[str]:
-    """What the terminal says of it."""
+    """Returns the lines on the analysis for the terminal."""
     found = results.analysis
     if found is None:
         return []
@@ -159,7 +159,7 @@ def _tensors(found: Analysis) -> list[str]:
 
 
 def tensor_lines(found: Analysis) -> list[str]:
-    """What the comparison of tensors comes down to."""
+    """Returns the conclusions of the comparison of tensors."""
     one = found.comparison
     if one is None:
         return []

@@ -8,13 +8,15 @@ from qatkit.records.results import Results
 
 
 def charts(results: Results) -> str:
-    """Accuracy, or what stands for it, beside latency; what was not measured is left out."""
+    """Returns accuracy, or what replaces it, next to latency; what was not measured is left out."""
     found = "".join(filter(None, (_share_bars(results), _latency_bars(results))))
     return f'<div class="cols">{found}</div>'
 
 
 def _share_bars(results: Results) -> str:
-    """The main metric where it is a share; without labels the share of images that are decided as by float."""
+    """Returns the main metric if it is a share; without labels the share of images with the same decision as
+    float.
+    """
     task = results.task
     if results.labelled and task.main.unit != "%":
         return ""

@@ -1,4 +1,4 @@
-"""The section of the page on shifts of a regression's outputs: in all, and range by range of the targets."""
+"""The section of the page on shifts of a regression's outputs: overall, and by ranges of the targets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _COLUMNS = ("samples with", "samples", "mean shift", "+/- (two standard errors)"
 
 
 def bias_section(results: Results) -> str:
-    """The section; "" where no shift was measured."""
+    """Returns the section; "" if no shift was measured."""
     found = results.measured.get(NAME)
     if found is None:
         return ""

@@ -1,4 +1,4 @@
-"""The epochs of the stages that trained: a line each on the terminal, a drawing and a table each on the page."""
+"""The epochs of the training stages: one line each on the terminal, a drawing and a table each on the page."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _SHOWN = 8  # epochs on a line of the terminal
 
 
 def columns(task: TaskNames) -> tuple[str, ...]:
-    """The heads of the table of epochs."""
+    """Returns the column headings of the table of epochs."""
     return "epoch", "step", task.main.title, "seconds", ""
 
 
 def cells(curve: Curve) -> list[tuple[str, ...]]:
-    """As `columns`, of each epoch."""
+    """Returns the cells of each epoch in the order of `columns`."""
     return [
         (
             f"{one.epoch:g}" if one.epoch == round(one.epoch) else f"{one.epoch:.2f}",
@@ -35,7 +35,7 @@ def cells(curve: Curve) -> list[tuple[str, ...]]:
 
 
 def measured(curve: Curve) -> str:
-    """What the figures are of."""
+    """Returns what the figures were measured on, in words."""
     images = f"{curve.images:,} training images held out"
     if not curve.chosen:
         images = images if curve.held_out else f"{curve.images:,} test images, which choose nothing"
@@ -46,7 +46,9 @@ def measured(curve: Curve) -> str:
 
 
 def lines(results: Results) -> list[str]:
-    """What the terminal says: of many epochs some, with the last and the one that is kept."""
+    """Returns a line per stage for the terminal, with a selection of many epochs that includes the last and
+    the kept one.
+    """
     return [_line(curve, results.task) for curve in results.curves]
 
 
@@ -64,7 +66,7 @@ def _figure(row: tuple[str, ...], one: Epoch) -> str:
 
 
 def curve_section(results: Results) -> str:
-    """A box for each stage whose epochs were looked at."""
+    """Returns a box for each stage whose epochs were evaluated."""
     task = results.task
     return "".join(
         section(f"Epochs of {curve.stage}", _said(curve, task), _drawn(curve, task), _table(curve, task))
@@ -81,7 +83,7 @@ def _drawn(curve: Curve, task: TaskNames) -> str:
     if len(curve.epochs) < 2:
         return ""
     values = [one.score for one in curve.epochs]
-    step = 10 ** math.ceil(math.log10(max(max(values) - min(values), 0.1) / 5))  # of the grid
+    step = 10 ** math.ceil(math.log10(max(max(values) - min(values), 0.1) / 5))  # step of the grid
     low, high = math.floor(min(values) / step) * step, math.ceil(max(values) / step + 1e-9) * step
     last = curve.epochs[-1].step
     points = [(one.step / last, one.score) for one in curve.epochs]

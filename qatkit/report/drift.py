@@ -1,4 +1,4 @@
-"""The section of the page on states that are fed back: how near both files stay over growing numbers of steps."""
+"""The section of the page on states that are fed back: how close both files stay over growing numbers of steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from qatkit.verify.checks.drift import NAME, cells, columns, heading
 
 
 def drift_section(results: Results) -> str:
-    """The section; "" for a model without states."""
+    """Returns the section; "" for a model without states."""
     found = results.measured.get(NAME)
     if found is None:
         return ""

@@ -9,12 +9,12 @@ from qatkit.records.results import Results
 from qatkit.report.html import section, table
 
 _LINE, _TEXT = 150, 20  # the height of a panel over the width of a line, and over the height of letters
-_OPEN, _MOST = 30, 100  # classes that are listed without being asked for, and at all
-_FEWEST = 3  # classes: of two one says it all
+_OPEN, _MOST = 30, 100  # classes that are listed without unfolding, and at most
+_FEWEST = 3  # classes: with two, the total says it all
 
 
 def examples_section(results: Results) -> str:
-    """The section; "" where no sample was drawn."""
+    """Returns the section; "" if no sample was drawn."""
     found = results.examples
     if found is None or not found.rows:
         return ""
@@ -43,7 +43,7 @@ def _panel(panel: Panel) -> str:
 
 
 def _shape(shape: Shape, height: int) -> str:
-    """A line, and its label inside of its upper left corner."""
+    """Returns a line, with its label inside its upper left corner."""
     places = [f"{x:.1f} {y:.1f}" for x, y in shape.points]
     colour = escape(shape.colour)
     width = f'style="vector-effect:none" stroke-width="{max(1.0, height / _LINE):.1f}"'
@@ -57,7 +57,7 @@ def _shape(shape: Shape, height: int) -> str:
 
 
 def classes_section(results: Results) -> str:
-    """The main metric of each class in float and INT8, the class that loses most first; "" without such figures."""
+    """Returns the main metric of each class in float and INT8, the largest loss first; "" without such figures."""
     exact, found = results.accuracy.get("float"), results.accuracy.get("int8")
     if exact is None or found is None or len(found.class_images) < _FEWEST:
         return ""

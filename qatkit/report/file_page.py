@@ -1,4 +1,4 @@
-"""What the page says of the file: its audit node by node, and how far it is from the converted module."""
+"""The sections of the page on the file: its audit node by node, and its parity with the converted module."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from qatkit_verify.records import TaskNames
 
 
 def audit_section(results: Results) -> str:
-    """The section; "" where there was no audit."""
+    """Returns the section; "" if there was no audit."""
     audit = results.audit
     if audit is None:
         return ""
@@ -52,7 +52,7 @@ _TENSORS = 200  # rows of the tensor table; the rest is in report.json
 
 
 def parity_section(results: Results) -> str:
-    """The section; "" where neither was measured."""
+    """Returns the section; "" if neither was measured."""
     tensors = "" if results.divergence is None else _tensors(results.divergence)
     if results.parity is None:
         return section("Tensor by tensor", tensors) if tensors else ""

@@ -1,6 +1,6 @@
 """A PNG file for each quantized tensor: its values in float and quantized, the ends of its range, and its steps.
 
-The page shows the histograms of a few tensors; its table of all tensors leads to these files.
+The page shows the histograms of a few tensors, and its table of all tensors links to these files.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ if TYPE_CHECKING:
 FOLDER = "histograms"
 _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 900, 360, 20, 60, 60
 _FLOAT, _QUANTIZED, _END, _STEP, _TEXT = "#8fa0b5", "#1f6feb", "#b3261e", "#57606a", "#1f2328"
-_LEAST_GAP = 3.0  # pixels between two steps that are drawn
-_LONGEST = 100  # characters of a site in a file's name
+_LEAST_GAP = 3.0  # pixels between two drawn steps
+_LONGEST = 100  # characters of a site in a file name
 
 
 def draw_histograms(folder: Path, found: Comparison) -> Comparison:
-    """Writes a file for each row with a histogram below a run's folder; returns the rows with their files' names."""
+    """Writes a file for each row with a histogram into a run's folder; returns the rows with the names of
+    their files.
+    """
     place = folder / PICTURES / FOLDER
     place.mkdir(parents=True, exist_ok=True)
     rows = []
@@ -69,7 +71,7 @@ def _draw(path: Path, row: TensorRow, found: Histogram) -> None:
 
 
 def _about(row: TensorRow, found: Histogram, every: int) -> str:
-    """The figures of a tensor in words."""
+    """Returns the figures of a tensor in words."""
     widest = " (largest of its scales)" if row.kind == WEIGHT else ""
     drawn = "" if every == 1 else f", every {every}th is drawn"
     sqnr = "equal to float" if row.own.sqnr is None else f"SQNR {decibels(row.own.sqnr)} dB"
@@ -80,7 +82,7 @@ def _about(row: TensorRow, found: Histogram, every: int) -> str:
 
 
 def steps(found: Histogram, every: int = 1) -> list[float]:
-    """Returns the values that the type holds, from the lower end of its range on, each `every`th."""
+    """Returns the values that the type can hold, from the lower end of its range, every `every`th."""
     if found.step <= 0:
         return []
     count = round((found.range_high - found.range_low) / found.step)
@@ -88,7 +90,7 @@ def steps(found: Histogram, every: int = 1) -> list[float]:
 
 
 def _every(found: Histogram, low: float, high: float) -> int:
-    """Which steps are drawn, so that they stand apart: a power of two."""
+    """Returns which steps are drawn, a power of two, so that they can be distinguished."""
     if found.step <= 0 or high <= low:
         return 1
     gap = (_WIDTH - 2 * _LEFT) * found.step / (high - low)
@@ -96,7 +98,7 @@ def _every(found: Histogram, low: float, high: float) -> int:
 
 
 def _bars(pen: ImageDraw, found: Histogram, low: float, high: float) -> None:
-    """Bins of the float values filled, of the quantized ones as a line."""
+    """Draws the counts of the float values as filled bins and those of the quantized values as a line."""
     width = (found.high - found.low) / len(found.exact)
     top = math.log1p(max(*found.exact, *found.found, 1))
     floor = _HEIGHT - _BOTTOM

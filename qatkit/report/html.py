@@ -1,4 +1,4 @@
-"""What the sections of report.html are built of."""
+"""The building blocks of the sections of report.html."""
 
 from __future__ import annotations
 
@@ -7,12 +7,18 @@ from html import escape
 
 
 def section(title: str, *parts: str) -> str:
-    """A box of the page with its heading."""
+    """Returns a box of the page with its heading."""
     return f"<section><h2>{escape(title)}</h2>{''.join(parts)}</section>"
 
 
 def table(head: Sequence[str], rows: Iterable[tuple[str, Sequence[str]]], style: str = "") -> str:
-    """`rows` are (class of the row, cells); a cell is finished HTML: a `<td ...>` or text to be wrapped."""
+    """Returns a table.
+
+    Args:
+        head: the column headings.
+        rows: (class of the row, cells); a cell is finished HTML: a `<td ...>`, or text to be wrapped in one.
+        style: class of the table.
+    """
     rows = list(rows)
     textual = [cell.startswith('<td class="left') for cell in rows[0][1]] if rows else [False] * len(head)
     header = "".join(
@@ -30,16 +36,16 @@ def table(head: Sequence[str], rows: Iterable[tuple[str, Sequence[str]]], style:
 
 
 def chip(kind: str, text: str) -> str:
-    """A word on a ground of the colour of `kind`: good, bad, warn, plain."""
+    """Returns a word on a background in the colour of `kind`: good, bad, warn, plain."""
     return f'<span class="chip {kind}">{escape(text)}</span>'
 
 
 def chart(drawing: str, ticks: Sequence[str], ends: tuple[str, str], pins: str = "") -> str:
-    """Returns a drawing of `qatkit.report.svg` with what stands beside it.
+    """Returns a drawing of `qatkit.report.svg` with its labels.
 
     Args:
         drawing: SVG, which stretches with the page.
-        ticks: of its left edge, the highest first.
+        ticks: labels of its left edge, the highest first.
         ends: HTML below its left and its right end.
         pins: HTML that is laid over it (`pin`), and so keeps its size at any width.
     """
@@ -52,6 +58,6 @@ def chart(drawing: str, ticks: Sequence[str], ends: tuple[str, str], pins: str =
 
 
 def pin(number: int, x: float, y: float, *, chosen: bool) -> str:
-    """Returns a number on a drawing, at shares of its width and of its height."""
+    """Returns a number on a drawing, positioned by shares of its width and height."""
     kind = "pin chosen" if chosen else "pin"
     return f'<span class="{kind}" style="left:{100 * x:.2f}%;bottom:{100 * y:.2f}%">{number}</span>'

@@ -1,4 +1,4 @@
-"""The ladder of a rescue in words: a line a rung, and what to do with it."""
+"""The ladder of a rescue in words: one line per rung, and advice."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ _TAIL = ("latency ms", "speed-up", "size ratio", "seconds", "")
 
 
 def ladder_columns(ladder: Ladder) -> tuple[str, ...]:
-    """The heads of the table; without labels nearness to float stands in for accuracy."""
+    """Returns the column headings of the table; without labels, nearness to float replaces accuracy."""
     near = (ladder.task.main.title, "drop") if _labelled(ladder) else nearness_columns(ladder.task)
     return ("rung", *near, *_TAIL)
 
 
 def ladder_rows(ladder: Ladder) -> list[tuple[str, ...]]:
-    """As `ladder_columns`, a row a rung."""
+    """Returns a row per rung in the order of `ladder_columns`."""
     labelled = _labelled(ladder)
     return [(row.title, *(_near(row, labelled)), *_cost(row), _said(row, ladder)) for row in ladder.rungs]
 
 
 def ladder_lines(ladder: Ladder) -> list[str]:
-    """The table and the advice."""
+    """Returns the lines of the table and the advice."""
     rows = [ladder_columns(ladder), *ladder_rows(ladder)]
     marked = [False, *(row.name == ladder.chosen for row in ladder.rungs)]
     images = max((row.images for row in ladder.rungs), default=0)
@@ -33,7 +33,7 @@ def ladder_lines(ladder: Ladder) -> list[str]:
 
 
 def rung_line(row: RungResult, task: TaskNames = NAMES) -> str:
-    """One rung, as it is climbed."""
+    """Returns the line of one rung, printed while climbing."""
     if not row.measured:
         return row.why
     near = (
@@ -47,11 +47,11 @@ def rung_line(row: RungResult, task: TaskNames = NAMES) -> str:
 
 
 def advice(ladder: Ladder, epochs: int) -> str:
-    """One line: what gave most and what it costs, or what to try where nothing meets the target.
+    """Returns one line: what gained most and what it costs, or what to try if nothing meets the target.
 
     Args:
-        ladder: climbed, its chosen rung known.
-        epochs: that the last rung has trained.
+        ladder: climbed, with its chosen rung.
+        epochs: the epochs that the last rung has trained.
     """
     chosen = next(row for row in ladder.rungs if row.name == ladder.chosen)
     if not chosen.meets:
@@ -81,7 +81,7 @@ def _distance(row: RungResult, task: TaskNames) -> str:
 
 
 def _gains(ladder: Ladder) -> list[tuple[str, float, str]]:
-    """What each rung won over the one before it that was built on."""
+    """Returns the gain of each rung over the last one before it that was kept."""
     found, before, metric = [], None, ladder.task.main
     for row in ladder.rungs[1:]:  # the first is float
         if not row.measured:

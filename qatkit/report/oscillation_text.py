@@ -10,16 +10,16 @@ _MANY = 0.01
 
 
 def figures(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Sums over the operators, and each of them: `path`, `weights`, `oscillating` and `frozen`."""
+    """Returns the sums over the operators, and the figures of each: `path`, `weights`, `oscillating` and `frozen`."""
     sums = {name: sum(layer[name] for layer in layers) for name in ("weights", "oscillating", "frozen")}
     return {**sums, "layers": [dict(layer) for layer in layers]}
 
 
 def line(found: Mapping[str, Any], kind: str) -> str:
-    """What there is to say.
+    """Returns the line on oscillating weights.
 
     Args:
-        found: as `figures`.
+        found: the result of `figures`.
         kind: `schedule.oscillation` of the run.
     """
     worst = sorted(found["layers"], key=_share, reverse=True)[:_WORST]

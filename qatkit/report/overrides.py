@@ -1,4 +1,4 @@
-"""What each selector of the overrides chose, on the page of a report."""
+"""The section of the page on the operators and tensors that each selector of the overrides chose."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ _LISTED = 20
 
 
 def overrides_section(results: Results) -> str:
-    """Returns a row for each selector: its settings, and how many operators or tensors it chose, by name."""
+    """Returns a row for each selector: its settings, and the number and names of the operators or tensors it
+    chose.
+    """
     matched = results.measured.get("overrides", {}).get("matched", [])
     rows = [("", [_left(f"<code>{escape(one['selector'])}</code>"), *_cells(one)]) for one in matched]
     return (

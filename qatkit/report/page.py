@@ -1,6 +1,6 @@
-"""report.html: one self-contained page that a deployment team can open anywhere, without network or Python.
+"""The page report.html: self-contained, so that a deployment team can open it anywhere, without network or Python.
 
-Each section is a function from `Results` to HTML and returns "" when its measurement was not taken.
+Each section is a function from `Results` to HTML and returns "" if its measurement was not taken.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from qatkit_verify.files import write_text
 
 
 def write_page(path: str | Path, results: Results, checks: Sequence[Check] | None = None) -> None:
-    """Writes the page, whole or not at all.
+    """Writes the page, completely or not at all.
 
     Raises:
         OSError: the folder is not writable.
@@ -50,9 +50,9 @@ def write_page(path: str | Path, results: Results, checks: Sequence[Check] | Non
 
 
 def render_page(results: Results, checks: Sequence[Check] | None = None) -> str:
-    """The page as one HTML document, deterministic for given results.
+    """Returns the page as one HTML document, deterministic for given results.
 
-    Each of `checks` (by default those of the default configuration) has its section: one of its own here, or its
+    Each of `checks` (by default those of the default configuration) has a section: one defined here, or its
     lines.
     """
     css = resources.files("qatkit.report").joinpath("page.css").read_text(encoding="utf-8")
@@ -98,7 +98,9 @@ def _header(results: Results) -> str:
 
 
 def _tiles(results: Results) -> str:
-    """The four questions: as accurate (or as near to float), faster, the same as trained, really int8."""
+    """Returns the answers to four questions: as accurate as float (or as close), faster, the same as trained,
+    really int8.
+    """
     tiles: list[tuple[str, str]] = []
     accuracy, latency, task = results.accuracy, results.latency, results.task
     metric = task.main
@@ -148,7 +150,7 @@ def _shortfalls(results: Results) -> str:
 
 
 def _ladder(results: Results) -> str:
-    """The rungs of a rescue; the one that is handed over stands out."""
+    """Returns the rungs of a rescue, where the one that is handed over is highlighted."""
     ladder = results.ladder
     if ladder is None:
         return ""
@@ -163,7 +165,7 @@ def _ladder(results: Results) -> str:
 
 
 def _checked(check: Check, results: Results) -> str:
-    """The richer section of a check that has one here, else its lines."""
+    """Returns the richer section of a check that has one here, else its lines."""
     if check.name in _SECTIONS:
         return _SECTIONS[check.name](results)
     items = "".join(f"<li>{escape(line.strip())}</li>" for line in check.lines(results))
@@ -216,7 +218,7 @@ def _algorithms(results: Results) -> str:
 
 
 def _runtimes(results: Results) -> str:
-    """The exported file in every runtime, the fastest first."""
+    """Returns the exported file in every runtime, the fastest first."""
     if not results.runtimes:
         return ""
     drawn = [
@@ -227,7 +229,7 @@ def _runtimes(results: Results) -> str:
     return section("Runtimes that read the same file", table(runtimes.columns(results.task), drawn), said)
 
 
-# Checks that the page has more to show of than their lines; those of the table at its head have no lines.
+# Checks for which the page shows more than their lines; those of the table at its top have no lines.
 _SECTIONS: dict[str, Callable[[Results], str]] = {
     "parity": parity_section,
     "audit": audit_section,
@@ -238,7 +240,7 @@ _SECTIONS: dict[str, Callable[[Results], str]] = {
 }
 
 
-# Around the programs, which a bundle's page has for its own files.
+# Marks around the programs, which a bundle's page replaces by those for its own files.
 _PROGRAMS = ("<!-- programs -->", "<!-- /programs -->")
 
 
@@ -256,7 +258,7 @@ def _how_to_run(results: Results) -> str:
 
 
 def run_section(loading: Loading) -> str:
-    """The programs that run the file, Python's first."""
+    """Returns the section with the programs that run the file, Python first."""
     written = "".join(
         f"<h3>{language}</h3><pre>{escape(code)}</pre>" for language, code in programs(loading).items()
     )
@@ -264,7 +266,7 @@ def run_section(loading: Loading) -> str:
 
 
 def for_bundle(page: str, loading: Loading) -> str:
-    """A run's page with the programs of its bundle in place of its own."""
+    """Returns a run's page with the programs of its bundle in place of its own."""
     start, end = (page.find(mark) for mark in _PROGRAMS)
     return page if start < 0 else page[:start] + run_section(loading) + page[end + len(_PROGRAMS[1]) :]
 
@@ -293,7 +295,7 @@ def _provenance(results: Results) -> str:
 
 
 def _config_lines(value: Any, prefix: str = "") -> list[str]:
-    """`key.path=value` lines, the form in which the command line takes them."""
+    """Returns `key.path=value` lines, the form that the command line accepts."""
     if isinstance(value, dict) and value:
         return [
             line for key, item in value.items() for line in _config_lines(item, f"{prefix}.{key}".lstrip("."))

@@ -1,6 +1,7 @@
-"""Drawings of an analysis, and of a front of precisions, as PNG files, for slides and issues: matplotlib, an extra.
+"""Drawings of an analysis and of a front of precisions as PNG files, for slides and issues; needs matplotlib,
+an extra.
 
-The page has the same as inline SVG (`qatkit.report.svg`) and needs no library.
+The page has the same drawings as inline SVG (`qatkit.report.svg`) and needs no library.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _BARS, _WIDE, _DPI = 20, 9.0, 120
 
 
 def draw(folder: Path, found: Analysis) -> list[str]:
-    """Writes what there is to draw into `folder`, which is made; gives the files' names.
+    """Writes the available drawings into `folder`, which is created; returns the names of the files.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
@@ -47,7 +48,7 @@ def draw(folder: Path, found: Analysis) -> list[str]:
 
 
 def draw_front(folder: Path, front: Precision) -> list[str]:
-    """The same for a front of precisions."""
+    """Writes the drawing of a front of precisions; returns the names of the files."""
     folder.mkdir(exist_ok=True)
     return [_save(folder, "precision.png", (_WIDE, 4.5), lambda figure: _front(figure, front))]
 

@@ -1,6 +1,6 @@
 """A measured placement, on the terminal and on the page.
 
-The page has the files that competed, and what is another in the chosen one, site by site.
+The page shows the files that competed, and where the chosen one differs, site by site.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _NAMES = {TABLE: "backend's table", "opened": "all SiLUs int8", "even": "every o
 
 
 def cells(placed: Placed) -> list[tuple[str, ...]]:
-    """As `COLUMNS`, of each file, the fastest first."""
+    """Returns the cells of each file in the order of `COLUMNS`, the fastest first."""
     ms = placed.of(FLOAT).ms
     return [
         (
@@ -34,7 +34,7 @@ def cells(placed: Placed) -> list[tuple[str, ...]]:
 
 
 def chosen_line(placed: Placed) -> str:
-    """What was chosen, and how sure that is."""
+    """Returns a line on the chosen file and the certainty of the choice."""
     machine, best, sites = placed.machine, placed.of(placed.chosen), placed.sites
     parts = [f"{len(sites.floats)} operators float"] if sites.floats else []
     parts += [f"{len(sites.opened)} SiLUs in int8"] if sites.opened else []
@@ -52,12 +52,14 @@ def chosen_line(placed: Placed) -> str:
 
 
 def dearest(placed: Placed) -> list[tuple[str, float]]:
-    """The sites that are another than in the table, with the milliseconds more that each would take as there."""
+    """Returns the sites that differ from the table, with the extra milliseconds that each would take as in
+    the table.
+    """
     return sorted(placed.costs.items(), key=lambda pair: -pair[1])
 
 
 def lines(results: Results) -> list[str]:
-    """What the terminal says."""
+    """Returns the lines for the terminal."""
     placed = results.placement
     if placed is None:
         return []
@@ -72,7 +74,7 @@ def lines(results: Results) -> list[str]:
 
 
 def placement_section(results: Results) -> str:
-    """The section; "" where nothing was measured."""
+    """Returns the section; "" if nothing was measured."""
     placed = results.placement
     if placed is None:
         return ""

@@ -1,6 +1,6 @@
 """The front of mixed precisions, on the terminal and on the page.
 
-The page has a drawing whose points carry their numbers, and a table of them.
+The page has a drawing with numbered points, and a table of them.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from qatkit.report.html import chart, pin, section, table
 from qatkit_verify.records import TaskNames
 from qatkit_verify.table import drawn
 
-_SITES = 12  # operators that are named, of those that a point leaves float
+_SITES = 12  # operators that are named, out of those that a point leaves float
 
 
 def columns(task: TaskNames) -> tuple[str, ...]:
-    """The heads of the table of points."""
+    """Returns the column headings of the table of points."""
     near = (task.main.title, f"same {task.decision} %", "SQNR dB")
     return ("point", "float", "predicted ms", "ms", "speed-up", *near, "export it")
 
 
 def cells(point: PrecisionPoint, operators: int, folder: str) -> tuple[str, ...]:
-    """As `columns`, of a point of a front over so many operators."""
+    """Returns the cells of a point in the order of `columns`, for a front over `operators` operators."""
     export = (
         "model.float.onnx"
         if point.floats is None
@@ -46,7 +46,7 @@ def cells(point: PrecisionPoint, operators: int, folder: str) -> tuple[str, ...]
 
 
 def _summary(results: Results) -> str:
-    """How the front came about, and what was chosen."""
+    """Returns a sentence on how the front was found, and what was chosen."""
     front = results.precision
     assert front is not None
     judged = f"{front.images:,} images that were held out"
@@ -60,13 +60,13 @@ def _summary(results: Results) -> str:
 
 
 def named(sites: Sequence[str]) -> str:
-    """Operators, the first few by name."""
+    """Returns the first few operators by name, and the number of the others."""
     more = f" and {len(sites) - _SITES} more" if len(sites) > _SITES else ""
     return ", ".join(sites[:_SITES]) + more
 
 
 def lines(results: Results) -> list[str]:
-    """What the terminal says; the operators of the point that was chosen, by name."""
+    """Returns the lines for the terminal, with the names of the float operators of the chosen point."""
     front = results.precision
     if front is None:
         return []
@@ -82,11 +82,11 @@ def lines(results: Results) -> list[str]:
     ]
 
 
-_STEP = 10.0  # dB between two lines of the grid
+_STEP = 10.0  # dB between two grid lines
 
 
 def precision_section(results: Results) -> str:
-    """The section; "" where nothing was searched."""
+    """Returns the section; "" if there was no search."""
     front = results.precision
     if front is None:
         return ""
@@ -117,7 +117,7 @@ def _last(cell: str) -> str:
 
 
 def _drawing(front: Precision, task: TaskNames) -> str:
-    """SQNR over milliseconds; float, which has no error, is a number on the upper edge."""
+    """Returns a drawing of SQNR over milliseconds; float, which has no error, is a number on the upper edge."""
     known = [point.sqnr_db for point in front.points if point.sqnr_db is not None] or [0.0]
     low, high = _STEP * math.floor(min(known) / _STEP), _STEP * math.ceil((max(known) + 1) / _STEP)
     end = 1.05 * max(point.ms for point in front.points)

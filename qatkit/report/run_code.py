@@ -1,8 +1,9 @@
 """Programs that run an INT8 file, with this model's own preprocessing filled in: Python, C++ and JavaScript.
 
-The Python program stands alone: Pillow shrinks as training did to within a level of 255, and enlarges and crops
-exactly as it did. JavaScript has no antialiased resizing of its own, so it takes the preprocess.mjs of a bundle.
-C++ programs read pictures in their own way: theirs starts at pixels that are resized already.
+The Python program is self-contained: Pillow's downscaling agrees with that of training to within one level of
+255, and its upscaling and cropping are exact. JavaScript has no antialiased resizing of its own, so its
+program uses the preprocess.mjs of a bundle. C++ programs read pictures in their own ways, so that program
+starts from resized pixels.
 """
 
 from __future__ import annotations
@@ -37,18 +38,19 @@ _LANGUAGES = {"Python": "run.py.txt", "C++": "run.cpp.txt", "JavaScript": "run.m
 
 @dataclass(frozen=True)
 class Loading:
-    """What a program has to know of a file.
+    """The facts about a file that a program needs.
 
     Attributes:
         file: its name.
-        prepare: of the preprocessing: image_size, resize, interpolation, mean, std, upright and so on, as
-            preprocess.json has them.
+        prepare: the preprocessing with the keys of preprocess.json: image_size, resize, interpolation, mean,
+            std, upright and so on.
         integer: whether it takes uint8 pixels and gives 8-bit scores.
         batch: images that it takes at a time, None for any number.
         session_options: ONNX Runtime's config entries.
-        labels: the file that names the classes: a run's model.json, or labels.txt of a bundle; None where none does.
-        bundled: whether it lies in a bundle.
-        classes: whether its first output is a score for each class; else the programs print what outputs there are.
+        labels: the file that names the classes: a run's model.json, or labels.txt of a bundle; None if there
+            is none.
+        bundled: whether it is in a bundle.
+        classes: whether its first output is a score for each class; otherwise the programs print all outputs.
     """
 
     file: str
@@ -62,7 +64,7 @@ class Loading:
 
     @classmethod
     def of_results(cls, results: Results) -> Loading | None:
-        """Of a run's own file; None where the preprocessing is not known."""
+        """Returns the facts about a run's own file; None if the preprocessing is not known."""
         if results.preprocessing is None:
             return None
         return cls(
@@ -76,7 +78,7 @@ class Loading:
 
     @classmethod
     def of_bundle(cls, folder: Path, session_options: Mapping[str, str]) -> Loading:
-        """Of the file in a bundle, from the files beside it."""
+        """Returns the facts about the file in a bundle, read from the other files of the bundle."""
         prepare = json.loads((folder / PREPROCESS_FILE).read_text(encoding="utf-8"))
         first, report = prepare["input"]["shape"][0], folder / REPORT_FILE
         return cls(
@@ -92,9 +94,10 @@ class Loading:
 
 
 def programs(loading: Loading) -> dict[str, str]:
-    """By language a program that prints the five likeliest classes of image.jpg (C++: a function), or all outputs.
+    """Returns programs by language that print the five likeliest classes of image.jpg (C++: a function), or
+    all outputs.
 
-    A run's own folder has Python's alone: the others read what only a bundle holds.
+    A run's own folder has only the Python program: the others read files that only a bundle has.
     """
     return {
         language: Template((_PROGRAMS / name).read_text(encoding="utf-8")).substitute(_filled(loading))
@@ -104,13 +107,13 @@ def programs(loading: Loading) -> dict[str, str]:
 
 
 def as_markdown(loading: Loading) -> str:
-    """`programs` as a model card shows them."""
+    """Returns `programs` in the form of a model card."""
     fences = {"Python": "python", "C++": "cpp", "JavaScript": "js"}
     return "\n\n".join(f"```{fences[name]}\n{code}```" for name, code in programs(loading).items())
 
 
 def arrays_program(bundle: Path, session_options: Mapping[str, str]) -> str:
-    """Returns a program for a bundle of arrays as a model card shows it, and why there is one alone."""
+    """Returns a program for a bundle of arrays in the form of a model card, and why there is only one."""
     told = json.loads((bundle / ARRAYS_FILE).read_text(encoding="utf-8"))
     ports = [Port.from_dict(one) for one in told["inputs"]]
     loading = Loading(INT8_FILE, {}, session_options=session_options)
@@ -127,7 +130,7 @@ def arrays_program(bundle: Path, session_options: Mapping[str, str]) -> str:
 
 
 def sound_program(bundle: Path, session_options: Mapping[str, str]) -> str:
-    """Returns programs for a bundle of recordings as a model card shows them, in Python and JavaScript."""
+    """Returns programs for a bundle of recordings in the form of a model card, in Python and JavaScript."""
     prepare = json.loads((bundle / PREPROCESS_FILE).read_text(encoding="utf-8"))
     loading = Loading(INT8_FILE, {}, session_options=session_options)
     filled = {
@@ -146,7 +149,7 @@ def sound_program(bundle: Path, session_options: Mapping[str, str]) -> str:
 
 
 def _of_text(ports: Sequence[Port]) -> str:
-    """Markdown that shows how a text becomes the inputs of a bundle with a tokenizer."""
+    """Returns Markdown that shows how a text becomes the inputs of a bundle with a tokenizer."""
     known = {"input_ids": "ids", "attention_mask": "attention_mask", "token_type_ids": "type_ids"}
     feeds = [
         f"    {json.dumps(one.name)}: np.array([text.{known[one.name]}], np.{one.type}),\n"
@@ -162,7 +165,7 @@ def _of_text(ports: Sequence[Port]) -> str:
 
 
 def _filled(loading: Loading) -> dict[str, str]:
-    """What the templates leave open."""
+    """Returns the values of the placeholders in the templates."""
     prepare, rows = loading.prepare, loading.batch or 1
     (height, width), channels = sides(prepare["image_size"]), len(prepare["mean"])
     common = {"file": loading.file, "height": height, "width": width, "channels": channels, "rows": rows}
@@ -187,7 +190,7 @@ def _filled(loading: Loading) -> dict[str, str]:
 
 
 def _turned(upright: bool) -> dict[str, str]:
-    """How each language opens a picture: turned as its EXIF data say, where training opens it so."""
+    """Returns how each language opens a picture: rotated by its EXIF data, if training opens it that way."""
     return {
         "pil": "Image, ImageOps" if upright else "Image",
         "opened": 'ImageOps.exif_transpose(Image.open("image.jpg"))'
@@ -199,13 +202,13 @@ def _turned(upright: bool) -> dict[str, str]:
 
 
 def _entries(loading: Loading, line: str) -> str:
-    """A line for each of ONNX Runtime's config entries."""
+    """Returns a line for each of ONNX Runtime's config entries."""
     options = sorted(loading.session_options.items())
     return "".join(line.format(json.dumps(key), json.dumps(value)) for key, value in options)
 
 
 def _cpp(loading: Loading) -> dict[str, str]:
-    """Returns what only C++ needs."""
+    """Returns the values that only C++ needs."""
     prepare = loading.prepare
     axes = (
         ["height", "width", "channels"] if _is(prepare, "layout", "NHWC") else ["channels", "height", "width"]
@@ -241,7 +244,7 @@ def _is(prepare: Mapping[str, Any], key: str, value: str) -> bool:
 
 
 def _names(loading: Loading) -> dict[str, str]:
-    """How Python and JavaScript name a class."""
+    """Returns how Python and JavaScript look up the name of a class."""
     if loading.labels is None:
         return {"imports": "", "labels": "", "js_labels": "", "label": "place"}
     read = f'Path("{loading.labels}").read_text(encoding="utf-8")'
@@ -269,8 +272,8 @@ def _answers(loading: Loading, filled: Mapping[str, str]) -> dict[str, str]:
 
 
 def _python_resized(interpolation: str) -> str:
-    """Lines from `image` to `pixels` [C, H, W], float32, before the crop."""
-    if interpolation == "nearest":  # Pillow's takes other pixels
+    """Returns lines from `image` to `pixels` [C, H, W], float32, before the crop."""
+    if interpolation == "nearest":  # Pillow's version selects other pixels
         return (
             "along = [np.arange(to) * np.float32(side / to) for to, side in zip(sides, image.size)]\n"
             "pixels = np.asarray(image, np.float32).reshape(*image.size[::-1], -1).transpose(2, 0, 1)\n"
@@ -285,7 +288,7 @@ def _python_resized(interpolation: str) -> str:
 
 
 def _python_batch(loading: Loading) -> str:
-    """Lines from the fitted `pixels` to the file's input, but for its axis of images."""
+    """Returns lines from the fitted `pixels` to the file's input, without its axis of images."""
     prepare = loading.prepare
     lines = "pixels = pixels[::-1]  # blue, green, red\n" if _is(prepare, "channel_order", "BGR") else ""
     if loading.integer:
@@ -299,13 +302,13 @@ def _python_batch(loading: Loading) -> str:
 
 
 def _javascript_options(loading: Loading) -> str:
-    """The session's options, behind the name of the file."""
+    """Returns the session's options, which follow the name of the file."""
     entries = dict(sorted(loading.session_options.items()))
     return f", {{ extra: {json.dumps(entries)} }}" if entries else ""
 
 
 def _javascript_batch(rows: int) -> str:
-    """Lines from the picture's tensor to the file's, where that takes several at a time."""
+    """Returns lines from the picture's tensor to the file's input, which may take several pictures at a time."""
     if rows == 1:
         return "const input = new ort.Tensor(image.type, image.data, image.dims);\n"
     return (

@@ -1,4 +1,4 @@
-"""How the programs of a page bring a picture to the model's size: `qatkit_verify.fitting` in a few lines."""
+"""The code in a page's programs that fits a picture to the model's size: `qatkit_verify.fitting` in a few lines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Prepare = Mapping[str, Any]
 
 
 def python_sides(prepare: Prepare) -> str:
-    """Lines that give `sides`, the width and height that `image` is resized to."""
+    """Returns lines that compute `sides`, the width and height that `image` is resized to."""
     fit, (height, width) = prepare.get("fit", "crop"), sides(prepare["image_size"])
     if fit == "resize":
         return f"sides = [{width}, {height}]\n"
@@ -32,7 +32,7 @@ def python_sides(prepare: Prepare) -> str:
 
 
 def python_fitted(prepare: Prepare) -> str:
-    """Lines from the resized `pixels` [C, H, W] to those of the model's height and width."""
+    """Returns lines from the resized `pixels` [C, H, W] to those of the model's height and width."""
     fit, (height, width) = prepare.get("fit", "crop"), sides(prepare["image_size"])
     if fit == "resize":
         return ""
@@ -53,7 +53,7 @@ def python_fitted(prepare: Prepare) -> str:
 
 
 def cpp_fitted(prepare: Prepare) -> str:
-    """What was done to the pixels that the C++ program takes."""
+    """Returns a description of the pixels that the C++ program takes."""
     fit, how = prepare.get("fit", "crop"), f"({prepare['interpolation']}, antialiased)"
     if fit == "resize":
         return f"resized {how}"

@@ -1,4 +1,4 @@
-"""One table of many runs: those of a sweep at its end, the trials of a search."""
+"""A table of many runs: those of a sweep at its end, or the trials of a search."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STATUS = {0: "done", 1: "falls short"}
 
 
 class Ended(Protocol):
-    """What is reported of a run of a sweep (`qatkit.config.sweep.Outcome`)."""
+    """The reported fields of a run of a sweep (`qatkit.config.sweep.Outcome`)."""
 
     @property
     def status(self) -> int: ...
@@ -38,7 +38,7 @@ class Ended(Protocol):
 
 
 def print_runs(runs: Sequence[Ended]) -> None:
-    """The runs of a sweep, as a table on standard output: what each was, what it came to and where it is."""
+    """Prints the runs of a sweep as a table on standard output: overrides, results and folder of each."""
     if not runs:
         return
     shared = set(runs[0].overrides).intersection(*(run.overrides for run in runs)) if len(runs) > 1 else set()
@@ -65,13 +65,13 @@ def _row(run: Ended, shared: set[str]) -> list[str]:
 
 
 def _score_name(runs: Sequence[Ended]) -> str:
-    """The name of the first run's metric that has a report: a sweep is of one task."""
+    """Returns the name of the metric of the first run with a report, since a sweep has one task."""
     reports = (report_of(Path(run.folder)) for run in runs if run.folder)
     return names_of(next((one for one in reports if one is not None), {})).main.name
 
 
 def print_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Drawn on a terminal, plain elsewhere."""
+    """Prints a drawn table on a terminal, a plain one elsewhere."""
     console = Console()
     if not console.is_terminal:
         sys.stdout.write(plain_table(title, head, rows))
@@ -86,7 +86,7 @@ def print_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) 
 
 
 def plain_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """ASCII, one line a row."""
+    """Returns the table in ASCII, one line per row."""
     first, *others = drawn([head, *rows])
     rule = "-" * max(map(len, (first, *others)))
     lines = [title, "", first, rule, *others]

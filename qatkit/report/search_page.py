@@ -1,6 +1,6 @@
-"""search.html: the trials of a study, those to choose from first, as one page without scripts or network.
+"""The page search.html: the trials of a study, those to choose from first, without scripts or network.
 
-With several objectives the first two are drawn against each other, else the objective over the trials.
+With several objectives the first two are drawn against each other, otherwise the objective over the trials.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from qatkit.report.search_text import bounds_missed, cells, columns, heads, show
 from qatkit_verify.files import write_text
 
 PAGE = "search.html"
-_LINES = 4  # of the grid
+_LINES = 4  # lines of the grid
 _KIND = {"complete": "good", "pruned": "plain", "failed": "bad", "running": "warn"}
 
 
 def write_search_page(path: Path, study: Study) -> None:
-    """Writes the page, whole or not at all."""
+    """Writes the page, completely or not at all."""
     write_text(path, search_page(study))
 
 
 def search_page(study: Study) -> str:
-    """The page as one HTML document."""
+    """Returns the page as one HTML document."""
     css = resources.files("qatkit.report").joinpath("page.css").read_text(encoding="utf-8")
     aims = ", ".join(
         f"{name} ({'most' if study.known[name].largest else 'least'})" for name in study.objectives
@@ -55,7 +55,7 @@ def _table(study: Study, trials: Sequence[Trial], *, states: bool = False) -> st
         return '<p class="soft">None came to its end within the constraints.</p>'
     names = columns(study)
     keys = list(dict.fromkeys(key for trial in trials for key in trial.values))
-    tested = not states  # of all trials the test images would invite to choose by them
+    tested = not states  # test figures of all trials would tempt readers to choose by them
     head = ("trial", *(["state"] if states else []), *heads(study, names, tested=tested), *keys)
     rows = [
         (
@@ -83,7 +83,7 @@ def _state(trial: Trial) -> str:
 
 
 def _drawing(study: Study) -> str:
-    """Points of the trials that came to their end, those of the front with their numbers."""
+    """Returns a drawing of the completed trials, where those on the front have their numbers."""
     first = study.objectives[0]
     second = study.objectives[1] if len(study.objectives) > 1 else None
     done = [trial for trial in study.trials if trial.state == "complete"]
@@ -112,7 +112,7 @@ def _drawing(study: Study) -> str:
 
 
 def _ends(numbers: Sequence[float]) -> tuple[float, float]:
-    """The edges of a drawing, a little outside of what is drawn; what is far out (Tukey's outer fences) is on them."""
+    """Returns the edges of a drawing with a margin; outliers beyond Tukey's outer fences are drawn on the edges."""
     first, _, third = statistics.quantiles(numbers, n=4, method="inclusive")
     fence = 3 * (third - first)
     near = [one for one in numbers if first - fence <= one <= third + fence]

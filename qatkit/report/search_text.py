@@ -1,4 +1,4 @@
-"""A search on the terminal: a line a trial while it runs, the front as a table at its end."""
+"""A search on the terminal: one line per trial while it runs, the front as a table at its end."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ _ALWAYS = ("accuracy", "latency", "size")
 
 
 def columns(study: Study) -> list[str]:
-    """The figures that are shown: what is aimed at, then what every run is judged by."""
+    """Returns the names of the figures to show: the objectives, then those by which every run is judged."""
     named = [*study.objectives, *(one.split("<")[0].split(">")[0] for one in study.constraints), *_ALWAYS]
     return list(dict.fromkeys(named))
 
 
 def shown(value: object) -> str:
-    """A proposed value."""
+    """Returns a proposed value as text."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def values(proposed: Mapping[str, object]) -> str:
-    """What was proposed, as it would be typed."""
+    """Returns the proposed settings as they would be typed."""
     return " ".join(f"{key}={shown(value)}" for key, value in proposed.items())
 
 
 def heads(study: Study, names: Sequence[str], *, tested: bool) -> list[str]:
-    """Of `cells`."""
+    """Returns the column headings for `cells`."""
     found = []
     for name in names:
         one = study.known[name]
@@ -41,7 +41,7 @@ def heads(study: Study, names: Sequence[str], *, tested: bool) -> list[str]:
 
 
 def cells(trial: Trial, names: Sequence[str], *, tested: bool = False) -> list[str]:
-    """The figures of a trial; `tested`: beside each by which it was chosen the one of the test images."""
+    """Returns the figures of a trial; `tested` adds the test images' figure to each figure that decides."""
     found = []
     for name in names:
         found.append(_cell(name, trial.figures))
@@ -55,13 +55,13 @@ def _cell(name: str, figures: Mapping[str, float]) -> str:
 
 
 def trial_line(study: Study, number: int) -> str:
-    """A trial that has ended, while the search goes on."""
+    """Returns the line of a trial that has ended, for printing during the search."""
     trial = next(one for one in study.trials if one.number == number)
     return f"trial {number}: {_became(study, trial)} ({values(trial.values)})"
 
 
 def _became(study: Study, trial: Trial) -> str:
-    """What became of a trial."""
+    """Returns the outcome of a trial in words."""
     told = trial.state + (f" after epoch {len(trial.epochs)}" if trial.state == "pruned" else "")
     if trial.state == "complete":
         told = ", ".join(
@@ -74,12 +74,14 @@ def _became(study: Study, trial: Trial) -> str:
 
 
 def bounds_missed(trial: Trial) -> str:
-    """The keys of the bounds that a trial's run falls short of, with their values."""
+    """Returns the keys of the bounds that a trial's run misses, with their values."""
     return ", ".join(dict.fromkeys(one.partition(": ")[0] for one in trial.shortfalls))
 
 
 def print_study(study: Study, folder: Path) -> None:
-    """The front, the best in the first objective first, or what became of the trials; and where the page is."""
+    """Prints the front, the best in the first objective first, or the outcomes of all trials; and where the
+    page is.
+    """
     names = columns(study)
     bounds = f" within {', '.join(study.constraints)}" if study.constraints else ""
     if study.front:

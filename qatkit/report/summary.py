@@ -15,23 +15,23 @@ ABSENT = "-"
 
 
 def figure(value: float | None, form: str = "{:.2f}") -> str:
-    """A figure, or what stands for one that was not measured."""
+    """Returns a figure as text, or a dash for one that was not measured."""
     return ABSENT if value is None else form.format(value)
 
 
 def columns(results: Results) -> tuple[str, ...]:
-    """The heads of the table: without labels, nearness to the float file stands in for accuracy."""
+    """Returns the column headings of the table: without labels, nearness to the float file replaces accuracy."""
     metrics = tuple(metric.title for metric in results.task.metrics)
     return ("", *(metrics if results.labelled else nearness_columns(results.task)), *_COSTS)
 
 
 def nearness_columns(task: TaskNames) -> tuple[str, ...]:
-    """The heads of what stands in for the metrics without labels."""
+    """Returns the column headings of what replaces the metrics without labels."""
     return f"same {task.decision} %", "KL", "SQNR dB"
 
 
 def table_cells(results: Results) -> list[tuple[str, ...]]:
-    """One tuple of cells a row, as `columns`; a figure that was not measured is "-"."""
+    """Returns one tuple of cells per row, in the order of `columns`; a figure that was not measured is "-"."""
     return [(label, *_cells(results, key)) for key, label in results.rows]
 
 
@@ -62,7 +62,7 @@ def _fidelity_cells(results: Results, key: str) -> tuple[str, str, str]:
 
 
 def conditions(results: Results) -> str:
-    """Under what conditions accuracy and latency were taken, in one line."""
+    """Returns the conditions of the accuracy and latency measurements in one line."""
     parts = []
     if results.accuracy:
         images = sorted({accuracy.images for accuracy in results.accuracy.values()})
@@ -84,12 +84,12 @@ def conditions(results: Results) -> str:
 
 
 def candidate_columns(task: TaskNames) -> tuple[str, ...]:
-    """The heads of the tournament of calibration methods."""
+    """Returns the column headings for the tournament of calibration methods."""
     return "method", "output error", task.main.title, f"{task.outputs.removesuffix('s')} error"
 
 
 def candidate_cells(candidate: Candidate) -> tuple[str, ...]:
-    """As `candidate_columns`."""
+    """Returns the cells of a candidate in the order of `candidate_columns`."""
     return (
         candidate.method,
         f"{candidate.output_error:.2e}",
@@ -99,7 +99,7 @@ def candidate_cells(candidate: Candidate) -> tuple[str, ...]:
 
 
 def calibration_lines(candidates: Sequence[Candidate], task: TaskNames = NAMES) -> list[str]:
-    """The tournament of calibration methods."""
+    """Returns the lines on the tournament of calibration methods."""
     return [
         f"calibration: methods as files on {candidates[0].images:,} images that they have not seen",
         *lined(
@@ -111,12 +111,12 @@ def calibration_lines(candidates: Sequence[Candidate], task: TaskNames = NAMES) 
 
 
 def tried_columns(task: TaskNames) -> tuple[str, ...]:
-    """The heads of the competition of algorithms."""
+    """Returns the column headings for the competition of algorithms."""
     return "algorithm", task.main.title, f"same {task.decision} %", "SQNR dB", "seconds", ""
 
 
 def tried_cells(tried: Tried) -> tuple[str, ...]:
-    """As `tried_columns`."""
+    """Returns the cells of an algorithm in the order of `tried_columns`."""
     return (
         tried.name,
         figure(tried.score),
@@ -128,7 +128,7 @@ def tried_cells(tried: Tried) -> tuple[str, ...]:
 
 
 def algorithm_lines(algorithms: Sequence[Tried], task: TaskNames = NAMES) -> list[str]:
-    """The competition of algorithms."""
+    """Returns the lines on the competition of algorithms."""
     return [
         f"algorithms: each with those kept before it, as files on {algorithms[0].images:,} images that they have "
         "not seen",
@@ -141,6 +141,6 @@ def algorithm_lines(algorithms: Sequence[Tried], task: TaskNames = NAMES) -> lis
 
 
 def lined(rows: Sequence[tuple[str, ...]], marked: Sequence[bool], mark: str) -> list[str]:
-    """Rows of cells as lines of one width."""
+    """Returns rows of cells as lines of one width, with a mark on some."""
     lines = zip(drawn(rows), marked, strict=True)
     return [f"  {line}" + (f"  <- {mark}" if chosen else "") for line, chosen in lines]

@@ -1,6 +1,6 @@
-"""Drawings of an analysis as inline SVG, without a script: they stretch with the page, their text is HTML around them.
+"""Drawings of an analysis as inline SVG without scripts. They stretch with the page; their text is HTML around them.
 
-A drawing has no text of its own, since text would be stretched with it: at 400 pixels it could not be read.
+A drawing has no text of its own, since it would stretch too and be unreadable at 400 pixels.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Line = Sequence[tuple[float, float | None]]  # (0..1 across, value or None)
 
 
 def bar(share: float, kind: str = "") -> str:
-    """A bar that fills a share of its width."""
+    """Returns a bar that fills a share of its width."""
     width = 100 * min(1.0, max(0.0, share))
     return _drawing(
         "bar-svg", f'<rect class="{kind}" x="0" y="0" width="{width:.2f}" height="{_HEIGHT:.0f}"/>'
@@ -26,13 +26,13 @@ def bar(share: float, kind: str = "") -> str:
 def lines(
     series: Sequence[tuple[str, Line, Sequence[str]]], low: float, high: float, step: float, unit: str = "dB"
 ) -> str:
-    """Points and the lines between them, over a grid of horizontal lines.
+    """Returns points and the lines between them, over a grid of horizontal lines.
 
     Args:
-        series: (class, points, what each point is called).
+        series: (class, points, name of each point).
         low, high: values of the lower and the upper edge.
-        step: between two lines of the grid.
-        unit: of the values.
+        step: distance between two lines of the grid.
+        unit: unit of the values.
     """
     count = round((high - low) / step)
     parts = [_path("grid", [(0.0, i / count), (1.0, i / count)]) for i in range(count + 1)]
@@ -48,10 +48,10 @@ def lines(
 
 
 def points(dots: Sequence[tuple[str, tuple[float, float], str]], grid: int) -> str:
-    """Dots over a grid of `grid` + 1 horizontal lines.
+    """Returns dots over a grid of `grid` + 1 horizontal lines.
 
     Args:
-        dots: (class, (0..1 across, 0..1 up), what it is called).
+        dots: (class, (0..1 across, 0..1 up), name).
     """
     parts = [_path("grid", [(0.0, i / grid), (1.0, i / grid)]) for i in range(grid + 1)]
     parts += [_dot(kind, x, y, name) for kind, (x, y), name in dots]
@@ -59,7 +59,9 @@ def points(dots: Sequence[tuple[str, tuple[float, float], str]], grid: int) -> s
 
 
 def histogram(found: Histogram) -> str:
-    """Counts on a logarithmic scale: float filled, quantized as a line; the ends of the range upright."""
+    """Returns counts on a logarithmic scale: float filled, quantized as a line; the ends of the range as
+    vertical lines.
+    """
     low, high = min(found.low, found.range_low), max(found.high, found.range_high)
     top = math.log1p(max(*found.exact, *found.found, 1))
     span = high - low or 1.0
@@ -96,5 +98,5 @@ def _path(kind: str, points: Sequence[tuple[float, float]]) -> str:
 
 
 def _dot(kind: str, x: float, y: float, name: str) -> str:
-    """A stroke without length whose ends are round: no stretching makes an ellipse of it."""
+    """Returns a stroke of length zero with round ends, which stays a circle when the drawing stretches."""
     return f'<path class="dot {kind}" d="M{_place(x, y)} h0"><title>{escape(name)}</title></path>'

@@ -1,7 +1,7 @@
-"""The end of a run on the terminal: one table, then what to know about it, then where the files are.
+"""The report of a run on the terminal: one table, then remarks on it, then where the files are.
 
-On a terminal the table is drawn by rich; piped into a file or a log it is plain ASCII, the same bytes for the
-same results.
+On a terminal the table is drawn by rich. Piped into a file or a log it is plain ASCII, with the same bytes
+for the same results.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def print_report(
     Args:
         results: what a run measured.
         console: where to print it; by default standard output.
-        checks: whose lines it holds; by default those of the default configuration.
+        checks: the checks whose lines it shows; by default those of the default configuration.
     """
     console = console or Console()
     if not console.is_terminal:
@@ -49,7 +49,7 @@ def print_report(
 
 
 def plain_report(results: Results, checks: Sequence[Check] | None = None) -> str:
-    """The same report as ASCII text, one trailing newline."""
+    """Returns the same report as ASCII text with one trailing newline."""
     rows = [columns(results), *table_cells(results)]
     first, *others = drawn(rows, figures=True)
     rule = "-" * (sum(max(map(len, column)) + 2 for column in zip(*rows, strict=True)) - 2)
@@ -59,7 +59,7 @@ def plain_report(results: Results, checks: Sequence[Check] | None = None) -> str
 
 
 def _lines(results: Results, checks: Sequence[Check] | None) -> list[tuple[str | None, str]]:
-    """(style, line) for everything under the table."""
+    """Returns (style, line) for everything below the table."""
     lines: list[tuple[str | None, str]] = []
     if results.calibration:
         lines += [(None, line) for line in calibration_lines(results.calibration, results.task)]
@@ -87,7 +87,7 @@ def _lines(results: Results, checks: Sequence[Check] | None) -> list[tuple[str |
         lines.append(("green", "every bound of `verify` is met"))
     if results.ladder is not None:
         lines += [(None, line) for line in ladder_lines(results.ladder)]
-    if results.output_dir:  # none yet at the first export
+    if results.output_dir:  # there is none at the first export
         lines.append(("bold", f"output folder: {results.output_dir}"))
     if results.climb:
         lines.append(("bold", f"to climb on: {results.climb}"))

@@ -1,8 +1,8 @@
-"""The configuration's schema: one dataclass a group, each setting with its default, its meaning and its limits.
+"""The configuration's schema: one dataclass per group, each setting with its default, its meaning and its limits.
 
-A typo or a wrong type in YAML or on the command line fails against these dataclasses, with the name of the
-key. They are plain: Hydra and OmegaConf, which fill them, are known to `compose` and the command line alone, and
-the library is called with the filled ones. What joins several settings is in `limits`.
+A typo or a wrong type in YAML or on the command line fails against these dataclasses, and the error names the
+key. They are plain dataclasses: only `compose` and the command line know Hydra and OmegaConf, which fill
+them, and the library is called with the filled ones. Rules that join several settings are in `rules`.
 """
 
 from __future__ import annotations
@@ -60,13 +60,15 @@ __all__ = [
 
 @dataclass
 class Config:
-    """A whole run."""
+    """The settings of a whole run."""
 
-    name: str = setting("run", "of the run, and of its folder", PLACE)
-    seed: int = setting(0, "of every random draw", Range(0, 2**32 - 1))
+    name: str = setting("run", "name of the run and of its folder", PLACE)
+    seed: int = setting(0, "seed of every random draw", Range(0, 2**32 - 1))
     output_dir: str | None = setting(None, "folder of the run; null: outputs/NAME/DATE_TIME", PLACE)
     resume: str | None = setting(
-        None, "auto: continue the newest unfinished run of this configuration; or a checkpoint's path", PLACE
+        None,
+        "auto: resume the newest unfinished run of this configuration; or the path of a checkpoint",
+        PLACE,
     )
     checkpoint: str | None = setting(None, "export.py only: the checkpoint to export", PLACE)
     onnx: str | None = setting(
@@ -74,8 +76,9 @@ class Config:
     )
     mode: str | None = setting(
         None,
-        "with onnx: how it is quantized; clean: it is cleaned alone (clean); summary: a table of its operators, of any "
-        "file; encodings: scales and zero points of a quantized file as JSON (encodings)",
+        "with onnx=FILE: how to quantize the file; or clean: only clean it (see clean); summary: "
+        "print a table of the operators of any file; encodings: write scales and zero points of a "
+        "quantized file as JSON (see encodings)",
         FILE_MODES,
     )
     clean: CleanConfig = field(default_factory=CleanConfig)
@@ -83,16 +86,17 @@ class Config:
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     task: str = setting(
         "classification",
-        "what the model is for: classification, segmentation (a class for each pixel), regression (numbers for a "
-        "sample), embedding (vectors of samples with class labels), text_classification (one class of each text or "
-        "pair of texts), causal_lm (the next token of a text), text_pairs (how related two texts are, by an "
-        "embedding of each), outputs (of any meaning, compared with those of float), or the dotted path of a class "
-        "derived from qatkit.tasks.base.Task",
+        "what the model is for: classification, segmentation (one class per pixel), regression "
+        "(numbers per sample), embedding (vectors of samples with class labels), text_classification "
+        "(one class per text or pair of texts), causal_lm (the next token of a text), text_pairs (how"
+        " related two texts are, from one embedding each), outputs (outputs of any meaning, compared "
+        "with those of float), or the dotted path of a class derived from qatkit.tasks.base.Task",
     )
     placement: str = setting(
         "fixed",
-        "which operators are int8. fixed: those of the backend's table; measured: files with others in float compete "
-        "on this machine first; or a placement.json of such a run, perhaps of the machine that is deployed to",
+        "which operators are int8. fixed: those in the backend's table; measured: files with other "
+        "operators in float compete on this machine first; or the placement.json of such a run, "
+        "perhaps from the machine to deploy to",
         PLACE,
     )
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -102,13 +106,13 @@ class Config:
     calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
     algorithm: dict[str, Any] = setting(
         dict,
-        "corrections without labels: NAME: {target: dotted path of a qatkit.algorithms.Algorithm, SETTING: value}, "
-        "in the order of their stages, then as listed",
+        "corrections without labels, as NAME: {target: dotted path of a qatkit.algorithms.Algorithm, "
+        "SETTING: value}; they run in the order of their stages, then as listed",
     )
     algorithm_choice: str = setting(
         "all",
-        "all: every algorithm that is listed runs; auto: they compete, and those are kept that pay beyond noise on "
-        "images that they have not seen",
+        "all: run every listed algorithm; auto: keep those that improve images they have not seen by "
+        "more than noise",
         Choices(("all", "auto")),
     )
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)

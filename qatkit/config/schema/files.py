@@ -1,4 +1,4 @@
-"""The file that is made, and what is measured on it."""
+"""The groups `export`, `encodings`, `verify` and `analysis`: the exported file, and what is measured on it."""
 
 from __future__ import annotations
 
@@ -10,126 +10,146 @@ from qatkit.config.fields import AXES, COUNT, FRACTION, PLACE, POSITIVE, Choices
 # How a file is quantized: by simulation and training, or by ONNX Runtime's tools (qatkit.export.ort_modes).
 MODES = Choices(("dynamic", "static", "float16", "weight_only"))
 CLEAN, SUMMARY, ENCODINGS = "clean", "summary", "encodings"
-FILE_MODES = Choices((*MODES.values, CLEAN, SUMMARY, ENCODINGS))  # of a given file
-# Bounds of VerifyConfig in place of max_drop where the images have no labels.
+FILE_MODES = Choices((*MODES.values, CLEAN, SUMMARY, ENCODINGS))  # modes for a given ONNX file
+# Bounds of VerifyConfig that replace max_drop if the images have no labels.
 UNLABELLED_BOUNDS = ("min_float_agreement", "max_float_kl", "min_float_sqnr")
 
 
 @dataclass
 class ExportConfig:
-    """The ONNX file."""
+    """The settings of the ONNX file."""
 
-    opset: int = setting(13, "of the standard operators", Range(13, 23))
-    dynamic_batch: bool = setting(True, "false: the batch is verify.latency_batch")
+    opset: int = setting(13, "version of the standard ONNX operator set", Range(13, 23))
+    dynamic_batch: bool = setting(
+        True, "whether the batch size is free; false: the batch size is verify.latency_batch"
+    )
     dynamic_axes: Any = setting(
         "none",
-        "axes beside the batch that the file takes other sizes of: none; auto, all that the model leaves free; or "
-        "their names by input and axis, {input: {2: height, 3: width}}, where one name stands for one size. A given "
-        "ONNX file keeps its own",
+        "input axes other than the batch whose size is free. none; auto: all that the model allows; "
+        "or names by input and axis, {input: {2: height, 3: width}}, where the same name means the "
+        "same size. A given ONNX file keeps its own axes",
         AXES,
     )
     pack_int4: bool = setting(
         False,
-        "store weights of int4, int3 and int2 in 4 bits, not in bytes (opset 21): half the size, and computed in float "
-        "by ONNX Runtime",
+        "store int4, int3 and int2 weights in 4 bits instead of a byte (opset 21): half the size, but"
+        " ONNX Runtime computes them in float",
     )
     weights_for_amx: bool = setting(
         False,
-        "store weights of convolutions one lower, with the zero point -1: the same bits come out, by kernels that are "
-        "faster on a CPU with AMX and slower on others; placement=measured tries it where there is AMX",
+        "store convolution weights lowered by one, with the zero point -1: the results are "
+        "bit-identical, and the kernels are faster on a CPU with AMX but slower on others; "
+        "placement=measured tries this on a CPU with AMX",
     )
     mode: str = setting(
         "static",
-        "other than static: the float model, untrained by schedule, through ONNX Runtime's tools",
+        "static: simulated quantization and training; other modes: ONNX Runtime's tools on the float "
+        "model, without any schedule",
         MODES,
     )
     io: str = setting(
         "float32",
-        "what a static file takes and gives: normalised float images and float outputs, or raw uint8 pixels and "
-        "8-bit outputs",
+        "input and output types of a static file: normalised float images and float outputs, or raw "
+        "uint8 pixels and 8-bit outputs",
         Choices(("float32", "uint8")),
     )
     tensorrt_table: str | None = setting(
         None,
-        'write the ranges for an engine built from the float file as well: TensorRT\'s release in digits, "8601"',
+        "also write the ranges for a TensorRT engine built from the float file; the TensorRT release "
+        'in digits ("8601")',
     )
     decoder: bool = setting(
         False,
-        "of a language model (task=causal_lm): also a folder with a file that takes keys and values of earlier tokens, "
-        "the tokenizer, a program that continues text, and the configuration of onnxruntime-genai",
+        "for a language model (task=causal_lm): also write a folder with a file that takes keys and "
+        "values of earlier tokens, the tokenizer, a program that continues text, and the "
+        "configuration of onnxruntime-genai",
     )
     nms: bool = setting(
         True,
-        "of a detector (task=detection): also a file with non-maximum suppression behind its boxes, whose rows are "
-        "picture, corners, score and class",
+        "for a detector (task=detection): also write a file with non-maximum suppression after its "
+        "boxes, whose rows are picture, corners, score and class",
     )
-    nms_score: float = setting(0.05, "of a box that is kept", FRACTION)
-    nms_overlap: float = setting(0.6, "from which a better box of its class suppresses a box", FRACTION)
-    nms_boxes: int = setting(100, "of each class of a picture, at most", COUNT)
+    nms_score: float = setting(0.05, "minimum score of a box that is kept", FRACTION)
+    nms_overlap: float = setting(
+        0.6, "overlap (IoU) from which a better box suppresses another box of its class", FRACTION
+    )
+    nms_boxes: int = setting(100, "maximum number of boxes per class and picture", COUNT)
     stream: bool = setting(
         False,
-        "also a file that takes a recording in chunks, with the states of LSTM, GRU and RNN as inputs and outputs; one "
-        "axis of the input beside the batch has to be free (dynamic_axes)",
+        "also write a file that takes a recording in chunks, with the states of LSTM, GRU and RNN as "
+        "inputs and outputs; one input axis other than the batch must be free (dynamic_axes)",
     )
     accuracy_level: str = setting(
         "0",
-        "of products with packed weights (backend=weight_only), of the decoder where there is one: 0 computes what the "
-        "simulation does; 4 rounds activations to 8 bits; auto: 4 where it is faster here and costs little on "
-        "calibration samples, half a percent of the metric (or perplexity), or 1 % of the decisions without labels",
+        "accuracy of products with packed weights (backend=weight_only), those of the decoder if "
+        "there is one. 0: compute what the simulation does; 4: round activations to 8 bits; auto: 4 "
+        "if it is faster here and costs at most half a percent of the metric (or perplexity) on "
+        "calibration samples, or 1 % of the decisions without labels",
         Choices(("0", "4", "auto")),
     )
     packed_weights: str = setting(
         "matmul_nbits",
-        "how packed weights (backend=weight_only) are stored: matmul_nbits for ONNX Runtime's own operator, "
-        "dequantize_linear for the standard one with blocks, which other runtimes read, too (opset 21; 25 for 2 bits). "
-        "Of number formats (backend=simulated) the former are bytes that standard operators unpack, the latter tensors "
-        "of float8 (export.opset 19, 21 for mxfp8) or int8 (21 for mxint8 and bfp16)",
+        "storage of packed weights (backend=weight_only). matmul_nbits: ONNX Runtime's own operator; "
+        "dequantize_linear: the standard operator with blocks, which other runtimes read as well "
+        "(opset 21; 25 for 2 bits). For number formats (backend=simulated) matmul_nbits stores bytes "
+        "that standard operators unpack, dequantize_linear stores tensors of float8 (export.opset 19,"
+        " 21 for mxfp8) or int8 (21 for mxint8 and bfp16)",
         Choices(("matmul_nbits", "dequantize_linear")),
     )
     bundle: bool = setting(
-        False, "at the end: all that whoever deploys needs, which qatkit-verify checks there"
+        False,
+        "write a bundle at the end with everything that a deployment needs, which qatkit-verify can "
+        "check there",
     )
-    bundle_as: str = setting("folder", "bundle/ or bundle.zip", Choices(("folder", "zip")))
-    bundle_float: bool = setting(True, "the bundle holds the float file too, to compare with")
+    bundle_as: str = setting(
+        "folder", "form of the bundle: bundle/ or bundle.zip", Choices(("folder", "zip"))
+    )
+    bundle_float: bool = setting(True, "include the float file in the bundle, for comparison")
     golden_images: int = setting(
-        8, "test images (or samples of arrays) in the bundle, with what the file answers", Range(1, 256)
+        8,
+        "number of test images (or samples of arrays) in the bundle, together with the outputs of the file",
+        Range(1, 256),
     )
-    sign: str | None = setting(None, "a PEM file of the Ed25519 private key that signs the bundle", PLACE)
-    demo: bool = setting(False, "the bundle holds demo.html: the file runs on pictures in a browser, offline")
+    sign: str | None = setting(None, "PEM file with the Ed25519 private key that signs the bundle", PLACE)
+    demo: bool = setting(
+        False, "include demo.html in the bundle, which runs the file on pictures in a browser, offline"
+    )
     demo_runtime: str | None = setting(
         None,
-        "npm's onnxruntime-web (its dist folder), which the demo carries; null: of the nearest node_modules",
+        "dist folder of the npm package onnxruntime-web, which the demo includes; null: that of the "
+        "nearest node_modules",
         PLACE,
     )
     encrypt_bundle: bool | None = setting(
         None,
-        "the bundle is one more encrypted file, bundle.zip.encrypted; null: where there is a key (export.encrypt), and "
-        "nothing is published",
+        "encrypt the bundle as one file, bundle.zip.encrypted; null: only if there is a key "
+        "(export.encrypt) and nothing is published",
     )
     publish: str | None = setting(
         None,
-        "a folder or a URL (s3://bucket/prefix, an extra) that the bundle of a run that meets its bounds goes to, as "
-        "NAME/VERSION; never over one that is there",
+        "folder or URL (s3://bucket/prefix, an extra) to which the bundle is published as "
+        "NAME/VERSION if the run meets its bounds; an existing version is never overwritten",
         PLACE,
     )
     version: str | None = setting(
-        None, "of the published bundle; null: the beginning of its manifest's SHA-256", PLACE
+        None, "version of the published bundle; null: the first digits of the SHA-256 of its manifest", PLACE
     )
     encrypt: str | None = setting(
         None,
-        "a file with a key (python -m qatkit.encryption.command key FILE): checkpoints, caches and ONNX files of the "
-        "run are encrypted with it on the disk, temporary files are in memory; the extra sign",
+        "key file (python -m qatkit.encryption.command key FILE) with which checkpoints, caches and "
+        "ONNX files of the run are encrypted on disk; temporary files stay in memory; needs the extra"
+        " sign",
         PLACE,
     )
 
     @property
     def seals_bundle(self) -> bool:
-        """Whether the bundle is encrypted: `encrypt_bundle`, or what null means."""
+        """Returns whether the bundle is encrypted: `encrypt_bundle`, or what null means."""
         asked = self.encrypt_bundle
         return self.encrypt is not None and self.publish is None if asked is None else asked
 
     def kept(self) -> ExportConfig:
-        """The same file, and nothing that leaves the house."""
+        """Returns settings for the same file without a bundle or anything else that is given to others."""
         return replace(
             self, bundle=False, demo=False, sign=None, publish=None, version=None, encrypt_bundle=None
         )
@@ -137,122 +157,135 @@ class ExportConfig:
 
 @dataclass
 class EncodingsConfig:
-    """What mode=encodings writes of a quantized ONNX file."""
+    """The settings of mode=encodings, which writes the scales and zero points of a quantized ONNX file."""
 
     format: str = setting(
         "qatkit",
-        "of encodings.json: qatkit, which has everything, or one of AIMET's versions, which have integers alone "
-        "(up to 1.0.0 without biases)",
+        "format of encodings.json. qatkit: complete; or a version of AIMET's format, which holds only"
+        " integer types (up to 1.0.0 without biases)",
         Choices(("qatkit", "aimet_0.6.1", "aimet_1.0.0", "aimet_2.0.0")),
     )
 
 
 @dataclass
 class VerifyConfig:
-    """What is measured on the exported file, and the bounds that it must meet (null: not checked)."""
+    """The measurements on the exported file, and the bounds that it must meet (null: not checked)."""
 
     images: int | None = setting(
-        None, "of the test split that accuracy is measured on, balanced over the classes; null: all", COUNT
+        None,
+        "images of the test split on which accuracy is measured, balanced over the classes; null: all",
+        COUNT,
     )
-    control: bool = setting(False, "fine-tune a float control by the same schedule, to compare with")
+    control: bool = setting(False, "also fine-tune a float control with the same schedule, for comparison")
     every: int | None = setting(
         None,
-        "epochs of fine-tuning from one export to the next, whose accuracy in ONNX Runtime on held_out images decides "
-        "which epoch, or the start, is kept; null: the last one",
+        "epochs of fine-tuning between exports; the accuracy of these files in ONNX Runtime on "
+        "held_out images decides which epoch, or the start, is kept; null: keep the last epoch",
         COUNT,
     )
     validation: bool = setting(
         False,
-        "held_out training images are kept apart, and the file is measured on them too: what a search, which sets "
-        "this, chooses trials by; every has it by itself",
+        "keep held_out training images apart and measure the file on them too; a search sets this and"
+        " chooses trials by it; not needed with every",
     )
     held_out: int | None = setting(
         None,
-        "training images that choose between epochs (every) and trials (search), and that neither train nor calibrate; "
-        "null: a fifth of them, at most 1000",
+        "number of training images that choose between epochs (every) and trials (search) and are "
+        "used neither for training nor for calibration; null: a fifth of the training images, at most"
+        " 1000",
         COUNT,
     )
-    threads: int = setting(2, "of ONNX Runtime", COUNT)
-    latency_batch: int = setting(1, "images", COUNT)
-    latency_runs: int = setting(50, "of each file", COUNT)
+    threads: int = setting(2, "threads of ONNX Runtime", COUNT)
+    latency_batch: int = setting(1, "batch size in images for the latency measurement", COUNT)
+    latency_runs: int = setting(50, "timed runs per file", COUNT)
     parity_images: int = setting(
         512,
-        "that the file and the converted module are compared on; more where these fall short of min_agreement by what "
-        "chance may do",
+        "images on which the file and the converted module are compared; more if the agreement is "
+        "below min_agreement by an amount that chance can explain",
         COUNT,
     )
     max_drop: float | None = setting(
         1.0,
-        "points (or the unit of the task's main metric) that INT8 may be worse than float in ONNX Runtime",
+        "maximum loss of INT8 against float in ONNX Runtime, in points (or the unit of the task's "
+        "main metric)",
         Range(-100, 100),
     )
     decision: str = setting(
         "auto",
-        "with task=outputs: what two outputs have the same where they agree. cosine(LEAST): their direction (0.99); "
-        "argmax(AXIS); threshold(VALUE); equal: whole numbers; boxes(SCORE): a detector's boxes, as F1; "
-        "strings(BLANK): a CTC recognizer's texts; mask(THRESHOLD): mean IoU, or the share of pixels of the same "
-        "class; the dotted path of a function from outputs [N, ...] to integers or booleans; auto: argmax(1) of rows "
-        "that add up to 1, threshold(0.5) of one value in 0..1, equal of whole numbers, mask and boxes where values "
-        "leave no doubt, else cosine",
+        "with task=outputs: what must be equal for two outputs to agree. cosine(LEAST): their "
+        "direction (0.99); argmax(AXIS); threshold(VALUE); equal: whole numbers; boxes(SCORE): the "
+        "boxes of a detector, as F1; strings(BLANK): the texts of a CTC recognizer; mask(THRESHOLD): "
+        "mean IoU, or the share of pixels with the same class; or the dotted path of a function from "
+        "outputs [N, ...] to integers or booleans; auto: argmax(1) for rows that add up to 1, "
+        "threshold(0.5) for one value in 0..1, equal for whole numbers, mask and boxes if the values "
+        "are unambiguous, else cosine",
     )
     min_float_agreement: float | None = setting(
         0.9,
-        "of images without labels: share with the same decision (of boxes: F1), float file and INT8 in ONNX Runtime; "
-        "of a model with states over steps in which each file has its own",
+        "minimum share of unlabelled images with the same decision (boxes: F1) of the float file and "
+        "INT8 in ONNX Runtime; in a model with states over steps, each file keeps its own states",
         FRACTION,
     )
     max_float_kl: float | None = setting(
-        0.05, "of images without labels: nats from the softmax of the float file to INT8's, mean", POSITIVE
+        0.05,
+        "maximum mean KL divergence from the softmax of the float file to that of INT8 in nats, on "
+        "unlabelled images",
+        POSITIVE,
     )
     min_float_sqnr: float | None = setting(
         12.0,
-        "of images without labels: dB, outputs of the float file over INT8's error; with states as min_float_agreement",
+        "minimum ratio of the float file's outputs to the error of INT8 in dB (SQNR), on unlabelled "
+        "images; for models with states as in min_float_agreement",
         Range(-100, 200),
     )
     min_agreement: float | None = setting(
         0.999,
-        "share of images with the same decision, converted module and ONNX Runtime; another one within half a step of "
-        "the output is a tie, and counts as the same",
+        "minimum share of images with the same decision of the converted module and ONNX Runtime; a "
+        "different decision within half a step of the output is a tie and counts as the same",
         FRACTION,
     )
     target_isa: str | None = setting(
         None,
-        "also meet min_agreement on x86 processors without VNNI, where 8-bit products saturate: emulated; null: on "
-        "the processor that verifies alone",
+        "avx2: min_agreement must also be met on x86 processors without VNNI, where 8-bit products "
+        "saturate, by emulation; null: only on the processor that verifies",
         Choices(("avx2",)),
     )
-    saturation_images: int = setting(256, "that are emulated, of all classes alike", COUNT)
-    max_size_ratio: float | None = setting(None, "INT8 bytes / float bytes", POSITIVE)
-    min_speedup: float | None = setting(None, "float latency / INT8 latency", POSITIVE)
+    saturation_images: int = setting(
+        256, "number of images for that emulation, balanced over the classes", COUNT
+    )
+    max_size_ratio: float | None = setting(None, "maximum of INT8 bytes / float bytes", POSITIVE)
+    min_speedup: float | None = setting(None, "minimum of float latency / INT8 latency", POSITIVE)
     outputs: bool = setting(
         False,
-        "how near each output is to the float file's over parity_images test samples: SQNR, cosine and L2 distance; "
-        "with task=outputs and no labels in any case",
+        "measure how close each output is to that of the float file on parity_images test samples: "
+        "SQNR, cosine and L2 distance; always on with task=outputs and no labels",
     )
     dynamic: bool = setting(
         False,
-        "measure ONNX Runtime's dynamic int8 of the same float file beside it: whether quantization without any "
-        "calibration would have been enough",
+        "also measure ONNX Runtime's dynamic int8 version of the same float file, to see whether "
+        "quantization without calibration is enough",
     )
     audit: bool = setting(
         True,
-        "no weight dequantized at run time, every quantized operator runs int8; this and the size at the first "
-        "export already, which ends a run that falls short",
+        "check that no weight is dequantized at run time and that every quantized operator runs in "
+        "int8; this and the size are checked after the first export already, and a run that fails "
+        "them ends there",
     )
     runtimes: list[str] = setting(
         lambda: ["onnxruntime"],
-        "that the file is measured in: onnxruntime, openvino (an extra), or the dotted path of a"
-        " qatkit_verify.runtimes.base.Runtime",
+        "runtimes in which the file is measured: onnxruntime, openvino (an extra), or the dotted path"
+        " of a qatkit_verify.runtimes.base.Runtime",
     )
     examples: int = setting(
         4,
-        "test samples that report.html draws, those where INT8 and float differ most, of a task that draws any "
-        "(class maps, boxes, spectrograms); 0: none, since the page holds their pictures",
+        "number of test samples drawn in report.html, those where INT8 and float differ most, if the "
+        "task can draw any (class maps, boxes, spectrograms); 0: none, since the page contains their "
+        "pictures",
         Range(0, 50),
     )
     checks: list[str] = setting(
         lambda: [
-            "qatkit.verify.checks.latency.LatencyCheck",  # first: data loading leaves no worker behind yet
+            "qatkit.verify.checks.latency.LatencyCheck",  # first, before data loading leaves a worker behind
             "qatkit.verify.checks.runtimes.RuntimesCheck",
             "qatkit.verify.checks.accuracy.AccuracyCheck",
             "qatkit.verify.checks.fidelity.FidelityCheck",
@@ -276,32 +309,42 @@ class VerifyConfig:
 
 @dataclass
 class AnalysisConfig:
-    """What is looked into beside the figures: which side loses, which layers matter, where a tensor goes wrong."""
+    """The analyses that explain the figures: weights or activations, sensitive layers, and tensors that diverge."""
 
-    isolation: bool = setting(False, "float, weights alone, activations alone and both, on the same images")
+    isolation: bool = setting(
+        False,
+        "compare float, only weights quantized, only activations quantized, and both, on the same images",
+    )
     sensitivity: str = setting(
         "none",
-        "of every weight and activation: estimated in one pass, or then measured too, alone and left out",
+        "sensitivity of every weight and activation. estimate: in one pass; exact: also measured, "
+        "each quantized by itself and each left in float",
         Choices(("none", "estimate", "exact")),
     )
     top: int | None = setting(
-        None, "so many are measured, the most sensitive by the estimate; null: all of them", COUNT
+        None,
+        "number of weights and activations that are measured, the most sensitive by the estimate; null: all",
+        COUNT,
     )
     layers: list[str] = setting(
-        lambda: ["*"], 'which ones: paths ("layer1.0.conv1") or globs ("encoder.layers.*.mlp.*")'
+        lambda: ["*"],
+        'which operators are analysed: paths ("layer1.0.conv1") or globs ("encoder.layers.*.mlp.*")',
     )
-    images: int = setting(1000, "of the test split, balanced over the classes", COUNT)
-    batch_size: int = setting(50, "images at a time; memory follows it", COUNT)
+    images: int = setting(1000, "images of the test split, balanced over the classes", COUNT)
+    batch_size: int = setting(50, "images per batch; determines the memory use", COUNT)
     tensors: int = setting(
-        0, "images on which each tensor is compared: float, simulated, ONNX Runtime; 0: none", Range(0)
+        0,
+        "number of images on which each tensor of float, simulation and ONNX Runtime is compared; 0: "
+        "no comparison",
+        Range(0),
     )
     pictures: int = setting(
         0,
-        "tensors whose histograms are drawn; with the extra pictures as PNG files too; 0: no pictures",
+        "number of tensors whose histograms are drawn, with the extra pictures also as PNG files; 0: none",
         Range(0),
     )
     histograms: bool = setting(
         False,
-        "a PNG file for each weight and activation that tensors compares: its values, the ends of its range and its "
-        "steps",
+        "write a PNG file for each weight and activation that tensors compares, with its values, the "
+        "ends of its range and its steps",
     )

@@ -1,4 +1,4 @@
-"""What the file has to come to, and who looks for one that does."""
+"""The groups `target`, `precision`, `rescue` and `search`: what the file must reach, and how it is searched for."""
 
 from __future__ import annotations
 
@@ -10,91 +10,99 @@ from qatkit.config.fields import COUNT, FRACTION, PLACE, POSITIVE, Choices, Rang
 
 @dataclass
 class TargetConfig:
-    """What is aimed at where there is a choice: algorithms compete, a precision is taken, a rescue climbs."""
+    """The targets of automatic choices: competing algorithms, mixed precision and the rescue."""
 
     max_drop: float = setting(
         0.1,
-        "points (or the unit of the task's main metric) below float, which itself would miss less than 0",
+        "maximum loss against float, in points (or the unit of the task's main metric); at least 0, "
+        "since float itself would miss a lower target",
         Range(0, 100),
     )
     min_agreement: float = setting(
-        0.99, "of images without labels: share with the same decision as float", FRACTION
+        0.99, "minimum share of unlabelled images with the same decision as float", FRACTION
     )
     min_sqnr: float | None = setting(
         None,
-        "of images without labels: dB, float's outputs over the error, where that is more than verify.min_float_sqnr",
+        "minimum signal-to-quantization-noise ratio of the outputs in dB, on unlabelled images, if "
+        "above verify.min_float_sqnr",
         Range(-100, 200),
     )
     min_speedup: float | None = setting(
         None,
-        "float latency / this file's, of precision=auto: the most accurate point that is so fast is taken, in place of "
-        "the fastest one that meets the accuracy target",
+        "minimum of float latency / this file's latency, for precision=auto: the most accurate point "
+        "that is this fast is taken, instead of the fastest that meets the accuracy target",
         POSITIVE,
     )
 
 
 @dataclass
 class PrecisionConfig:
-    """Which operators are float in the file, for the accuracy that `target` asks for or the speed."""
+    """The choice of the operators that stay float, to reach the accuracy or the speed that `target` asks for."""
 
     search: str = setting(
         "none",
-        "auto: files with some operators in float are made, judged and timed, and the run goes on with the one that "
-        "target asks for",
+        "auto: make, judge and time files with some operators in float, then continue with the one "
+        "that target asks for",
         Choices(("none", "auto")),
     )
-    points: int = setting(8, "files of mixed precision that are made and measured, at most", COUNT)
-    images: int = setting(256, "of calibration, on which what each operator loses is estimated", COUNT)
+    points: int = setting(8, "maximum number of mixed-precision files that are made and measured", COUNT)
+    images: int = setting(256, "calibration images on which the loss of each operator is estimated", COUNT)
     front: str | None = setting(
-        None, "folder of a run that has searched; with point, that point is built", PLACE
+        None, "folder of a run with a finished search; point selects the point of its front to build", PLACE
     )
-    point: int | None = setting(None, "number of a point of that front", Range(0))
+    point: int | None = setting(None, "index of a point of that front", Range(0))
 
 
 @dataclass
 class RescueConfig:
-    """The ladder back to float's accuracy, rung by rung, until the target is met."""
+    """The ladder back to float's accuracy, climbed rung by rung until the target is met."""
 
-    climb: bool = setting(False, "naive PTQ first, then one thing better on each rung (qatkit.jobs.rungs)")
-    full: bool = setting(False, "all rungs, whatever is met on the way")
-    epochs: int = setting(1, "of the last rung, where the schedule trains nothing by itself", COUNT)
+    climb: bool = setting(
+        False, "start with naive PTQ, then improve one thing on each rung (qatkit.jobs.rungs)"
+    )
+    full: bool = setting(False, "try all rungs, even after the target is met")
+    epochs: int = setting(1, "epochs of the last rung, if the schedule trains nothing", COUNT)
 
 
 @dataclass
 class SearchConfig:
     """A study of many runs, whose settings Optuna proposes; all workers of one command share it."""
 
-    trials: int = setting(0, "runs in all, no two alike, whoever runs them; 0: no search", Range(0, 100_000))
+    trials: int = setting(
+        0, "total number of runs, all different, over all workers; 0: no search", Range(0, 100_000)
+    )
     space: dict[str, Any] = setting(
         dict,
-        "KEY: [VALUE, ...], one of these, or KEY: {low: , high: , step: , log: true}, a number, whole where the key's "
-        "are; a key is whatever the command line takes, groups included",
+        "KEY: [VALUE, ...] for a choice, or KEY: {low: , high: , step: , log: true} for a number, an "
+        "integer if the key is one; a key is anything the command line accepts, groups included",
     )
     objectives: list[str] = setting(
         lambda: ["accuracy"],
-        "of the file in ONNX Runtime, one or several: accuracy, drop, agreement, sqnr, latency, speedup, size",
+        "figures of the file in ONNX Runtime to optimize, one or several: accuracy, drop, agreement, "
+        "sqnr, latency, speedup, size",
     )
     constraints: list[str] = setting(
-        list, "bounds on such figures, in points, ms and MB: [accuracy>=97, size<=3.5]"
+        list, "bounds on these figures, in points, ms and MB: [accuracy>=97, size<=3.5]"
     )
     storage: str | None = setting(
         None,
-        "of the study. null: SQLite in its folder; journal: a file there, for workers on several machines; or a "
-        "database's URL (postgresql://...)",
+        "where the study is stored. null: SQLite in its folder; journal: a file there, for workers on"
+        " several machines; or a database URL (postgresql://...)",
     )
     prune: bool = setting(
         True,
-        "end a trial whose best accuracy so far is below the median of what the finished ones had by then; where "
-        "neither accuracy nor drop is an objective or a constraint, none",
+        "end a trial early if its best accuracy so far is below the median of the finished trials at "
+        "that point; has no effect if neither accuracy nor drop is an objective or a constraint",
     )
     startup: int = setting(
-        8, "trials that are drawn at random, and that are finished before any ends early", Range(0)
+        8, "number of random trials at the start; no trial ends early before this many are finished", Range(0)
     )
     attempts: int = setting(
         5,
-        "of a trial whose worker was killed, before it counts as failed (one that a signal ended is none)",
+        "how often a trial is tried if its worker is killed, before it counts as failed (an attempt "
+        "that a handled signal ends does not count)",
         COUNT,
     )
     worker: int = setting(
-        0, "of this worker a number: -m launcher=slurm search.worker=0,1,2,3 starts four", Range(0)
+        0, "number of this worker: -m launcher=slurm search.worker=0,1,2,3 starts four", Range(0)
     )

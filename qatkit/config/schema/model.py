@@ -1,4 +1,4 @@
-"""What is quantized, and how: model, images, backend, quantizers, ranges."""
+"""The groups `model` and `data`: the float model, and where its images come from and how they are prepared."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from qatkit_verify.fitting import ALIGNMENTS, FITS, LAYOUTS, ORDERS, PIXELS
 from qatkit_verify.sound_limits import LARGEST_MELS, LEAST_OFFSET, LOG_MEL, MFCC
 
 WAVE_AXES, WAVE_SCALES = ("nt", "n1t", "nt1", "t"), ("unit", "int16")  # of sound
-# Sources with settings of their own.
+# Sources that have settings of their own.
 AUDIO, DRAWN, TEXT = "qatkit.data.audio.audio", "qatkit.data.drawn.drawn", "qatkit.data.text.text"
 PAIRS, LABELLED = "qatkit.data.sentence_pairs.sentence_pairs", "qatkit.data.labelled_text.labelled_text"
 MAPS = "qatkit.data.label_pictures.label_pictures"
@@ -30,207 +30,227 @@ class ModelConfig:
 
     name: str = setting(
         "resnet18",
-        'a torchvision.models name ("resnet18"), one of timm\'s ("timm/resnet18"), an architecture, a hub id or a '
-        'folder of Hugging Face\'s with the head that task asks for ("hf/vit", "hf/google/vit-base-patch16-224", '
-        '"hf//my/folder"), '
-        '"lite/efficientnet-lite0", a float ONNX file ("onnx/FILE"), or the dotted path '
-        ' of your builder ("my_package.models.build")',
+        'a torchvision.models name ("resnet18"), a timm name ("timm/resnet18"), a Hugging Face '
+        'architecture, hub id or folder, with the head that task asks for ("hf/vit", '
+        '"hf/google/vit-base-patch16-224", "hf//my/folder"), "lite/efficientnet-lite0", a float ONNX '
+        'file ("onnx/FILE"), or the dotted path of your builder ("my_package.models.build")',
         PLACE,
     )
     weights: str | None = setting(
         None,
-        'one of torchvision\'s weight enums for that model ("IMAGENET1K_V1", "DEFAULT"), a tag of timm\'s '
-        '("a1_in1k", "DEFAULT"), or DEFAULT or a revision for Hugging Face\'s and lite/efficientnet-lite0',
+        'pretrained weights: a torchvision weight enum of that model ("IMAGENET1K_V1", "DEFAULT"), a '
+        'timm tag ("a1_in1k", "DEFAULT"), or DEFAULT or a revision for Hugging Face and '
+        "lite/efficientnet-lite0",
     )
     checkpoint: str | None = setting(
         None,
-        "a file with a float state_dict: torch.save's, as training scripts write them, or safetensors; with "
-        "model.weights of a model that began from those, which are not fetched then: their preprocessing holds",
+        "file with a float state_dict, written by torch.save or in safetensors; model.weights then "
+        "names the weights that training started from: they are not fetched, but their preprocessing "
+        "is used",
         PLACE,
     )
     checkpoint_key: str | None = setting(
         None,
-        'of several in the file the one to take ("model_ema"); null: the trained one, not an average of it',
+        'which state_dict to take if the file holds several ("model_ema"); null: the trained weights,'
+        " not an average of them",
     )
-    num_classes: int | None = setting(None, "of the classifier; null: those of the data", COUNT)
+    num_classes: int | None = setting(
+        None, "number of classes of the classifier; null: that of the data", COUNT
+    )
     kwargs: dict[str, Any] = setting(
-        dict, "further arguments of the builder; of hf/NAME: settings of the model's configuration"
+        dict, "further arguments of the builder; for hf/NAME, settings of the model's configuration"
     )
 
 
 @dataclass
 class DataConfig:
-    """Where images come from and how they are prepared.
+    """The source of the images and how they are prepared.
 
-    What is left null of how they are prepared (image_size to pixels) comes from the weights' own transforms, or from
-    the model.json beside an ONNX file; without either it is the default in parentheses.
+    Preprocessing settings (image_size to pixels) that are null come from the weights' own transforms, or from
+    the model.json next to an ONNX file. Without either, the default in parentheses is used.
     """
 
-    source: str = setting("qatkit.data.digits", "dotted path of a function that returns the datasets")
+    source: str = setting("qatkit.data.digits", "dotted path of the function that returns the datasets")
     root: str | None = setting(None, "folder of the images, for sources that read one", PLACE)
     image_size: Any | None = setting(
-        None, "pixels of the model's input: one number for a square, or [height, width]", SIZE
+        None, "size of the model's input in pixels: one number for a square, or [height, width]", SIZE
     )
     resize: Any | None = setting(
         None,
-        "with fit=crop: pixels that an image is scaled to cover before the centre crop, one number for the shorter "
-        "side, or [height, width]; null: image_size",
+        "with fit=crop: size in pixels that an image is scaled to cover before the centre crop: one "
+        "number for the shorter side, or [height, width]; null: image_size",
         SIZE,
     )
     mean: list[float] | None = setting(
-        None, "per channel of the model's input, of its pixels (pixels=0..255: 0)"
+        None,
+        "mean per channel of the model's input, in the range of pixels (default 0 with pixels=0..255)",
     )
     std: list[float] | None = setting(
-        None, "per channel of the model's input, of its pixels (pixels=0..255: 1)"
+        None,
+        "standard deviation per channel of the model's input, in the range of pixels (default 1 with "
+        "pixels=0..255)",
     )
     fit: str | None = setting(
         None,
-        "crop (default): scaled to cover resize, then the centre crop; resize: scaled to image_size, whatever "
-        "happens to the proportions; letterbox: scaled to fit into image_size, and the rest is filled",
+        "how an image is brought to image_size. crop (default): scale it to cover resize, then crop "
+        "the centre; resize: scale it to image_size and ignore its aspect ratio; letterbox: scale it "
+        "to fit into image_size and fill the rest",
         Choices(FITS),
     )
     pad_value: float | None = setting(
-        None, "with fit=letterbox: what fills the rest, in 0..255 (default 114)", Range(0, 255)
+        None, "fill value with fit=letterbox, from 0 to 255 (default 114)", Range(0, 255)
     )
     align: str | None = setting(
         None,
-        "with fit=letterbox: where the image lies, center (default), as ultralytics' YOLOs want it, or "
-        "top_left, as YOLOX, SCRFD and PaddleOCR do",
+        "position of the image with fit=letterbox: center (default), which YOLO models of ultralytics"
+        " expect, or top_left, which YOLOX, SCRFD and PaddleOCR expect",
         Choices(ALIGNMENTS),
     )
-    channels: str | None = setting(
-        None, "order of the channels of the model's input (default rgb)", Choices(ORDERS)
-    )
+    channels: str | None = setting(None, "channel order of the model's input (default rgb)", Choices(ORDERS))
     layout: str | None = setting(
-        None, "axes of the model's input, a batch of images (default nchw)", Choices(LAYOUTS)
+        None, "axis order of the model's input, a batch of images (default nchw)", Choices(LAYOUTS)
     )
     pixels: str | None = setting(
-        None, "range of the pixels that mean and std are of (default 0..1)", Choices(PIXELS)
+        None, "range of the pixel values to which mean and std apply (default 0..1)", Choices(PIXELS)
     )
     augment: str = setting(
         "none",
-        "of training images; of recordings: shift by up to 100 ms each way, gain of up to 6 dB each way, noise 10 to "
-        "40 dB below",
+        "augmentation of training data; for recordings, shift moves them by up to 100 ms either way, "
+        "gain changes the level by up to 6 dB either way, noise is 10 to 40 dB below the signal",
         Choices(("none", *PICTURE_AUGMENTATIONS, *SOUND_AUGMENTATIONS)),
     )
     policy: str = setting(
         "none",
-        "torchvision's, that changes training images further; for float models that have learned their images by "
-        "heart",
+        "torchvision augmentation policy, in addition to augment; for float models that overfit their"
+        " training images",
         Choices(("none", "trivial_augment", "rand_augment", "auto_augment", "aug_mix")),
     )
-    batch_size: int = setting(64, "training images a step and process", COUNT)
-    eval_batch_size: int = setting(
-        100, "test images at a time; fewer where 64 MiB do not hold so many", COUNT
-    )
+    batch_size: int = setting(64, "training images per step and process", COUNT)
+    eval_batch_size: int = setting(100, "test images per batch; fewer if 64 MiB cannot hold that many", COUNT)
     workers: int = setting(
-        2, "processes that load images, of passes that outlast their start; 0: none of their own", Range(0)
+        2,
+        "data-loading processes, for passes that take longer than starting them; 0: load in the main process",
+        Range(0),
     )
     cache: str = setting(
         "none",
-        "ram: images that were decoded once stay in memory, shared by the workers; a source's items have to be the "
-        "same whenever they are read",
+        "ram: keep decoded images in memory, shared by the workers; the source must return the same "
+        "item each time it is read",
         Choices(("none", "ram")),
     )
     cache_mb: int = setting(
-        4000, "of decoded images at most, in each process that trains; others are decoded each time", COUNT
+        4000,
+        "largest size of the cache of decoded images in MB, per training process; images that do not "
+        "fit are decoded each time",
+        COUNT,
     )
     train_images: int | None = setting(
-        None, "so many of the train split, seeded and balanced over classes; null: all", COUNT
+        None,
+        "size of the subset of the train split, seeded and balanced over classes; null: all images",
+        COUNT,
     )
     test_images: int | None = setting(
-        None, "so many of the test split, seeded and balanced over classes; null: all", COUNT
+        None,
+        "size of the subset of the test split, seeded and balanced over classes; null: all images",
+        COUNT,
     )
     bad: str = setting(
         "refuse",
-        "files that can't be read as images or sound: end the run with a list of them, or leave them out and say so",
+        "what to do with files that cannot be read as images or sound. refuse: list them and end the "
+        "run; skip: leave them out and report them",
         Choices(("refuse", "skip")),
     )
-    download: bool = setting(True, "fetch a data set that is not in root, where the source can")
+    download: bool = setting(
+        True, "download the data set if root does not hold it and the source can fetch it"
+    )
     rate: int | None = setting(
         None,
-        "of sound: samples per second of the model's input, to which files of other rates are resampled; null: what "
-        "the model's file says (metadata, or a fixed input such as sr), else 16000; of data=spoken_digits and tones "
-        "8000",
+        "sample rate of the model's input in Hz, to which sound files of other rates are resampled; "
+        "null: what the model's file says (metadata, or a fixed input such as sr), else 16000; 8000 "
+        "for data=spoken_digits and tones",
         COUNT,
     )
     frame: int | None = setting(
         None,
-        "data=audio: audio samples of an input, where the model takes any number of them; of recordings: samples of a "
-        "window (default 40 ms)",
+        "with data=audio: samples per input, if the model accepts any number; for recordings: samples"
+        " per window (default 40 ms)",
         COUNT,
     )
     hop: int | None = setting(
         None,
-        "of sound: audio samples from the start of a frame to that of the next; null: frame, of recordings half of it",
+        "samples from the start of one frame to the start of the next; null: frame, or half of it for"
+        " recordings",
         COUNT,
     )
     axes: str | None = setting(
         None,
-        "data=audio: axes of the input, with n for the batch and t for time; null: found by its shape",
+        "with data=audio: axes of the input, n for the batch and t for time; null: inferred from its shape",
         Choices(WAVE_AXES),
     )
     scale: str | None = setting(
         None,
-        "data=audio: unit: samples in -1..1 (default of a float input); int16: in -32768..32767 (default of integers)",
+        "with data=audio: range of the samples. unit: -1..1 (default for a float input); int16: "
+        "-32768..32767 (default for integer inputs)",
         Choices(WAVE_SCALES),
     )
     seconds: float | None = setting(
         None,
-        "of recordings: longer ones are cut off, shorter ones get zeros behind them (default 1)",
+        "length of a recording in seconds; longer ones are cut, shorter ones are padded with zeros at"
+        " the end (default 1)",
         POSITIVE,
     )
     features: str | None = setting(
         None,
-        "of recordings: log_mel (default), logarithms of the power in bands of the mel scale, or mfcc, the first "
-        "coefficients of their DCT",
+        "features of recordings. log_mel (default): logarithm of the power in mel bands; mfcc: the "
+        "first coefficients of the DCT of log_mel",
         Choices((LOG_MEL, MFCC)),
     )
     features_in: str | None = setting(
         None,
-        "of recordings: data (default), the file takes features; graph: it takes samples [N, T] and computes features "
-        "in float",
+        "where features of recordings are computed. data (default): before the file, which takes "
+        "features; graph: in float inside the file, which takes samples [N, T]",
         Choices(("data", "graph")),
     )
     mels: int | None = setting(
-        None, "of recordings: bands of the mel scale (default 40)", Range(1, LARGEST_MELS, whole=True)
+        None, "number of mel bands for recordings (default 40)", Range(1, LARGEST_MELS, whole=True)
     )
     coefficients: int | None = setting(
         None,
-        "of features=mfcc: coefficients of the DCT, at most mels (default 10)",
+        "number of DCT coefficients for features=mfcc, at most mels (default 10)",
         Range(1, LARGEST_MELS, whole=True),
     )
     log_offset: float | None = setting(
         None,
-        "of recordings: added to the power of a band before the logarithm (default 1e-6)",
+        "value added to the power of a band before the logarithm, for recordings (default 1e-6)",
         Range(LEAST_OFFSET, 1),
     )
-    count: int | None = setting(None, "data=drawn: samples of each split (default 64)", COUNT)
+    count: int | None = setting(None, "with data=drawn: samples per split (default 64)", COUNT)
     sizes: Any | None = setting(
         None,
-        "data=drawn: sizes of open axes: {AXIS: SIZE} by names in the file, {INPUT: SIZE} or {INPUT: [SIZE, ...]}; "
-        "null: 224 of pictures, 16000 of sound, else 64",
+        "with data=drawn: sizes of open axes. {AXIS: SIZE} by the axis name in the file, {INPUT: "
+        "SIZE} or {INPUT: [SIZE, ...]}; null: 224 for pictures, 16000 for sound, else 64",
     )
     ranges: Any | None = setting(
         None,
-        "data=drawn: {INPUT: [LOW, HIGH]}, both included; null: floats are normal(0, 1), ids are rows of the table "
-        "that they index, numbers of 8 bits are any, other integers 0 or 1",
+        "with data=drawn: {INPUT: [LOW, HIGH]}, both included; null: floats are drawn from normal(0, "
+        "1), ids from the rows of the table that they index, 8-bit integers from their whole range, "
+        "other integers from 0 and 1",
     )
     context: int | None = setting(
         None,
-        "data=text: tokens of a window; a sample is one (default 512); data=sentence_pairs, labelled_text: tokens of a "
-        "sentence or text at most (default 128)",
+        "with data=text: tokens per window, which is one sample (default 512); with "
+        "data=sentence_pairs or labelled_text: maximum tokens of a sentence or text (default 128)",
         Range(2, whole=True),
     )
     tokenizer: str | None = setting(
-        None, "of text: a folder with a tokenizer.json, or that file; null: the one beside the model", PLACE
+        None, "folder with a tokenizer.json, or that file, for text; null: the one next to the model", PLACE
     )
     ignored: list[int] | None = setting(
         None,
-        "data=label_pictures: numbers of label pictures that count neither as right nor as wrong; null: 255",
+        "with data=label_pictures: label values that count neither as right nor as wrong; null: 255",
     )
     columns: list[str] | None = setting(
         None,
-        "data=labelled_text: names of the columns (or keys) [TEXT, LABEL], or [TEXT, SECOND, LABEL] of pairs; null: "
-        "label, and one or two whose names begin with text or sentence",
+        "with data=labelled_text: column names (or keys) [TEXT, LABEL], or [TEXT, SECOND, LABEL] for "
+        "pairs; null: label, and one or two columns whose names begin with text or sentence",
     )

@@ -1,9 +1,9 @@
-"""demo.html of a bundle: a page that runs the INT8 file on a picture, offline, from a folder or a static server.
+"""The page demo.html of a bundle: runs the INT8 file on a picture, offline, from a folder or a static server.
 
-A page that is opened from a folder may load scripts that lie beside it, and fetch nothing. So the model, the golden
-vectors and ONNX Runtime's WebAssembly travel as scripts below demo/, gzipped and in base64; the preprocessing and the
-comparison are those of `qatkit_verify`'s JavaScript, put into the page itself. One thread: several need headers that
-a folder can't send.
+A page that is opened from a folder may load scripts next to it, but fetch nothing. So the model, the golden
+vectors and ONNX Runtime's WebAssembly are stored as scripts below demo/, gzipped and in base64. The
+preprocessing and the comparison are those of `qatkit_verify`'s JavaScript, copied into the page itself. It
+uses one thread: several need HTTP headers that a folder can't send.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _IMPORT = re.compile(r"^import .*\n", re.MULTILINE)
 
 
 def write_demo(bundle: Path, runtime: WebRuntime, name: str, options: Mapping[str, str]) -> None:
-    """Writes the page into a bundle that holds its other files already.
+    """Writes the page into a bundle that already holds its other files.
 
     Args:
-        bundle: the folder, whose model.onnx, preprocess.json and golden.npz are read; labels.txt and float.onnx
-            where they are.
-        runtime: the npm package whose WebAssembly computes.
-        name: of the model, as the page's title.
+        bundle: the folder; model.onnx, preprocess.json and golden.npz are read, labels.txt and float.onnx if
+            they exist.
+        runtime: the npm package whose WebAssembly is used.
+        name: the name of the model, for the page's title.
         options: ONNX Runtime's config entries under which the figures hold.
     """
     assets = bundle / ASSETS
@@ -60,7 +60,7 @@ def write_demo(bundle: Path, runtime: WebRuntime, name: str, options: Mapping[st
 
 
 def _part(name: str, path: Path) -> str:
-    """A script that holds a file; the same file, the same bytes."""
+    """Returns a script that holds a file, deterministic for the file."""
     packed = base64.b64encode(gzip.compress(path.read_bytes(), 9, mtime=0)).decode()
     return f'demoParts["{name}"] = "{packed}";\n'
 
@@ -80,7 +80,7 @@ def _page(bundle: Path, runtime: WebRuntime, name: str, options: Mapping[str, st
 
 
 def _facts(bundle: Path, options: Mapping[str, str]) -> Mapping[str, Any]:
-    """What the page has to know of the model."""
+    """Returns what the page has to know about the model."""
     labels = bundle / LABELS_FILE
     report = json.loads((bundle / REPORT_FILE).read_text(encoding="utf-8"))
     return {
@@ -96,7 +96,7 @@ def _facts(bundle: Path, options: Mapping[str, str]) -> Mapping[str, Any]:
 
 
 def _program() -> str:
-    """The page's modules as one: a page from a folder can import no file."""
+    """Returns the page's modules joined into one, since a page from a folder cannot import files."""
     shared = modules()
     own = [(resources.files(__name__) / name).read_text(encoding="utf-8") for name in _OWN]
     return "\n".join(_IMPORT.sub("", one) for one in [*(shared[name] for name in _PROGRAM), *own]).rstrip()

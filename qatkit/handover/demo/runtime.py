@@ -1,4 +1,4 @@
-"""npm's onnxruntime-web, which a demo page carries: where it is on this machine."""
+"""The npm package onnxruntime-web on this machine, which a demo page includes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class WebRuntime:
         script: its API, as a plain script.
         glue: the module that starts the WebAssembly.
         wasm: the WebAssembly, for CPUs with SIMD.
-        version: of the package, "unknown" where no package.json lies above.
+        version: the version of the package; "unknown" without a package.json in the folder above.
     """
 
     script: Path
@@ -34,11 +34,11 @@ class WebRuntime:
 
 
 def find_runtime(typed: str | None) -> WebRuntime:
-    """The package that `export.demo_runtime` names; without it, that of the nearest node_modules above the working
-    directory.
+    """Returns the package that `export.demo_runtime` names, or that of the nearest node_modules above the
+    working directory.
 
     Raises:
-        ConfigError: it is not there, or not whole; says what brings it.
+        ConfigError: it is missing or incomplete; says how to install it.
     """
     folder = Path(typed) if typed else _nearest(Path.cwd())
     if folder is None:
@@ -53,7 +53,7 @@ def find_runtime(typed: str | None) -> WebRuntime:
 
 
 def _nearest(start: Path) -> Path | None:
-    """The package's dist folder in the first node_modules on the way up."""
+    """Returns the package's dist folder in the nearest node_modules on the way up."""
     ways = (above / "node_modules" / PACKAGE / "dist" for above in (start, *start.parents))
     return next((way for way in ways if way.is_dir()), None)
 
