@@ -141,9 +141,9 @@ class Backend:
     def with_activations(self, dtype: str) -> Backend:
         """The same target with activations of another number type.
 
-        ONNX Runtime has no kernel for 16-bit activations, so nothing is shaped for one. Version 1.32 turns a MatMul that
-        follows them into one that rounds activations to 8 bits, unless the session sets accuracy level 0. Bounds of
-        shifts are known for 8 bits only.
+        ONNX Runtime has no kernel for 16-bit activations, so nothing is shaped for one. Version 1.32 turns a
+        MatMul after them into one that rounds activations to 8 bits, unless the session sets accuracy level 0.
+        Bounds of shifts are known for 8 bits only.
         """
         found = replace(self, activation=replace(self.activation, dtype=dtype))
         if not found.activation.wide:
