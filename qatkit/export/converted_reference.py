@@ -69,7 +69,9 @@ class ConvertedReference:
         return {name: values[path][i] for path in calls for i, name in names[path].items()}
 
     def file_names(self, file: Path) -> dict[str, dict[int, str]]:
-        """By the path of each pair: of its calls, by their number, the name of the QuantizeLinear output in `file`."""
+        """Returns, by path of each pair and number of its call, the name of the QuantizeLinear output in
+        `file`.
+        """
         nodes = _file_nodes(ir.load(str(file)))
         return {
             path: _matched([(path, source) for source in sources], nodes.get(path, []))
@@ -77,7 +79,9 @@ class ConvertedReference:
         }
 
     def _calls(self) -> dict[str, list[str]]:
-        """What each pair reads, call by call."""
+        """Returns the path of the module that each call of a pair reads, "" for other nodes, by path of the
+        pair.
+        """
         found: dict[str, list[str]] = defaultdict(list)
         for node in self._named.graph.nodes:
             if node.op == "call_module" and isinstance(module_of(node), _PAIRS):
@@ -96,7 +100,7 @@ def _recorder(found: list[NDArray[Any]]) -> Callable[..., None]:
 
 
 def _file_nodes(model: ir.Model) -> dict[str, list[tuple[_Call, str]]]:
-    """By path: what each QuantizeLinear of the file reads, and the name of its output, in the file's order."""
+    """Returns, by path, the input and the output name of each QuantizeLinear node, in the file's order."""
     found: dict[str, list[tuple[_Call, str]]] = defaultdict(list)
     for node in model.graph:
         if node.op_type == "QuantizeLinear":
@@ -107,7 +111,7 @@ def _file_nodes(model: ir.Model) -> dict[str, list[tuple[_Call, str]]]:
 
 
 def _path(node: ir.Node) -> str:
-    """Of the module that a node of the file belongs to."""
+    """Returns the path of the module that a node of the file belongs to."""
     return str(node.name).rpartition("/")[0]
 
 

@@ -142,7 +142,7 @@ def _join_casts(model: ir.Model, own: Collection[str | None]) -> None:
 
 
 def _is_finite(source: Path, target: Path, batches: Iterable[Any]) -> bool:
-    """Whether the file gives numbers wherever the float file does."""
+    """Returns whether the outputs of the file are finite wherever those of the float file are."""
     exact, half = (open_session(path, threads=1) for path in (source, target))
     for batch in batches:
         feed = feeds(exact, batch)

@@ -47,7 +47,7 @@ def float_graph(path: Path, model: ir.Model, opset: int) -> ir.Model:
 
 
 def _has_weights(model: ir.Model) -> bool:
-    """Whether an operator of the main graph has float32 weights to quantize, constants in whatever form."""
+    """Returns whether an operator of the main graph has constant float32 weights, in any form, to quantize."""
     lifted = with_initializers(model.clone())
     found = [weight_of(node) for node in lifted.graph if node.op_type in weighted_ops()]
     found += [weight(operand(node, 1)) for node in lifted.graph if node.op_type in _RECURRENT]

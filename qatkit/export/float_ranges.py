@@ -25,11 +25,11 @@ _LEAST_SIDE = 32
 
 @dataclass
 class Range:
-    """Of one float32 tensor, over all runs; infinities and NaN are left out.
+    """The range of one float32 tensor over all runs, without infinities and NaN.
 
     Attributes:
         low, high: the extremes.
-        least: the smallest magnitude but zero; infinite where all values are zero.
+        least: the smallest nonzero magnitude; infinite if all values are zero.
         finite: whether there were no infinities and no NaN.
     """
 
@@ -102,7 +102,7 @@ def nodes_of_infinity(model: ir.Model, batches: Iterable[Any]) -> list[ir.Node]:
 
 
 def _feeds(session: Any, batches: Iterable[Any]) -> list[dict[str, NDArray[Any]]]:
-    """What the model is run on."""
+    """Returns the inputs of the runs: the given batches or, without any, one random batch that the model accepts."""
     inputs = session.get_inputs()
     given = [feeds(session, batch) for batch in batches]
     if given:
@@ -112,7 +112,7 @@ def _feeds(session: Any, batches: Iterable[Any]) -> list[dict[str, NDArray[Any]]
 
 
 def _runs(session: Any, feed: dict[str, NDArray[Any]]) -> bool:
-    """Whether a model takes inputs of these sizes."""
+    """Returns whether the model accepts these inputs."""
     try:
         session.run(None, feed)
     except Exception:  # ONNX Runtime's exceptions have no public common base

@@ -54,7 +54,8 @@ def prepared(source: Path) -> ir.Model:
 
 
 def for_tools(model: ir.Model) -> onnx.ModelProto:
-    """As the tools take it: they transpose weights, and would trip over their old shapes.
+    """Returns the model for the tools, without recorded shapes: they transpose weights and would fail on old
+    ones.
 
     Where types can't be inferred (after an operator of another domain) the tools leave float what follows. What float
     weights are multiplied with is float, and so is the result; both are declared.
@@ -166,7 +167,7 @@ def add_constant(graph: ir.Graph, name: str, tensor: ir.TensorProtocol | NDArray
 
 
 def _way(node: ir.Node, index: int, rank: int) -> object:
-    """How an operator reads a weight: those that do it alike can share its scales."""
+    """Returns a key for how an operator reads a weight: operators with equal keys can share its scales."""
     if node.op_type not in _CHANNEL_AXIS or index > 1:
         return "values"
     kind = "matrix" if node.op_type in ("Gemm", "MatMul") else node.op_type

@@ -88,7 +88,7 @@ def format_function(name: str, opset: int) -> onnx.FunctionProto:
 
 
 def _of_tensor(form: Format) -> list[str]:
-    """One scale: NaN stays NaN, and infinities saturate."""
+    """Returns the function's lines for one scale per tensor: NaN stays NaN, and infinities saturate."""
     return [
         *_constants(),
         "sizes = Abs(x)",
@@ -279,7 +279,7 @@ def _whole(name: str, value: int) -> list[str]:
 
 
 def _with_axes_as_inputs(function: onnx.FunctionProto) -> None:
-    """From opset 18 on ReduceMax has its axes as an input."""
+    """Turns the axes of each ReduceMax from an attribute into an input, as opset 18 and later require."""
     for node in function.node:
         if node.op_type == "ReduceMax":
             del node.attribute[[one.name for one in node.attribute].index("axes")]

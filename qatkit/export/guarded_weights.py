@@ -76,7 +76,7 @@ def guard_matrices(quantized: ir.Model, model: ir.Model) -> None:
 
 
 def _adds_in_32_bits(node: ir.Node) -> bool:
-    """Whether an operator with a weight is a depthwise convolution, or has no int8 kernel at all."""
+    """Returns whether an operator with a weight is a depthwise convolution or has no int8 kernel."""
     if node.op_type == "ConvTranspose":
         return True
     weight, groups = constant(operand(node, 1)), node.attributes.get_int("group", 1)

@@ -27,7 +27,7 @@ def free_name(name: str, taken: set[str | None]) -> str:
 
 
 def tensor_names(model: ir.Model) -> set[str | None]:
-    """Of every tensor of the main graph."""
+    """Returns the names of all tensors of the main graph."""
     made = {value.name for node in model.graph for value in node.outputs}
     return made | {value.name for value in model.graph.inputs} | set(model.graph.initializers)
 

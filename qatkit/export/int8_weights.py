@@ -31,11 +31,11 @@ _INT8_MAX = 127
 
 @dataclass(frozen=True)
 class Scales:
-    """How a weight is divided among scales.
+    """The layout of a weight's scales.
 
     Attributes:
-        shape: of the weight as it is quantized; it is reshaped after.
-        axes: of `shape`, those along which the scale varies.
+        shape: the shape in which the weight is quantized; it is reshaped afterwards.
+        axes: the axes of `shape` along which the scale varies.
     """
 
     shape: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Which operators of a float16 file compute in float32: those whose values float16 can't hold, by a float run.
+"""Finds, by a float run, the operators whose values float16 cannot hold; they compute in float32.
 
 too large     a tensor or constant beyond 65504 (activations: half of it, since other images follow): whoever makes
 or reads it
@@ -66,7 +66,7 @@ def _range(value: ir.Value | None, ranges: Mapping[str, Range]) -> Range | None:
 
 
 def _leaves_range(node: ir.Node, ranges: Mapping[str, Range]) -> bool:
-    """Whether a tensor that the operator reads or makes is too large or too small altogether."""
+    """Returns whether an input or output of the operator is too large, or too small as a whole, for float16."""
     for place, value in enumerate((*node.inputs, *node.outputs)):
         known = _range(value, ranges)
         if known is None or known.largest == 0:
@@ -93,7 +93,9 @@ def _sums_inside(node: ir.Node, ranges: Mapping[str, Range]) -> bool:
 
 
 def _grows_near_zero(node: ir.Node) -> bool:
-    """Of powers, only those whose exponent is negative or a fraction below one."""
+    """Returns whether small inputs are critical: always, except for a Pow without a constant exponent below
+    1.
+    """
     exponent = constant(operand(node, 1)) if node.op_type == "Pow" else None
     return node.op_type != "Pow" or (exponent is not None and bool((exponent < 1).any()))
 
@@ -132,6 +134,6 @@ def _epsilon_path(value: ir.Value, depth: int = 8) -> list[ir.Node]:
 
 
 def _is_kept(number: float) -> bool:
-    """Whether float16 holds a small number, nearly."""
+    """Returns whether float16 holds a number that is small for it with little error."""
     small = 0 < abs(number) < _NORMAL
     return not small or abs(float(np.float16(number)) - number) <= _KEPT * abs(number)

@@ -1,4 +1,4 @@
-"""Why a quantized file takes more bytes than the float one that it was made of."""
+"""Explains why a quantized file is larger than the float file that it was made from."""
 
 from __future__ import annotations
 

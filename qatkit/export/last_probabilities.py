@@ -30,8 +30,9 @@ def last_probabilities(model: ir.Model) -> list[str]:
 
 
 def _probable(value: ir.Value | None) -> bool:
-    """Whether a tensor holds probabilities: one of those joined by a Concat, both factors of a product (objectness
-    times class).
+    """Returns whether a tensor holds probabilities.
+
+    For a Concat, one input that does is enough; for a product (objectness times class), both factors must.
     """
     node = None if value is None else value.producer()
     if node is None or node.domain:

@@ -14,11 +14,11 @@ _LISTED = 5
 
 
 class LeftFloat(NamedTuple):
-    """What a mode leaves float.
+    """The operators that a mode leaves float.
 
     Attributes:
-        names: of operators.
-        notes: what the reader of the report has to know of them.
+        names: the names of the operators.
+        notes: remarks on them for the report.
     """
 
     names: list[str]

@@ -18,11 +18,11 @@ from qatkit.verify.graph_view import constant, element_type, operand, stored
 
 @dataclass(frozen=True)
 class Levelled:
-    """What `levelled` did to one weight.
+    """A record of what `levelled` changed in one weight.
 
     Attributes:
-        original: the weight before.
-        ranges: of the filters, shaped to multiply the Conv's output.
+        original: the weight before the change.
+        ranges: the ranges of the filters, shaped to multiply the Conv's output.
     """
 
     original: ir.TensorProtocol
@@ -64,7 +64,7 @@ def scaled_back(model: ir.Model, changed: dict[str, Levelled]) -> None:
 
 
 def is_depthwise(node: ir.Node) -> bool:
-    """Whether each filter of a Conv sees one channel of several."""
+    """Returns whether the node is a grouped Conv each of whose filters sees a single input channel."""
     grouped = node.op_type == "Conv" and node.attributes.get_int("group", 1) > 1
     weight = stored(operand(node, 1)) if grouped else None
     return weight is not None and weight.shape[1] == 1

@@ -73,7 +73,7 @@ def _refuse_newer(graph: ir.Graph, opset: int) -> None:
 
 
 def _known(node: ir.Node, opset: int) -> bool:
-    """Whether the operator has these attributes and as many inputs in `opset`."""
+    """Returns whether `opset` has the operator with these attributes and this number of inputs."""
     if not onnx.defs.has(node.op_type, opset, ""):
         return False
     schema = onnx.defs.get_schema(node.op_type, opset, "")

@@ -110,7 +110,7 @@ def name_nodes(model: ir.Model, kept: Collection[str]) -> None:
 
 
 def _operand_name(value: ir.Value, opset: int) -> str:
-    """What a constant is to the first node that reads it: NODE.OPERAND, by the specification's name for it."""
+    """Returns NODE.OPERAND for a constant: its first reader and the specification's name for that input."""
     node, index = next(iter(value.uses()))
     what = str(value.name).rpartition("/")[2] if "/" in str(value.name) else ""
     if not what and onnx.defs.has(node.op_type, opset, node.domain):
@@ -150,6 +150,6 @@ def _scope(node: ir.Node) -> str | None:
 
 
 def place(node: ir.Node) -> str:
-    """Where a node of torch's exporter comes from, for messages: MODULE/OPERATOR, or its name."""
+    """Returns the origin of a node of torch's exporter for messages: MODULE/OPERATOR, or else its name."""
     scope = _scope(node)
     return f"{scope}/{node.op_type}" if scope else str(node.name)

@@ -14,7 +14,7 @@ from qatkit.export.rewrite import MICROSOFT, Rule, given, ints, length, new_cons
 
 
 class Newer(Exception):  # noqa: N818  a message on its way to the user
-    """What a node does that only its newer form can say."""
+    """Raised when a node does something that only its newer form can express; the message says what."""
 
 
 def _axes_to_attribute(node: ir.Node, builder: tape.Tape) -> ir.Value | None:

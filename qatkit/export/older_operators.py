@@ -124,10 +124,11 @@ def _overlap_add(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
 
 
 def _by_pixel(places: list[NDArray[np.int64]], image: list[int]) -> NDArray[np.int64]:
-    """Which cells fall on each pixel, [turns, pixels]; behind the last cell where there are no more.
+    """Returns the indices of the cells that fall on each pixel, [turns, pixels], padded with the number of
+    cells.
 
     Args:
-        places: for each axis of the image, where every cell falls.
+        places: the coordinates of all cells, one array per axis of the image.
     """
     inside = np.all([(p >= 0) & (p < size) for p, size in zip(places, image, strict=True)], axis=0)
     cells = np.flatnonzero(inside)

@@ -1,4 +1,4 @@
-"""What ONNX Runtime's kernels and fusions want of a graph, at any opset.
+"""Rewrites a graph into the forms that ONNX Runtime's kernels and fusions recognize, at any opset.
 
 Its fusions know one order of a GELU's factors, its int8 kernels one operator for a global mean and only pools whose
 size is not rounded up, and a SiLU stays one node between its pairs only if it is written as one. Source: its
@@ -65,7 +65,7 @@ def _is_scalar(value: ir.Value, number: float) -> bool:
 
 
 def _follows(value: ir.Value, *op_types: str) -> bool:
-    """Whether `value` comes out of this chain of operators, the last one first."""
+    """Returns whether `value` is the output of this chain of operators, the last one first."""
     producer = value.producer()
     if producer is None or producer.op_type != op_types[0]:
         return False
@@ -84,8 +84,9 @@ def _silu(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
 
 
 def silu_function(opset: int) -> ir.Function:
-    """What `QuickGelu` with alpha 1 is, in standard operators: a runtime that has no kernel of that name (ONNX
-    Runtime has one) reads this.
+    """Returns `QuickGelu` with alpha 1 as a function of standard operators.
+
+    Runtimes without a kernel of that name use it; ONNX Runtime has a kernel.
     """
     x = ir.Value(name="x")
     gate = ir.Node("", "Sigmoid", [x], outputs=[ir.Value(name="gate")])
@@ -188,7 +189,7 @@ def _second_pair(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
 
 
 def _same(some: Sequence[ir.Value | None], others: Sequence[ir.Value | None]) -> bool:
-    """Whether constants are equal, value by value."""
+    """Returns whether all values are constants and pairwise equal."""
     tensors = [
         [None if v is None else ir.convenience.get_const_tensor(v) for v in values]
         for values in (some, others)

@@ -165,7 +165,7 @@ def static(source: Path, target: Path, batches: Iterable[Any], backend: Backend)
 
 
 def _static_options(model: ir.Model, backend: Backend, kinds: Mapping[str, OpRule]) -> dict[str, Any]:
-    """What the static quantizer has no parameters for."""
+    """Returns the extra options of the static quantizer, those for which it has no parameters."""
     weight, single = backend.weight, _one_scale(model)
     per_channel = weight.granularity.separates(0)
     wider = range_overrides(model, per_channel=per_channel, single=single) if weight.guards_pairs else {}
@@ -226,7 +226,12 @@ def _one_scale(model: ir.Model) -> list[str]:
 
 
 def _misread(node: ir.Node) -> bool:
-    """What the static quantizer gets wrong: a weight that is the first factor or a vector; a Gemm's beta."""
+    """Returns whether the static quantizer misreads a node.
+
+    It does for a MatMul whose weight is the first factor or a vector, and for a Gemm with a beta other than 1
+    or
+    with a constant bias that is no vector.
+    """
     if node.op_type == "MatMul":
         return weight_rank(node) == 1 or stored(node.inputs[0]) is not None
     if node.op_type != "Gemm" or operand(node, 2) is None:

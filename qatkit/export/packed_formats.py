@@ -131,7 +131,7 @@ class _Packer:
         return found if shape is None else self._made("Reshape", [found, shape])
 
     def _scale(self, scale: Array, held: HeldWeight) -> ir.Value | None:
-        """What elements are multiplied by, of the shape of `scale`; None where bytes do not hold it."""
+        """Returns the factor of the elements, with the shape of `scale`; None if bytes cannot represent it."""
         if held.form.scale is Scale.FLOAT32:
             return self._constant(scale, "scale")
         if held.form.scale is Scale.E8M0:
@@ -228,7 +228,7 @@ def _powers(bits: int, count: int) -> Array:
 
 
 def _same(a: Array, b: Array) -> bool:
-    """Whether all bits are equal."""
+    """Returns whether two float32 arrays have the same shape and are equal bit by bit."""
     return a.shape == b.shape and a.dtype == b.dtype == np.float32 and a.tobytes() == b.tobytes()
 
 

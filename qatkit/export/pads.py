@@ -68,7 +68,7 @@ def _is_zero(pad: ir.Node) -> bool:
 
 
 def _amounts(pad: ir.Node) -> list[int] | None:
-    """Of every axis, the beginnings before the ends; None where they are not constant."""
+    """Returns the padding of all axes, all begins before all ends; None if it is not known."""
     amounts, shape = ints(pad.inputs[1]), pad.inputs[0].shape  # type: ignore[union-attr]
     axes = ints(pad.inputs[3]) if len(pad.inputs) > 3 and pad.inputs[3] is not None else None
     if amounts is None or axes is None:
@@ -83,7 +83,7 @@ def _amounts(pad: ir.Node) -> list[int] | None:
 
 
 def _same(one: ir.Value | None, other: ir.Value | None) -> bool:
-    """Whether two constants are the same numbers."""
+    """Returns whether two values are the same or constants of the same type with equal numbers."""
     if one is other:
         return True
     tensors = [None if v is None else ir.convenience.get_const_tensor(v) for v in (one, other)]

@@ -1,6 +1,6 @@
-"""What can't be exported, in one line: the place in the model, the operator, and what is missing.
+"""Reports in one line what can't be exported: the place in the model, the operator, and what is missing.
 
-torch's exporter raises a page of advice around the cause, or goes on with less than was asked for: one batch size
+torch's exporter raises a page of advice around the cause, or silently exports less than was asked for: one batch size
 for every batch, an LSTM without its projection.
 """
 
@@ -93,7 +93,7 @@ def refuse_program(
 
 
 def refusal(error: Exception, module: nn.Module) -> ConfigError:
-    """What torch's exporter raised about `module`, as one line that names the place in it."""
+    """Returns the error of torch's exporter as one line that names the place in `module`."""
     cause: BaseException = error
     while cause.__cause__ is not None:
         cause = cause.__cause__

@@ -1,4 +1,4 @@
-"""One pass of rules over an ONNX graph: each looks at one node and changes it in place, or builds its replacement."""
+"""Applies rules to an ONNX graph in one pass: each rule changes one node in place or builds its replacement."""
 
 from __future__ import annotations
 

@@ -53,7 +53,9 @@ def _can_shift(value: ir.Value) -> bool:
 
 
 def _is_weight(node: ir.Node, index: int) -> bool:
-    """Whether a DequantizeLinear with the zero point 0 makes a convolution's weight of it, and nothing else."""
+    """Returns whether the input of a DequantizeLinear with zero_point 0 is used only as a convolution's
+    weight.
+    """
     if node.op_type != "DequantizeLinear" or index != 0 or len(node.inputs) < 3:
         return False
     zero = node.inputs[2]

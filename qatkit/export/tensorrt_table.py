@@ -70,7 +70,9 @@ def tensorrt_table(
 
 
 def _same_range() -> frozenset[str]:
-    """What comes out has the range of what goes in, or the part of it that the quantized range was chosen for."""
+    """Returns the operators whose output range is that of the input, or the part chosen as the quantized
+    range.
+    """
     return same_scale_ops() | clip_ops() | {"Identity", "Pad"}
 
 

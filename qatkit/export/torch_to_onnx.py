@@ -188,8 +188,11 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def may_be_literals(module: nn.Module) -> dict[str, Tensor]:
-    """What the exporter may give a file in another form: tensors of modules that are not ours, by their names, and the
-    ends that a `QuantizeDequantize` clips to. What else ours hold has its name there, or that of the quantizer behind.
+    """Returns, by name, the tensors that the exporter may write in another form.
+
+    These are the tensors of modules that are not ours and the ends to which a `QuantizeDequantize` clips. The
+    other
+    tensors of our modules keep their name in the file, or have that of the quantizer after them.
     """
     found = {}
     for path, part in module.named_modules():
@@ -282,7 +285,9 @@ def _torch_export(
 
 
 def _optimize(model: ir.Model, *, merge: bool) -> None:
-    """What torch's exporter does by `optimize=True`; equal constants become one only if `merge` is set."""
+    """Optimizes like torch's exporter with `optimize=True`, but merges equal constants only if `merge` is
+    set.
+    """
     common.InlinePass()(model)
     # By the name of what they make: the constant folder calls the parts of "split" "split_split_0" and on.
     sequences = {

@@ -1,7 +1,10 @@
-"""What torch's exporter does not know, or translates wrongly, in operators of opset 18.
+"""Translates to opset 18 the operators that torch's exporter does not know or translates wrongly.
 
-Our own operators; pools whose windows differ in size, and an average with a divisor of its own (which the
-exporter forgets); and some of torch's functions that a few operators of ONNX say. Sizes are known but for the batch.
+These are our own operators, pools whose windows differ in size, averages with a divisor of their own (which
+the
+exporter drops), and some functions of torch that a few ONNX operators express. All sizes except the batch
+size are
+known.
 """
 
 from __future__ import annotations
@@ -72,7 +75,7 @@ def _recurrent(x, weights, bias, hidden, cell, mode: str, size: int):  # type: i
 
 
 def _rrelu(x, noise=None, lower: float = 0.125, upper: float = 1 / 3, training=False, generator=None):  # type: ignore[no-untyped-def]
-    """In inference the slope is the mean of its bounds."""
+    """Translates RReLU at inference, where the slope is the mean of its bounds."""
     return op.LeakyRelu(x, alpha=(lower + upper) / 2), op.Identity(noise)
 
 
@@ -173,7 +176,7 @@ def _distances(x, y, p: float, compute_mode: int | None = None):  # type: ignore
 
 
 def _search(boundaries, x, out_int32=False, right=False, side=None, sorter=None):  # type: ignore[no-untyped-def]
-    """How many of the boundaries lie before each number."""
+    """Counts the boundaries that lie before each number."""
     if sorter is not None:
         raise NotImplementedError("searchsorted with a sorter")
     rows = boundaries if len(boundaries.shape) == 1 else op.Unsqueeze(boundaries, [-2])

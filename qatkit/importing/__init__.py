@@ -1,4 +1,4 @@
-"""From a float ONNX file to a PyTorch module with the file's nodes as submodules.
+"""Imports a float ONNX file as a PyTorch module with the file's nodes as submodules.
 
     read.py        the file as onnx_ir holds it: sorted, local functions inlined, sparse weights dense
     fused.py       operators without 8-bit kernels, taken apart
@@ -7,7 +7,7 @@
     islands.py     the nodes that PyTorch has no form for, and the regions that they make
     island.py      such a region, computed by ONNX Runtime
     program.py     its nodes in order, each a submodule with the node's name
-    operators/     what each ONNX operator is in PyTorch, by classes of operators
+    operators/     the PyTorch form of each ONNX operator, by classes of operators
     patterns.py    operators that exporters write in parts (SiLU, GELU, LayerNorm)
     proof.py       the module against the file in ONNX Runtime
     write_back.py  the file again, with the integers of a converted module

@@ -1,4 +1,4 @@
-"""From the graph of an ONNX file to the program that runs it."""
+"""Builds the program that runs the graph of an ONNX file."""
 
 from __future__ import annotations
 
@@ -273,7 +273,7 @@ class _Builder:
 
 
 def _file_node(node: Node) -> FileNode:
-    """What selectors know of a node."""
+    """Returns the description of a node that selectors match."""
     weight = {"Gather": 0}.get(node.op_type, 1)
     turned = node.op_type in ("MatMul", "ConvTranspose") or (
         node.op_type == "Gemm" and not node.get("transB", 0)

@@ -64,7 +64,7 @@ def encodings_of(path: Path) -> Encodings:
 
 
 class _Found:
-    """What the nodes of a model quantize."""
+    """The encodings of the tensors that the nodes of a model quantize."""
 
     def __init__(self, model: ir.Model) -> None:
         import onnx_ir as ir
@@ -181,7 +181,7 @@ def _encoding(node: ir.Node) -> Encoding | None:
 
 
 def _is_lone(scales: Any, value: ir.Value, axis: int | None) -> bool:
-    """Whether there is one scale for the tensor, which is no tensor of one channel."""
+    """Returns whether one scale is for the whole tensor rather than for its only channel."""
     if scales.ndim == 0:
         return True
     shape = value.shape

@@ -91,7 +91,7 @@ class Island(nn.Module):
 
     @property
     def reason(self) -> str:
-        """Why PyTorch does not compute it, for the report."""
+        """The reason for the report why PyTorch does not compute it."""
         told = f"stays as it is in the file, computed by ONNX Runtime in float: {self.region.reason}"
         others = [name for name in self.region.weighted if name != self.region.name]
         return f"{told}; the weights in it stay float: {', '.join(others)}" if others else told
@@ -151,7 +151,9 @@ class Island(nn.Module):
         return found
 
     def _hint(self) -> str:
-        """How to give ONNX Runtime the operators of other domains than its own."""
+        """Returns a hint on how to give ONNX Runtime operators of other domains than its own; "" if none are
+        needed.
+        """
         custom = [one for one in self.region.operators if "." in one and not one.startswith(_OWN_DOMAINS)]
         if not custom:
             return ""

@@ -1,4 +1,4 @@
-"""Which nodes of a file PyTorch has no form for, and the regions that they make.
+"""Finds the nodes of a file that have no form in PyTorch, and groups them into regions.
 
     unknown operators                     whatever the table of operators lacks, contrib and custom ones too
     Loop, Scan, a computed If             what runs, or how often, depends on values
@@ -104,7 +104,7 @@ class _Cutter:
         return ConfigError("onnx", self.file, reason=reason)
 
     def _is_tensor(self, value: ir.Value) -> bool:
-        """Whether a value is a tensor of numbers, as far as its type is known."""
+        """Returns whether a value is a tensor of numbers, as far as its type is known."""
         kind = value.type
         plain = kind is None or (isinstance(kind, ir.TensorType) and kind.dtype != ir.DataType.STRING)
         return plain and value not in self.others
@@ -161,7 +161,9 @@ class _Cutter:
         return ""
 
     def _sizes_depend(self, node: ir.Node) -> bool:
-        """Whether sizes of a region's node may depend on values; of an unknown operator they are taken not to."""
+        """Returns whether output sizes of a region's node may depend on values; unknown operators count as
+        no.
+        """
         if any(value in self.open for value in read_by(node)):
             return True
         if node.domain not in STANDARD:
@@ -174,7 +176,7 @@ class _Cutter:
         return any(self._depends(v) == _VALUES for p, v in enumerate(node.inputs) if p in places)
 
     def _is_closed(self, value: ir.Value) -> bool:
-        """Whether shape inference knows the sizes of a value: numbers, or sizes of the inputs."""
+        """Returns whether shape inference knows all sizes of a value, as numbers or as sizes of the inputs."""
         sizes = value.shape
         return sizes is not None and all(isinstance(s, int) or s.value in self.symbols for s in sizes)
 
@@ -232,7 +234,10 @@ class _Cutter:
         return any(self._depends(value) == _VALUES for value in node.outputs)
 
     def _stages(self, graph: ir.Graph) -> dict[ir.Node, int]:
-        """How often the way to a node changes from a region to PyTorch: nodes of one stage never enclose another."""
+        """Returns how often the path to each node changes from a region to PyTorch.
+
+        Region nodes of one stage never enclose a node of PyTorch.
+        """
         stage: dict[ir.Node, int] = {}
         for node in graph:
             steps = [
@@ -260,7 +265,9 @@ class _Cutter:
         return found
 
     def _needed(self, nodes: Sequence[ir.Node]) -> tuple[list[ir.Value], list[ir.Node], dict[str, ir.Value]]:
-        """What nodes read from outside: values, nodes that compute sizes and constants, and initializers."""
+        """Returns what nodes read from outside: values, nodes that compute sizes and constants, and
+        initializers.
+        """
         made = {value for node in nodes for value in node.outputs}
         border: dict[ir.Value, None] = {}
         copied: dict[ir.Node, None] = {}
@@ -324,7 +331,9 @@ class _Cutter:
         return region, inputs, outputs
 
     def _leaves(self, maker: ir.Node, reader: ir.Node | None, members: set[ir.Node]) -> bool:
-        """Whether a reader of what a region makes needs it from there: constants are copied into other regions."""
+        """Returns whether a reader needs a value as an output of its region; other regions copy constants
+        instead.
+        """
         copied = reader in self.why and not self._is_computed(maker)
         return reader is not None and reader not in members and not copied
 

@@ -1,7 +1,8 @@
-"""Which region of a prepared or converted graph makes a tensor of the file.
+"""Finds the region of a prepared or converted graph that makes a tensor of the file.
 
-Nodes of the file that are none of the graph are looked through: they are a part of a range (Relu), of weights (a
-BatchNormalization, a layer scale), or only move values.
+The search passes through nodes of the file that the graph lacks: they became part of a range (Relu) or of
+weights
+(a BatchNormalization, a layer scale), or only move values.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ _NOTHING = (
 
 
 class Way(NamedTuple):
-    """From a tensor back to the region that makes it.
+    """The path from a tensor back to the region that makes it.
 
     Attributes:
         region: "" for what no region makes (sizes, constants).
-        absorbed: nodes on the way that are a part of a range or of weights.
-        moved: whether others on the way move values.
+        absorbed: number of nodes on the path that are part of a range or of weights.
+        moved: whether other nodes on the path move values.
     """
 
     region: str
@@ -62,7 +63,9 @@ class Makers:
         self._inside = {name: step for step in inner for name in step.outputs if name}
 
     def is_folded(self, step: Step) -> bool:
-        """Whether the arithmetic of a step is in the weights before it, and in no node of the graph."""
+        """Returns whether a step is folded into the weights before it, so that no node of the graph computes
+        it.
+        """
         if step.path in self.regions.nodes:
             return False
         own = self.model.get_submodule(step.path)
@@ -96,5 +99,5 @@ class Makers:
 
 
 def _factor(step: Step) -> bool:
-    """Whether a Mul multiplies by a constant of floats."""
+    """Returns whether a Mul multiplies by one constant of floats."""
     return len(step.constants) == 1 and next(iter(step.constants.values())).dtype.kind == "f"

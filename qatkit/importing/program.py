@@ -35,11 +35,11 @@ _SIZES = 16  # numbers of an output that are made one by one, at most
 
 
 class Operator(nn.Module):
-    """One node that is computed by the function of its operator.
+    """A node that is computed by the function of its operator.
 
     Args:
-        node: what it computes.
-        constants: by place among its inputs; arrays of floats become buffers.
+        node: the node to compute.
+        constants: the constant inputs, by position among the inputs; arrays of floats become buffers.
     """
 
     one_operator = True  # its call is named by its path alone (`qatkit.graph.trace.name_sites`)
@@ -100,17 +100,18 @@ def _digest(array: Array) -> str:
 
 @dataclass(frozen=True)
 class Step:
-    """One node of a program.
+    """A node of a program.
 
     Attributes:
-        path: of its module; "" of an If.
-        name: of the node, as messages call it.
-        inputs: names of values; "" for constants and for inputs left out.
-        constants: by place among the inputs; not the large ones that its module holds.
+        path: the path of its module; "" for an If.
+        name: the name of the node in messages.
+        inputs: names of values; "" for constants and omitted inputs.
+        constants: constants by position among the inputs, without the large ones that its module holds.
         outputs: names of values.
-        branches: of an If, what runs where its condition is true and where it is false.
-        originals: the large constants that its module holds, as they are in the file, by place.
-        node: what selectors know of it; None of an island and of an If.
+        branches: the programs of an If for a true and for a false condition.
+        originals: the large constants that its module holds, as stored in the file, by position among the
+        inputs.
+        node: its description for selectors; None for an island and an If.
     """
 
     path: str

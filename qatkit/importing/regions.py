@@ -1,8 +1,13 @@
-"""Which nodes of a converted graph are which node of the file, and what stands on the edges between two of these.
+"""Maps the nodes of a converted graph to the nodes of the file, and finds what lies on the edges between
+these.
 
-A region is all nodes of the graph that belong to one node of the file. Pairs and barriers are no nodes of a region:
-they are the chain of an edge, from the region that makes a value to the one that reads it. A pair between two nodes of
-one region is moved to the region's edge through what only moves values: before the reader, or behind the maker.
+A region is the set of all nodes of the graph that belong to one node of the file. Pairs and barriers belong
+to no
+region: they form the chain of an edge, from the region that makes a value to the one that reads it. A pair
+between
+two nodes of one region is moved to the region's edge, across nodes that only move values: before the reader,
+or
+after the maker.
 """
 
 from __future__ import annotations
@@ -25,13 +30,13 @@ INPUT, CONSTANT = "input ", "constant"  # regions that are no nodes of the file
 
 @dataclass(frozen=True)
 class Edge:
-    """What a region reads.
+    """An edge to a region: a value that it reads.
 
     Attributes:
-        maker: the region that makes the value; "input NAME" of an input of the graph.
+        maker: the region that makes the value; "input NAME" for an input of the graph.
         source: the node of the graph that makes it.
-        chain: what stands in between.
-        place: the node and the position of its argument.
+        chain: the pairs and barriers in between.
+        place: the node that reads it and the position of its argument.
     """
 
     maker: str
@@ -93,7 +98,7 @@ class Regions:
         )
 
     def edges(self, path: str) -> list[Edge]:
-        """What a region reads from others, in the order of its nodes and their arguments."""
+        """Returns the edges from other regions, in the order of the region's nodes and their arguments."""
         found = []
         for node in self.nodes.get(path, ()):
             for place, argument in enumerate(_arguments(node)):
@@ -105,7 +110,7 @@ class Regions:
         return found
 
     def loses(self, path: str) -> bool:
-        """Whether a pair stands between two nodes of a region and can't be moved to its edge."""
+        """Returns whether a pair between two nodes of a region can't be moved to the region's edge."""
         for node in self.nodes.get(path, ()):
             for argument in _arguments(node):
                 source, chain = self.back(argument)
@@ -191,7 +196,10 @@ def _joined(chain: Chain) -> Chain:
 
 
 def _link(node: fx.Node) -> Chain | None:
-    """What a node is on an edge; None for a node of a region. A quantizer of a prepared graph has no numbers yet."""
+    """Returns the links that a node adds to an edge; None for a node of a region.
+
+    A quantizer of a prepared graph adds none, since it has no scale yet.
+    """
     if is_quantizer(node):
         return ()
     if node.op == "call_module" and isinstance(module_of(node), QuantizeDequantize):
@@ -209,7 +217,9 @@ def pair_of(module: QuantizeDequantize) -> Pair:
 
 
 def _fills_up(node: fx.Node) -> bool:
-    """Whether it appends channels of zeros that a kernel wants (`qatkit.graph.pad_channels`) and the file lacks."""
+    """Returns whether it appends zero channels for a kernel (`qatkit.graph.pad_channels`) that the file
+    lacks.
+    """
     before = node.all_input_nodes[:1]
     return node.target is F.pad and not owner(node) and site(node) == f"{site(before[0])}_pad"
 
@@ -234,5 +244,5 @@ def shape(node: fx.Node) -> tuple[int, ...]:
 
 
 def carries(chain: Chain) -> bool:
-    """Whether a chain quantizes."""
+    """Returns whether a chain quantizes."""
     return any(isinstance(link, Pair) for link in chain)

@@ -1,4 +1,4 @@
-"""Which inputs of the nodes of the file are those of a step: of its node, or of the parts that it was joined of."""
+"""Finds the inputs of a step in the file: those of its node or of the parts that were joined into it."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def _step(regions: Regions, path: str) -> Step | None:
 
 
 def _is_constant(value: ir.Value) -> bool:
-    """Whether a value depends on no input of the graph."""
+    """Returns whether a value depends on no input of the graph."""
     if value.is_graph_input():
         return False
     node = value.producer()

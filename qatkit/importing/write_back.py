@@ -224,7 +224,7 @@ class _Writer:
         return self.makers.region(step.inputs[place]) == edge.maker
 
     def _matched(self, step: Step, edges: Sequence[Edge]) -> Iterator[tuple[int, Chain]]:
-        """How each input of a node is read.
+        """Yields the position of each input of a node and the chain through which it is read.
 
         Raises:
             ConfigError: the region reads what the node does not, or its inputs can't be told apart.
@@ -269,7 +269,7 @@ class _Writer:
         return chain
 
     def _becomes_gemm(self, step: Step, name: str) -> bool:
-        """Whether ONNX Runtime makes one float Gemm of an int8 MatMul and the Add behind it.
+        """Returns whether ONNX Runtime fuses an int8 MatMul and the Add after it into one float Gemm.
 
         It does so for matrices, and for more axes where all sizes are known and a vector is added.
         """
@@ -328,7 +328,7 @@ class _Writer:
 
 
 def _differs(module: nn.Module, own: nn.Module) -> bool:
-    """Whether a module of the graph has other parameters than that of the file."""
+    """Returns whether a module of the graph has other parameters than that of the file."""
     if is_packed(module) or type(module).__name__.startswith("Quantized"):
         return any(True for _ in own.parameters())
     return any(
@@ -345,6 +345,6 @@ def _keeps_layout(node: ir.Node) -> bool:
 
 
 def _clips(step: Step, own: Operator, pair: Pair) -> bool:
-    """Whether a Clip gives less than the pair behind it, in whole steps."""
+    """Returns whether the maximum of a Clip is below that of the pair after it by more than half a step."""
     end = step.constants.get(2, own.node.get("max"))
     return end is not None and pair.largest > float(np.asarray(end).reshape(-1)[0]) + pair.scale / 2

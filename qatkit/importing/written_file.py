@@ -242,7 +242,7 @@ class WrittenFile:
                 self.values[known] = new
 
     def is_static(self) -> bool:
-        """Whether the sizes of all inputs are numbers."""
+        """Returns whether the sizes of all inputs are numbers."""
         shapes = [value.shape for value in self.graph.inputs]
         return all(shape is not None and shape.is_static() for shape in shapes)
 

@@ -39,7 +39,7 @@ _END = 2**63 - 1
 
 
 def has_another_form(regions: Regions, path: str, edges: Sequence[Edge]) -> bool:
-    """Whether a node of the file is written anew: the file's own operators would not do what its region does."""
+    """Returns whether a node of the file must be rewritten because its own operators differ from its region."""
     nodes = regions.nodes[path]
     modules = [module_of(n) for n in nodes if n.op == "call_module"]
     if any(isinstance(module, QuantizedHardSigmoid) for module in modules):

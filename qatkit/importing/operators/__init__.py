@@ -1,7 +1,8 @@
-"""What each ONNX operator is in PyTorch.
+"""Implements the ONNX operators in PyTorch.
 
-A file per class of operators; each registers its own by `function` (computed from its inputs) or `module` (an ordinary
-torch module, where the weights are constants).
+There is one file per class of operators. Each registers its operators by `function` (computed from the
+inputs) or
+`module` (an ordinary torch module, if the weights are constants).
 """
 
 import importlib

@@ -153,7 +153,7 @@ def mean(node: Node, *values: Value) -> Tensor:
 
 @function("Where")
 def where(node: Node, condition: Value, a: Value, b: Value) -> Tensor:
-    """One of two values, as a condition says."""
+    """Selects from two values by a condition."""
     like = next((v for v in (condition, a, b) if isinstance(v, Tensor)), None)
     return torch.where(tensor(condition, like).bool(), tensor(a, like), tensor(b, like))
 
@@ -192,7 +192,7 @@ def leaky_relu(node: Node, x: Value) -> Tensor:
 
 @module("PRelu")
 def prelu_module(node: Node, constants: Sequence[Array | None]) -> nn.Module | None:
-    """One slope, or one per channel."""
+    """Returns `nn.PReLU` with one slope or one per channel; None if the slopes have another form."""
     slope = constants[1]
     if slope is not None and slope.ndim == node.ranks[0] and slope.shape[0] == 1:
         slope = slope[0]  # the same for all samples
@@ -258,7 +258,7 @@ def shrink(node: Node, x: Value) -> Tensor:
 @function("Gelu")
 @function("Gelu", domain="com.microsoft")
 def gelu(node: Node, x: Value) -> Tensor:
-    """By the error function, or approximated by tanh."""
+    """Computes GELU by the error function or by its tanh approximation."""
     return F.gelu(tensor(x), approximate=node.get("approximate", "none"))
 
 
@@ -291,14 +291,14 @@ def _unknown_type(node: Node) -> str:
 
 @function("Cast", refuses=_unknown_type)
 def cast(node: Node, x: Value) -> Tensor:
-    """To another type; every float is float32."""
+    """Casts to another type; all floats become float32."""
     x, kind = tensor(x), TYPES[node.get("to")]
     return x if x.dtype == kind else x.to(kind)
 
 
 @function("CastLike")
 def cast_like(node: Node, x: Value, other: Value) -> Tensor:
-    """To the type of another tensor."""
+    """Casts to the type of another tensor."""
     return tensor(x).to(tensor(other).dtype)
 
 

@@ -51,7 +51,7 @@ def _from_front(places: Tensor, size: int) -> Tensor:
 
 @function("GatherElements")
 def gather_elements(node: Node, x: Value, places: Value) -> Tensor:
-    """One value per place, along an axis."""
+    """Gathers one value per index along an axis."""
     x, axis = tensor(x), node.get("axis", 0)
     return torch.gather(x, axis, _from_front(tensor(places, x).long(), x.shape[axis]))
 
@@ -122,7 +122,7 @@ def scatter_nd(node: Node, x: Value, places: Value, updates: Value) -> Tensor:
 
 @function("OneHot", known=(1,))
 def one_hot(node: Node, places: Value, depth: Value, values: Value) -> Tensor:
-    """One value at a place of a new axis, another elsewhere; a place outside of the axis has none."""
+    """Sets one value at the index along a new axis and another elsewhere; indices out of range set none."""
     index, count, pair = tensor(places).long(), one_int(depth), tensor(values)
     axis = node.get("axis", -1) % (index.ndim + 1)
     numbers = torch.arange(count, device=index.device)

@@ -44,7 +44,7 @@ def _unknown(node: Node) -> str:
 
 @function("BatchNormalization", refuses=_unknown)
 def batch_norm(node: Node, x: Value, scale: Value, bias: Value, mean: Value, variance: Value) -> Tensor:
-    """With statistics that are computed."""
+    """Applies batch normalization with parameters or statistics that the graph computes."""
     x = tensor(x)
     statistics = tensor(mean, x), tensor(variance, x)
     return F.batch_norm(x, *statistics, tensor(scale, x), tensor(bias, x), eps=node.get("epsilon", 1e-5))
@@ -52,7 +52,7 @@ def batch_norm(node: Node, x: Value, scale: Value, bias: Value, mean: Value, var
 
 @function("InstanceNormalization")
 def instance_norm(node: Node, x: Value, scale: Value, bias: Value) -> Tensor:
-    """By the statistics of each channel of each image."""
+    """Normalizes by the statistics of each channel of each image."""
     x = tensor(x)
     return F.instance_norm(x, weight=tensor(scale, x), bias=tensor(bias, x), eps=node.get("epsilon", 1e-5))
 
@@ -130,7 +130,7 @@ def local_response_norm(node: Node, x: Value) -> Tensor:
 
 @function("MeanVarianceNormalization")
 def mean_variance_norm(node: Node, x: Value) -> Tensor:
-    """To mean 0 and variance 1 over some axes."""
+    """Normalizes to mean 0 and variance 1 over some axes."""
     x, axes = tensor(x), node.get("axes", [0, 2, 3])
     mean = torch.mean(x, axes, keepdim=True)
     variance = torch.mean(x * x, axes, keepdim=True) - mean * mean

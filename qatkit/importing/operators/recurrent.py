@@ -92,7 +92,9 @@ def why_not(node: Node, constants: Sequence[Array | None]) -> str:
 
 
 def _known(lengths: Array | None) -> bool:
-    """Whether lengths are one constant, which is compared with the input when it is there."""
+    """Returns whether the lengths are constant and equal; the length is compared with the input when the node
+    runs.
+    """
     return lengths is not None and bool((lengths == lengths.reshape(-1)[:1]).all())
 
 

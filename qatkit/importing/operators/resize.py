@@ -37,7 +37,7 @@ def _unknown(node: Node) -> str:
 
 @function("Resize", known=(1, 2, 3), refuses=_unknown)
 def resize(node: Node, x: Value, roi: Value = None, scales: Value = None, sizes: Value = None) -> Tensor:
-    """By factors or to sizes, along all axes or some."""
+    """Resizes by factors or to sizes, along all axes or some."""
     x = tensor(x)
     if node.version < 11:
         return upsample(node, x, roi)
@@ -117,7 +117,7 @@ def _nearest(size: int, target: int, factor: float, mode: str, rounding: str) ->
 
 
 def _torch_nearest(size: int, target: int, places: Array) -> bool:
-    """Whether `F.interpolate` picks the same positions."""
+    """Returns whether nearest `F.interpolate` picks the same positions."""
     return bool(np.array_equal(places, np.minimum(np.floor(np.arange(target) * (size / target)), size - 1)))
 
 

@@ -40,7 +40,7 @@ def constant(node: Node) -> Array:
 
 @function("ConstantOfShape", known=(0,))
 def constant_of_shape(node: Node, sizes: Value) -> Array:
-    """One value everywhere."""
+    """Returns an array of the given sizes filled with one value."""
     value = array(node.get("value", np.zeros(1, np.float32)))
     return np.full(ints(sizes), value.reshape(-1)[0], value.dtype)
 
@@ -95,7 +95,7 @@ def squeeze(node: Node, x: Value, axes: Value = None) -> Tensor:
 
 @function("Unsqueeze", known=(1,))
 def unsqueeze(node: Node, x: Value, axes: Value = None) -> Tensor:
-    """With new axes of size 1, counted in the result."""
+    """Inserts new axes of size 1, numbered as in the result."""
     x = tensor(x)
     given = node.get("axes") if axes is None else ints(axes)
     for axis in sorted(axes_of(list(given), x.ndim + len(given))):
@@ -210,7 +210,9 @@ def triangle(node: Node, x: Value, diagonal: Value = None) -> Tensor:
 
 @function("EyeLike")
 def eye_like(node: Node, x: Value) -> Tensor:
-    """Ones on a diagonal, zeros elsewhere; of the type that is named, or that of the tensor."""
+    """Returns ones on a diagonal and zeros elsewhere, in the type given by `dtype` or else that of the
+    tensor.
+    """
     rows, columns = sizes_of(x)
     made = torch.from_numpy(np.eye(rows, columns, node.get("k", 0), dtype=np.float32))
     kind = node.get("dtype")

@@ -1,4 +1,4 @@
-"""What accelerators compute in place of some operators: another function, hence only where it is asked for.
+"""Replaces some operators by what accelerators compute in their place, a different function, only on request.
 
 The constants are those of AMD's DPU as AMD Quark 0.13 simulates it: factors k / 2^n, since the hardware multiplies by
 an integer and shifts. With values in fixed point a quantized file then says what the hardware gives.

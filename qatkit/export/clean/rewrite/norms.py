@@ -16,7 +16,9 @@ _TINY = 1e-6  # of a norm, below which the parts divide by a constant; LpNormali
 
 
 class Normalized(NamedTuple):
-    """What is normalized: the tensor, the axes of mean and variance, and what is added to the variance."""
+    """A normalization: its input tensor, the axes of mean and variance, and the epsilon added to the
+    variance.
+    """
 
     x: ir.Value
     axes: tuple[int, ...]
