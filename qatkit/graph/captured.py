@@ -91,7 +91,7 @@ class Captured:
 
 
 def _has_its_values(model: nn.Module, graph: fx.GraphModule) -> bool:
-    """Whether each parameter and buffer of the graph is found under its name in the model, with the same values."""
+    """Returns whether the model has each parameter and buffer of the graph under its name, with the same values."""
     for kind in ("named_parameters", "named_buffers"):
         known = dict(getattr(model, kind)(remove_duplicate=False))
         for name, tensor in getattr(graph, kind)(remove_duplicate=False):

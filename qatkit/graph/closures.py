@@ -23,17 +23,19 @@ _NO_STATE = (type, types.ModuleType, types.BuiltinFunctionType, str, bytes, int,
 
 
 def attributes_of(module: nn.Module) -> dict[str, Any]:
-    """Returns what a module holds beside parameters, buffers and modules."""
+    """Returns the attributes of a module other than parameters, buffers and modules."""
     return {name: value for name, value in vars(module).items() if name not in _HELD_APART}
 
 
 def held_tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in containers, in objects other than modules, and in what functions and methods refer to."""
+    """Yields the tensors in containers, in objects other than modules, and in the closures of functions and
+    methods.
+    """
     yield from (one for one in _reached(value) if isinstance(one, Tensor))
 
 
 def _reached(value: Any) -> Iterator[Any]:
-    """`value` and what it holds; of functions what they refer to."""
+    """Yields `value` and what it holds; for functions, what they refer to."""
     waiting, seen = [value], set[int]()
     while waiting:
         one = waiting.pop()
@@ -129,7 +131,7 @@ class _Functions:
         self.cells: dict[int, types.CellType] = {}
 
     def of(self, value: Any) -> Any:
-        """The copy of a function with state, or of what one refers to."""
+        """Returns the copy of a function with state, or of a value that one refers to."""
         if isinstance(value, types.FunctionType):
             if not _has_state(value):
                 return value

@@ -23,14 +23,16 @@ _EPS = (1e-5, 0.0, 1e-3, 1e-6)  # of modules that do not say; the first two are 
 
 
 class BatchNorm(nn.BatchNorm2d):
-    """BatchNorm of inputs of any rank."""
+    """A BatchNorm of inputs of any rank."""
 
     def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002  torch's name
-        """Takes any."""
+        """Accepts any rank."""
 
 
 def as_batch_norm(module: nn.Module) -> nn.Module | None:
-    """Returns the BatchNorm that a module is under another name; None for torch's own, and for whatever is none."""
+    """Returns a module of another type as the BatchNorm that it computes; None for torch's own and for any
+    other module.
+    """
     if isinstance(module, _BatchNorm):
         same = type(module).forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward)
         if not same or isinstance(module, (*_PLAIN, LazyModuleMixin)):

@@ -35,7 +35,7 @@ _MODES: dict[type[nn.Module], str] = {
 
 
 def open_pads(graph_module: fx.GraphModule) -> None:
-    """Changes `graph_module`, which is traced, in place."""
+    """Opens the paddings of `graph_module`, which is traced, in place."""
     opened: dict[str, tuple[list[int], str]] = {}
     for node in [n for n in graph_module.graph.nodes if n.op == "call_module"]:
         module, path = module_of(node), str(node.target)
@@ -90,7 +90,7 @@ def _pad_before(node: fx.Node, amounts: list[int], mode: str) -> None:
 
 
 def _without_padding(conv: nn.modules.conv._ConvNd) -> nn.Module:
-    """The same convolution of what is padded already."""
+    """Returns the same convolution for an input that is already padded."""
     new: Any = with_the_same_parameters(cast(nn.Module, conv))
     new.padding, new.padding_mode = (0,) * len(conv.kernel_size), "zeros"
     new._reversed_padding_repeated_twice = [0] * (2 * len(conv.kernel_size))
@@ -98,7 +98,7 @@ def _without_padding(conv: nn.modules.conv._ConvNd) -> nn.Module:
 
 
 def belongs_to(pad: fx.Node, reader: fx.Node) -> bool:
-    """Whether a padding can be part of a convolution that reads it: zeros, around the image alone."""
+    """Returns whether a padding can be part of a convolution that reads it: only zeros, only around the image."""
     shape = shape_of(pad)
     if op_class(pad) != "pad" or pad.op != "call_function" or shape is None:
         return False

@@ -23,7 +23,7 @@ from qatkit.quant.recurrent_layers import QATRecurrent
 
 
 class _Operator(nn.Module):
-    """A Conv or Linear with the weight and bias of now."""
+    """A Conv or Linear with its current weight and bias."""
 
     weight: Tensor
     bias: Tensor | None
@@ -44,15 +44,15 @@ class _Operator(nn.Module):
         return made if self.steps is None else numerics.to_steps(made, *self.steps, in_place=True)
 
     def take(self, quantizer: FakeQuantize) -> None:
-        """Quantizes what it gives as `quantizer` does."""
+        """Quantizes its output as `quantizer` does."""
         zero, (low, high) = int(quantizer.zero_point), quantizer.spec.type_range
         self.steps = (float(quantizer.scale), low - zero, high - zero)
 
 
 def settled_graph(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """A copy for inference: each operator with a weight has what its quantizer, and its BatchNorm, make of it now.
+    """Returns a copy for inference, in which each operator with a weight holds its current quantized, folded weight.
 
-    Everything else is shared. It is right as long as nobody trains, loads or moves the original.
+    Everything else is shared. The copy is valid until the original is trained, loaded or moved.
     """
     graph = fx.Graph()
     graph.output(cast(Any, graph.graph_copy(graph_module.graph, {})))
@@ -101,7 +101,7 @@ def _plain(layer: QATRecurrent | QATEmbedding) -> nn.Module:
 
 
 def _quantizes_plainly(node: fx.Node) -> bool:
-    """Whether it is a quantizer on the CPU whose arithmetic is known: one of a user's own may have another."""
+    """Returns whether a node is a quantizer on the CPU with known arithmetic; a user's own may have another."""
     fake = module_of(node) if node.op == "call_module" else None
     if not isinstance(fake, FakeQuantize) or type(fake).forward is not FakeQuantize.forward:
         return False

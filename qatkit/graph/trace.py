@@ -1,4 +1,4 @@
-"""From an nn.Module to the one graph: torch.fx with the model's own modules as nodes.
+"""Traces an nn.Module into the one graph: torch.fx with the model's own modules as nodes.
 
 Every node gets a `site`, the name by which overrides, reports and ONNX tensors call it: the module's path
 for modules ("layer1.0.conv1"), the enclosing module's path and the operator for functions
@@ -32,9 +32,9 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 def trace(model: nn.Module, example: Example, dynamic_axes: Wanted = "none") -> fx.GraphModule:
-    """The graph of a copy of `model`, recorded as it runs on `example` (`qatkit.graph.capture`).
+    """Returns the graph of a copy of `model`, recorded as it runs on `example` (`qatkit.graph.capture`).
 
-    A graph of ours is returned as it is.
+    A graph of ours is returned unchanged.
 
     Args:
         dynamic_axes: as `qatkit.graph.capture.model.capture`.
@@ -46,11 +46,11 @@ def trace(model: nn.Module, example: Example, dynamic_axes: Wanted = "none") -> 
 
 
 def is_traced(model: nn.Module) -> bool:
-    """Whether `model` is a graph of ours; one of others (a feature extractor) is a model like any other."""
+    """Returns whether `model` is a graph of ours; other graphs (a feature extractor) are models like any other."""
     return isinstance(model, fx.GraphModule) and "outputs" in getattr(model, "meta", {})
 
 
-@torch.inference_mode(False)  # whatever the caller is in: what is made here will be trained
+@torch.inference_mode(False)  # whatever mode the caller is in: the tensors made here will be trained
 def _captured(model: nn.Module, example: Example, dynamic_axes: Wanted) -> fx.GraphModule:
     duplicate = with_twins(copy_of(model))
     graph_module = capture(duplicate, example, dynamic_axes)
@@ -82,7 +82,7 @@ def copy_of(model: nn.Module) -> nn.Module:
 
 
 def what_copies_share(model: nn.Module) -> dict[int, Any]:
-    """The memo that `copy.deepcopy` copies a model with (`copy_of`)."""
+    """Returns the memo that `copy.deepcopy` copies a model with (`copy_of`)."""
     memo: dict[int, Any] = {}
     for module in model.modules():
         for value in attributes_of(module).values():
@@ -93,7 +93,7 @@ def what_copies_share(model: nn.Module) -> dict[int, Any]:
 
 
 def _can_be_copied(value: Any, memo: dict[int, Any]) -> bool:
-    """Not a scripted function, a lock, a generator, whatever their own copy raises."""
+    """Returns False for a scripted function, a lock, a generator and anything else whose copy raises."""
     try:
         copy.deepcopy(value, dict(memo))
     except Exception:
@@ -167,7 +167,7 @@ def _is_one_operator(kind: Any) -> bool:
 
 
 def _numbered(name: str) -> Iterator[str]:
-    """`name`, `name`_1, `name`_2, ..."""
+    """Yields `name`, `name`_1, `name`_2, ..."""
     yield name
     yield from (f"{name}_{i}" for i in itertools.count(1))
 
@@ -198,7 +198,7 @@ def propagate(graph_module: fx.GraphModule, example: Example) -> None:
 
 def tidy(graph_module: fx.GraphModule) -> None:
     """Drops dead nodes and the modules nobody calls, and writes the code again."""
-    for node in reversed(list(graph_module.graph.nodes)):  # first what was read of a module that was replaced
+    for node in reversed(list(graph_module.graph.nodes)):  # readers of a replaced module first
         pure = node.op == "get_attr" or (node.op in ("call_function", "call_method") and not node.is_impure())
         if pure and not node.users:
             graph_module.graph.erase_node(node)

@@ -53,7 +53,7 @@ class _Encoder(nn.TransformerEncoder):
 
 
 def _with_forward_of(twin: type[nn.Module]) -> Callable[[nn.Module], nn.Module]:
-    """A rule: `module` of a type derived from `twin`, the rest of its own type's methods kept."""
+    """Returns a rule that gives a module derived from `twin` the twin's forward and keeps its type's other methods."""
 
     def replace(module: nn.Module) -> nn.Module:
         kind = type(type(module).__name__, (twin, type(module)), {"__module__": twin.__module__})
@@ -82,7 +82,7 @@ _RULES: dict[type[nn.Module], Callable[[nn.Module], nn.Module]] = {
 
 
 def with_twins(model: nn.Module) -> nn.Module:
-    """`model`, changed in place, with every module that has a twin replaced by it."""
+    """Replaces every module of `model` that has a twin by it, in place; returns the model."""
     for path, module in list(model.named_modules()):
         rule = next(
             (r for t, r in _RULES.items() if isinstance(module, t) and _plain(module, t)), as_batch_norm

@@ -1,4 +1,6 @@
-"""What has no int8 kernel in ONNX Runtime and large weights: int8 in the file, one scale per row, computed in float.
+"""Quantizes large weights of operators without an int8 kernel in ONNX Runtime.
+
+They are int8 in the file with one scale per row, and the operators compute in float:
 
     Embedding          its table; rows of bytes are looked up
     LSTM, GRU, RNN     the weights of every layer and direction
@@ -83,7 +85,7 @@ def is_recurrent(node: fx.Node) -> bool:
 
 
 def _shares_guarded(module: nn.Module, guarded: Collection[object]) -> bool:
-    """Whether the table of an Embedding is the weight of an operator whose products must not saturate."""
+    """Returns whether the table of an Embedding is the weight of an operator whose products must not saturate."""
     return isinstance(module, nn.Embedding) and identity_of(module, "weight") in guarded
 
 
@@ -102,7 +104,7 @@ def _why_not(module: nn.Module, backend: Backend) -> str:
 def _quantized(
     module: nn.Module, kind: type[nn.Module], spec: QuantSpec, quantizers: Quantizers
 ) -> nn.Module:
-    """`module` as one of `kind`, with the same parameters."""
+    """Returns `module` as one of `kind`, with the same parameters."""
     new = with_the_same_parameters(module, kind)
 
     def quantizer(name: str) -> WeightFakeQuantize:

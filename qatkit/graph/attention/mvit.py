@@ -44,17 +44,17 @@ class RelativePositions(nn.Module):
         return scores + F.pad(total.flatten(3), (1, 0, 1, 0))
 
     def _table(self, table: Tensor, axis: str) -> Tensor:
-        """[queries, width, keys]: the row of the table for the distance of every query and key."""
+        """Returns the row of the table for the distance of every query and key, [queries, width, keys]."""
         index: Tensor = getattr(self, f"distance_{axis}")
         return resized(table, self.queries["thw".index(axis)], self.keys["thw".index(axis)])[index].mT
 
 
 def distances(queries: int, keys: int) -> Tensor:
-    """[queries, keys]: distances along one axis in steps of the finer side, the smallest 0."""
+    """Returns the distances along one axis in steps of the finer side, the smallest 0: [queries, keys]."""
     q_step, k_step = max(keys / queries, 1.0), max(queries / keys, 1.0)
     return (torch.arange(queries)[:, None] * q_step - (torch.arange(keys) + (1.0 - keys)) * k_step).long()
 
 
 def resized(table: Tensor, queries: int, keys: int) -> Tensor:
-    """[2·max(queries, keys) - 1, width]: a table that was made for another size, interpolated."""
+    """Interpolates a table that was made for another size: [2·max(queries, keys) - 1, width]."""
     return F.interpolate(table.T.unsqueeze(0), size=2 * max(queries, keys) - 1, mode="linear").squeeze(0).T

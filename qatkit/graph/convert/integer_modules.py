@@ -64,7 +64,7 @@ class QuantizeDequantize(nn.Module):
 
 
 def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """a·b + c with one rounding to float32: the product of two float32 is exact in float64."""
+    """Computes a·b + c with one rounding to float32: the product of two float32 is exact in float64."""
     return (a.double() * b.double() + c.double()).float()
 
 
@@ -107,7 +107,7 @@ class QuantizedPair(nn.Module):
         raise NotImplementedError
 
     def kernel(self, a: Tensor, b: Tensor) -> Tensor:
-        """From q - zero_point of both to the result's q before rounding."""
+        """Computes the result's q before rounding from q - zero_point of both operands."""
         raise NotImplementedError
 
 
@@ -271,14 +271,14 @@ class Quantized(nn.Module):
         self.weight = (counted + along(self.weight_zero_point, 0, counted.ndim)).to(kind)
 
     def _counted(self, kind: torch.dtype) -> Tensor:
-        """The integers of the weight, counted from the zero point."""
+        """Returns the integers of the weight, counted from the zero point."""
         weight = self.weight.to(kind)
         return weight - along(self.weight_zero_point, 0, weight.ndim) if self.has_zero_point else weight
 
     def _integer(self, x: Tensor) -> Tensor:
         channel = -1 if self.is_linear else 1
         whole, weight = x.div(self.input_scale).round_(), self._counted(x.dtype)
-        # Products of 16 bits, or with weights of one sign, add up to more than float32 counts.
+        # Sums of 16-bit products, or with weights of one sign, exceed float32's exact integers.
         wide = self.has_zero_point or self._wide
         wide = wide and float(weight.abs().flatten(1).sum(1).max()) * self.input_steps >= 2**24
         kind = torch.float64 if wide else x.dtype
@@ -337,7 +337,7 @@ class QuantizedEmbedding(nn.Module):
 
 
 class Settings:
-    """An operator's settings without its parameters; no Module, so it adds nothing to names or state."""
+    """An operator's settings without its parameters; not a Module, so it adds nothing to names or state."""
 
     def __init__(self, operator: QATOperator) -> None:
         self.bare = copy.copy(operator)
