@@ -1,4 +1,4 @@
-"""Arithmetic of complex numbers in their parts: sums, products, powers, and what the polar form gives."""
+"""Rules that write arithmetic of complex numbers in real and imaginary parts: sums, products, powers, polar forms."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ def operands(node: fx.Node, count: int) -> list[Any] | None:
 
 
 def turned(w: PairWriter, length: Any, angle: fx.Node) -> Pair:
-    """A number of this absolute value and angle."""
+    """Returns a number with this absolute value and angle."""
     return Pair(*(_times(w, length, w.call(turn, angle)) for turn in (torch.cos, torch.sin)))
 
 
 def length(w: PairWriter, z: Any) -> fx.Node:
-    """The absolute value."""
+    """Returns the absolute value."""
     both = w.call(torch.stack, list(w.nodes(z)), -1)
     return w.call(torch.linalg.vector_norm, both, dim=-1)  # its gradient at 0 is 0
 
 
 def negative(w: PairWriter, part: Any) -> Any:
-    """The negative of a part."""
+    """Returns the negative of a part."""
     return w.call(operator.neg, part) if isinstance(part, fx.Node) else -part
 
 
 def _times(w: PairWriter, a: Any, b: Any) -> Any:
-    """The product of parts; a number that is 0 or 1 takes no node."""
+    """Returns the product of parts; a number that is 0 or 1 needs no node."""
     for one, other in ((a, b), (b, a)):
         if not isinstance(one, fx.Node) and one in (0, 1):
             return other if one == 1 else 0.0
@@ -49,7 +49,7 @@ def _times(w: PairWriter, a: Any, b: Any) -> Any:
 
 
 def _plus(w: PairWriter, a: Any, b: Any, function: Any = operator.add) -> Any:
-    """The sum (or difference) of parts of one shape; 0 takes no node."""
+    """Returns the sum (or difference) of parts of one shape; 0 needs no node."""
     if not isinstance(b, fx.Node) and b == 0:
         return a
     if not isinstance(a, fx.Node) and a == 0:
@@ -82,7 +82,7 @@ def sum_of(function: Any) -> Rule:
 
 
 def _product(w: PairWriter, given: Sequence[Any], call: Callable[[list[Any]], Any]) -> Pair:
-    """A function that is linear in each operand: the sum over the parts of each, of which i·i is -1."""
+    """Returns a function that is linear in each operand: the sum over the parts of each, with i·i = -1."""
     turning = [place for place, one in enumerate(given) if w.is_complex(one)]
     sums: list[Any] = [0.0, 0.0]
     for choice in itertools.product((0, 1), repeat=len(turning)):
@@ -120,7 +120,7 @@ def einsum(w: PairWriter, node: fx.Node) -> Found:
 
 
 def _square(w: PairWriter, z: Any) -> Any:
-    """The squared absolute value."""
+    """Returns the squared absolute value."""
     return _plus(w, *(_times(w, part, part) for part in w.parts(z)))
 
 
@@ -139,7 +139,7 @@ def divided(w: PairWriter, node: fx.Node) -> Found:
 
 
 def _over(w: PairWriter, z: Pair, size: Any) -> Pair:
-    """Complex numbers divided by real ones."""
+    """Returns complex numbers divided by real ones."""
     return Pair(*(w.call(operator.truediv, p, size) if isinstance(p, fx.Node) or p else p for p in z))
 
 

@@ -1,4 +1,4 @@
-"""The distance between two answers, as captures and their proof judge it."""
+"""The distance between two outputs, as captures and their proof judge it."""
 
 from __future__ import annotations
 

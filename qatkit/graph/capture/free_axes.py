@@ -1,11 +1,12 @@
-"""Axes beside the batch that a model leaves free: lengths, heights and widths, numbers of streams.
+"""Finds axes other than the batch that a model leaves free: lengths, heights and widths, numbers of streams.
 
     runs with other sizes, sizes traced    one axis after the other, then all together
-    → one graph                            what differs is computed from the sizes (`qatkit.graph.capture.traced_sizes`)
+    → one graph                            differing numbers are computed from sizes
+    (`qatkit.graph.capture.traced_sizes`)
     → a comparison                         of the graph and the model, at sizes that no run had
 
-An axis that decides what is computed, or for which the model has only so many weights, stays fixed, and a note names
-the line. A model that needs multiples (of 8 rows, say) has an axis that takes multiples alone.
+An axis that decides what is computed, or that fits only a fixed number of weights, stays fixed, and a note names the
+line. If a model needs multiples (of 8 rows, say), the axis accepts only multiples.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ class FreeAxes:
         return None, []
 
     def _each(self, check: Check) -> list[FreeAxis]:
-        """The axes that are free as far as `check` can tell, each alone."""
+        """Returns the axes that are free as far as `check` can tell, each tested alone."""
         found: list[FreeAxis] = []
         for number, groups in enumerate(self._candidates()):
             if any(place in axis.places for axis in found for place in groups[0]):
@@ -140,7 +141,9 @@ class FreeAxes:
                     raise ConfigError(f"export.dynamic_axes.{name}", axis, allowed)
 
     def _candidates(self) -> Iterator[list[tuple[Place, ...]]]:
-        """Places of one axis, and of those as long as it that may have to change with it; of given names, theirs."""
+        """Yields the places of one axis, and of equally long ones that may have to change with it; for given
+        names, theirs.
+        """
         if not isinstance(self.wanted, str):
             named: dict[str, list[Place]] = {}
             for input_name, axes in self.wanted.items():
@@ -216,7 +219,7 @@ class FreeAxes:
         self._merged([axis], compare=False)
 
     def _with_step(self, axis: FreeAxis, check: Check) -> FreeAxis:
-        """The axis with the smallest step that the model takes."""
+        """Returns the axis with the smallest step that the model accepts."""
         far = axis.others[0]
         for step in _STEPS:
             if axis.size % step or far % step:
@@ -236,10 +239,10 @@ class FreeAxes:
         raise _NotFreeError(f"the model takes {far} beside {axis.size}, but no size near it")
 
     def _merged(self, axes: Sequence[FreeAxis], *, compare: bool) -> Recording:
-        """The graph for sizes of all runs: the example's, all far ones, all near ones.
+        """Returns the graph for the sizes of all runs: the example's, all far ones, all near ones.
 
         Args:
-            compare: with the model, at a size that no run had.
+            compare: whether it is compared with the model, at a size that no run had.
         """
         batch, more = self.batches or (None, None)
         one = self._recorded({}, batch)
@@ -326,11 +329,11 @@ def _in_words(error: Exception) -> str:
 
 
 class _NotFreeError(Exception):
-    """A model that fails, or computes otherwise, with another size."""
+    """A model that fails, or computes something else, with another size."""
 
 
 class _HasWeightsError(_NotFreeError):
-    """An axis of features: a layer has weights for so many, which needs no note."""
+    """An axis of features, for which a layer has a fixed number of weights; it needs no note."""
 
     def __str__(self) -> str:
         return "a layer has weights for this size alone"
@@ -349,7 +352,7 @@ def _of_weights(error: Exception) -> bool:
 
 
 def with_sizes(tensors: Sequence[Tensor], sizes: Mapping[Place, int]) -> tuple[Tensor, ...]:
-    """Returns `tensors` with other sizes along axes; what they hold is repeated."""
+    """Returns `tensors` with other sizes along axes; their values are repeated."""
     found = list(tensors)
     for (i, axis), size in sizes.items():
         found[i] = resized((found[i],), size, (axis,))[0]
@@ -372,7 +375,7 @@ def _far(size: int, number: int, rank: int) -> list[int]:
 
 
 def _between(axis: FreeAxis, number: int) -> int:
-    """A size that no run had, another one for each axis."""
+    """Returns a size that no run had, a different one for each axis."""
     far = max(axis.others[0], axis.size)
     steps = axis.step * (3 + 2 * number)
     return axis.size + steps if axis.size + steps <= far else max(axis.step, axis.size - steps)

@@ -1,4 +1,4 @@
-"""Pieces of the batch: what a model cuts out of it, seen in two recorded runs."""
+"""Finds pieces that a model cuts out of the batch, from two recorded runs."""
 
 from __future__ import annotations
 
@@ -76,13 +76,13 @@ def _name(node: fx.Node) -> str:
 
 
 def _shape(node: fx.Node) -> tuple[int, ...]:
-    """The shape of the first argument."""
+    """Returns the shape of the first argument."""
     first = node.args[0] if node.args else None
     return tuple(first.meta.get("shape", ())) if isinstance(first, fx.Node) else ()
 
 
 def _batch_axis(node: fx.Node, other: fx.Node) -> int | None:
-    """The axis along which the first argument differs between the runs."""
+    """Returns the axis along which the first argument differs between the runs."""
     mine, theirs = _shape(node), _shape(other)
     differing = [i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b]
     return differing[0] if len(differing) == 1 and len(mine) == len(theirs) else None

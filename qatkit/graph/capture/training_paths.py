@@ -1,4 +1,4 @@
-"""Blocks that train another path than they evaluate, and parameters that training alone reaches.
+"""Finds blocks that train another path than they evaluate, and parameters that are reached only in training.
 
 A re-parameterized block evaluates with a merged copy of its branches, which is often frozen (`eval_conv` of SPAN). A
 graph recorded in inference mode has the copy, and nothing would ever train the branches:
@@ -55,7 +55,9 @@ class TrainingPaths:
 
 
 def missing_parameters(model: nn.Module, graph: fx.Graph) -> dict[str, nn.Parameter]:
-    """The parameters that require gradients, and that get none from the outputs of `graph`, recorded from `model`."""
+    """Returns the parameters that require gradients and get none from the outputs of `graph`, recorded from
+    `model`.
+    """
     read: set[int] = set()
     for node in _before(next(iter(reversed(graph.nodes)))):
         path = str(node.target)
@@ -68,7 +70,7 @@ def missing_parameters(model: nn.Module, graph: fx.Graph) -> dict[str, nn.Parame
 
 
 def _before(end: fx.Node) -> set[fx.Node]:
-    """The nodes that `end` gets a gradient to."""
+    """Returns the nodes that get a gradient from `end`."""
     found, left = set[fx.Node](), [end]
     while left:
         node = left.pop()
@@ -130,7 +132,7 @@ def notes_of_paths(model: nn.Module, paths: TrainingPaths, missing: Collection[s
 
 
 def listed(names: Sequence[str]) -> str:
-    """The first names, and how many more there are."""
+    """Returns the first names as text, and how many more there are."""
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + more
 
@@ -141,9 +143,9 @@ def _evaluate(model: nn.Module) -> None:
 
 
 def _reached(model: nn.Module, example: Example, missing: Mapping[str, nn.Parameter]) -> list[str]:
-    """The names of those of `missing` that get a gradient from the outputs of training mode.
+    """Returns the names of those of `missing` that get a gradient from the outputs of training mode.
 
-    A model that can't be run so (it wants targets) has nothing to tell.
+    A model that can't be run so (it wants targets) contributes none.
     """
     model.train()
     for module in model.modules():
@@ -160,7 +162,7 @@ def _reached(model: nn.Module, example: Example, missing: Mapping[str, nn.Parame
 
 
 def _blocks(model: nn.Module, example: Example, names: Iterable[str]) -> dict[str, str]:
-    """By parameter, the path of the innermost module around it that inference mode calls."""
+    """Returns by parameter the path of the innermost module around it that inference mode calls."""
     called = {id(model)}
 
     def note(module: nn.Module, _: Any) -> None:
@@ -218,7 +220,7 @@ def _difference(model: nn.Module, path: str, args: Any, kwargs: Any, expected: A
 
 @contextlib.contextmanager
 def _apart(model: nn.Module) -> Iterator[None]:
-    """A run that leaves no trace: neither in buffers nor in random numbers."""
+    """Runs code without side effects: neither on buffers nor on random numbers."""
     with (
         torch.random.fork_rng(devices=[]),
         torch.compiler.set_stance("force_eager"),
@@ -233,7 +235,7 @@ def _copied(example: Example) -> Any:
 
 
 def _cloned(value: Any) -> Any:
-    """Copies of the tensors in `value`: what a module is given may be changed in place."""
+    """Copies the tensors in `value`, since a module may change its arguments in place."""
     return pytree.tree_map_only(Tensor, torch.clone, value)
 
 
@@ -242,7 +244,7 @@ def _leaves(value: Any) -> list[Tensor]:
 
 
 def _groups(model: nn.Module, names: Sequence[str]) -> list[str]:
-    """The outermost modules that have no other trainable parameters than these; else the parameters' own names."""
+    """Returns the outermost modules without other trainable parameters than these; else the parameters' own names."""
     others = [n for n, one in model.named_parameters() if one.requires_grad and n not in names]
     found = []
     for name in names:
