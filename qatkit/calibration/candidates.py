@@ -6,10 +6,9 @@ error of the input,
 
     |W·(q(x) - x)|² / |W·x|²
 
-and for anything else the error is |q(x) - x|² / |x|². A few images are enough to estimate the operator's response to
-an error, but not the tails that a range clips. So |q(x) - x|² / |x|² over all images, from the histogram, is
-added (for
-its benefit see docs/decisions/0013-calibration-contest.md).
+and for anything else the error is |q(x) - x|² / |x|². A few images are enough to estimate the operator's
+response to an error, but not the tails that a range clips. So |q(x) - x|² / |x|² over all images, from the
+histogram, is added (for its benefit see docs/decisions/0013-calibration-contest.md).
 """
 
 from __future__ import annotations

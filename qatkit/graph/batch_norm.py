@@ -1,8 +1,8 @@
 """Re-estimates BatchNorm statistics with the quantized network before they are folded.
 
-The running statistics of training with quantization follow weights that jump between two integers; those of a frozen
-BatchNorm are the float model's. Both are replaced by means over the batches of a pass with the final ranges
-and weights:
+The running statistics of training with quantization follow weights that jump between two integers; those of a
+frozen BatchNorm are the float model's. Both are replaced by means over the batches of a pass with the final
+ranges and weights:
 
     μ = Σ n_b·mean_b / Σ n_b        σ² = Σ n_b·var_b / Σ n_b        batches b of n_b values per channel, var_b unbiased
 
@@ -104,9 +104,8 @@ def moving_variances(graph_module: nn.Module) -> dict[nn.Module, Tensor]:
 def follow(graph_module: fx.GraphModule, variances: Mapping[nn.Module, Tensor]) -> None:
     """Multiplies the scales of weights that don't follow their weight by the change of γ/σ.
 
-    With a scale that lags, a running variance feeds on itself: the batches get less from clipped weights, so
-    σ shrinks,
-    γ/σ grows, and more weights are clipped.
+    With a scale that lags, a running variance feeds on itself: the batches get less from clipped weights, so σ
+    shrinks, γ/σ grows, and more weights are clipped.
 
     Args:
         variances: the previous ones, by BatchNorm; other BatchNorms are left alone.

@@ -80,8 +80,7 @@ def follow_shifts(source: fx.Node, axis: int, reads: Mapping[int, int]) -> Follo
     """Follows constants that are added to the channels, instead of factors.
 
     They pass operators that move values, and sums with weights that add up to 1, as in attention. A Conv that
-    pads, or an
-    operator without a bias, cannot compensate for them.
+    pads, or an operator without a bias, cannot compensate for them.
     """
     shape = shape_of(source)
     assert shape is not None

@@ -2,8 +2,7 @@
 
 Every other file asks this table: placement (`values`, `fixed`, `activation`), alignment (`align`), conversion
 (`integer`, `many_nodes`), equalization (`homogeneous`, `pools`), ONNX Runtime's tools and the audit (`onnx`,
-`kernels`,
-`fused`). A backend declares a rule per class (`qatkit.quant.backends`).
+`kernels`, `fused`). A backend declares a rule per class (`qatkit.quant.backends`).
 
 PyTorch's types and functions are listed by their dotted names and looked up when a graph is first read. So this file
 imports nothing, a deployment machine can read its ONNX half without PyTorch, and a private name that torchvision has

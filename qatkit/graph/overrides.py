@@ -1,9 +1,8 @@
 """Overrides of single operators and tensors: a selector (`qatkit.graph.selectors`) and the settings that it changes.
 
 An override without effect is rejected, and the message names the operator to select instead: a ReLU that a Conv
-absorbs, or a pooling, has no range of its own. An override of a tensor applies to the point that quantizes
-it, wherever
-that is.
+absorbs, or a pooling, has no range of its own. An override of a tensor applies to the point that quantizes it,
+wherever that is.
 
 Selectors use a slash and no colon: Hydra's command line accepts `op/linear` as a key without quotes, and no module
 path contains a slash.

@@ -1,11 +1,11 @@
-"""Padding as an operator of its own: what modules and convolutions pad becomes one function, whose values move.
+"""Turns the padding of modules and convolutions into an operator of its own, which only moves values.
 
     nn.ZeroPad2d(p), nn.ReflectionPad2d(p), ...     →  F.pad
     nn.Conv2d(..., padding_mode="reflect")          →  F.pad, Conv2d without padding
     F.pad(x, (l, r), "circular")                    →  cat of slices; an ONNX Pad can't wrap before opset 19
 
-Zero is representable in every range and the other modes repeat what is there, so a quantization goes up through it.
-Zeros around the image belong to the convolution behind them: the export writes them into its `pads`
+Zero is representable in every range and the other modes repeat existing values, so a quantization moves up through it.
+Zeros around the image belong to the convolution after them: the export writes them into its `pads`
 (`qatkit.export.pads`). Any other padding runs on bytes.
 """
 
@@ -55,7 +55,7 @@ def open_pads(graph_module: fx.GraphModule) -> None:
 
 
 def _wrap(node: fx.Node, x: fx.Node, amounts: Sequence[int]) -> None:
-    """Puts the ends of each axis around it; `amounts` as F.pad has them, the last axis first."""
+    """Puts the ends of each axis around it; `amounts` in the order of F.pad, the last axis first."""
     for i in range(0, len(amounts), 2):
         (before, after), axis = amounts[i : i + 2], -1 - i // 2
         every = [slice(None)] * (-1 - axis)

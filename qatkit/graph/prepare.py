@@ -105,11 +105,10 @@ def ready_to_place(graph_module: fx.GraphModule, example: Example) -> None:
 
 
 def _find_batch_axes(graph_module: fx.GraphModule, example: Example) -> None:
-    """Writes into the meta of every Linear with leading axes which axis of its output is as long as the batch, and
-    which ones follow the free axes of the inputs.
+    """Finds the batch axis and the free axes of every Linear with leading axes, and writes them into its meta.
 
-    By a run with more images, and one with other sizes; of a graph whose capture says nothing of batches the first
-    axis is that of the batch.
+    They are found by a run with more images and one with other sizes. In a graph whose capture has no information on
+    batches, the first axis is that of the batch.
     """
     axes, free = (graph_module.meta.get(key, ()) for key in ("batch_axes", "free_axes"))
     shapes = {n: shape_of(n) or () for n in graph_module.graph.nodes if op_class(n) == "linear"}
@@ -167,7 +166,7 @@ def _reads_parameters(node: fx.Node) -> bool:
 def _spec(point: Point, chosen: Overrides, backend: Backend) -> QuantSpec:
     spec = chosen.activation(point.node, backend)
     if point.bounds[0] == 0.0 and backend.activation.has_zero_point:
-        # The range must end at the bound, or the clamp that it stands for (a ReLU) would be lost.
+        # The range must end at the bound, or the clamp that it replaces (a ReLU) would be lost.
         spec = replace(spec, symmetric=False)
     return spec.along(_reduced_axis(point.readers))
 

@@ -1,10 +1,9 @@
 """Proof of a capture: checks that the graph, fused and opened, computes what the model computes.
 
-Both run in inference mode on batches with other sizes and values than the graph was recorded with: a batch of four,
-and a batch of one, which many models treat specially. Fused and opened operators round differently, and a deep model
-may amplify that. A difference that could be rounding or a wrong graph is judged in float64, where rounding is
-far below
-a difference of function. The model runs as a copy, so that its state stays unchanged.
+Both run in inference mode on batches with other sizes and values than the graph was recorded with: a batch of
+four, and a batch of one, which many models treat specially. Fused and opened operators round differently, and a
+deep model may amplify that. A difference that could be rounding or a wrong graph is judged in float64, where
+rounding is far below a difference of function. The model runs as a copy, so that its state stays unchanged.
 """
 
 from __future__ import annotations

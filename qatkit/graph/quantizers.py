@@ -119,7 +119,7 @@ def clip_weights(graph_module: fx.GraphModule, levels: int = 256) -> None:
     """Sets the ranges of quantized weights to those with the least squared error for the current weights.
 
     Args:
-        levels: upper bound (exclusive) of a weight's integer range; weights with more integers keep their ranges.
+        levels: the largest number of integers of a weight; the range of a weight with more stays as it is.
     """
     for _, operator, fake in quantized_weights(graph_module):
         if fake.spec.form is None and fake.spec.quant_max - fake.spec.quant_min < levels:

@@ -61,7 +61,7 @@ def file_node(node: fx.Node) -> FileNode | None:
     known = getattr(node.graph.owning_module, "meta", {}).get(FILE_NODES, {})
     path = owner(node) or site(node)
     while known and path not in known and "." in path:
-        path = path.rpartition(".")[0]  # what a pass made of it is called NAME.WHAT
+        path = path.rpartition(".")[0]  # a node that a pass made from it is called NAME.WHAT
     found: FileNode | None = known.get(path)
     return found
 

@@ -292,11 +292,11 @@ def _rows(size: int, given: int, device: torch.device) -> Tensor:
 
 
 def other_values(tensors: Sequence[Tensor], seed: int, *, whole: bool = True) -> tuple[Tensor, ...]:
-    """Tensors of the same shapes with other values of the same kind.
+    """Returns tensors of the same shapes with other values of the same kind.
 
     Floats get noise of their own spread. Whole numbers (integers, booleans, floats that count or name something) are
-    shuffled, each tensor for itself, so all lie in the range that the example has; where a model does not take them in
-    any order (columns that index tables of different sizes, offsets that have to rise), `whole` is False.
+    shuffled within each tensor, so all lie in the range of the example. If a model does not accept them in any order
+    (columns that index tables of different sizes, offsets that have to rise), `whole` is False.
 
     Args:
         tensors: as given.
@@ -327,4 +327,4 @@ def is_whole(tensor: Tensor) -> bool:
     return bool((tensor == tensor.round()).all()) and len(tensor.unique()) > _FLAGS
 
 
-_FLAGS = 2  # floats of two values alone (an empty image, a mask) get noise as others do
+_FLAGS = 2  # floats with only two values (an empty image, a mask) get noise like other floats

@@ -1,4 +1,4 @@
-"""Twins: modules that nothing could look into, replaced before tracing by plain equals with the same parameters.
+"""Replaces modules that can't be traced by equivalent plain ones with the same parameters.
 
     TransformerEncoderLayer   its inference shortcut branches on the input; here attention, norms and Linears
     TransformerEncoder        the same, around a loop over its layers
@@ -6,7 +6,7 @@
     other BatchNorms          `qatkit.graph.norms`
     Bilinear, LSTMCell, ...   products inside a leaf: `qatkit.graph.open_modules`
 
-Paths and names of parameters stay as they are.
+Paths and names of parameters stay the same.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _thaw(module: nn.Module) -> nn.Module:
     return norm.requires_grad_(False).eval()
 
 
-# By the forward that is replaced: a derived module with another one is not meant.
+# Keyed by the forward that is replaced: a derived module with another forward is left alone.
 _RULES: dict[type[nn.Module], Callable[[nn.Module], nn.Module]] = {
     nn.TransformerEncoderLayer: _with_forward_of(_EncoderLayer),
     nn.TransformerEncoder: _with_forward_of(_Encoder),

@@ -39,10 +39,10 @@ _SAID = {
 def quantize_weights_alone(
     graph_module: fx.GraphModule, chosen: Overrides, backend: Backend, quantizers: Quantizers
 ) -> list[tuple[str, str]]:
-    """Gives these operators quantized weights, but for those that an override leaves float.
+    """Gives these operators quantized weights, except those that an override leaves float.
 
     Returns:
-        (site, what became of it).
+        (site, note on its quantization) of each operator to report.
     """
     notes, known = [], constants(graph_module.graph)
     guarded = {
@@ -75,7 +75,7 @@ def _spec(module: nn.Module, spec: QuantSpec, backend: Backend, guarded: Collect
         return replace(spec, granularity=PerChannel(0), pairs=_shares_guarded(module, guarded))
     if isinstance(module, nn.Embedding):
         return spec
-    # Fewer bits would be held in bytes as well.
+    # Fewer bits would be stored in bytes as well.
     return QuantSpec("int8", symmetric=True, granularity=PerChannel(0))
 
 

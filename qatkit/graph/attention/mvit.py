@@ -1,10 +1,11 @@
-"""A twin of the relative positions of MViT V2, built of operators that ONNX has.
+"""Replaces the relative positions of MViT V2 by operators that ONNX has.
 
     score[q, k] += q·R_t[t_q, t_k] + q·R_h[h_q, h_k] + q·R_w[w_q, w_k]
 
 for the patches q and k of a clip at (t, h, w), not for the class token. torchvision's `_add_rel_pos` writes the
 sum into a slice of the scores, which in ONNX is a ScatterND over all of them; here it is padded with zeros and
-added. The tables R depend on parameters alone: they are computed once, at `convert`.
+added. The tables R depend only on parameters: they are computed once, at `convert`.
+
 Source: Li et al., "MViTv2: Improved Multiscale Vision Transformers", 2022, section 4.1.
 """
 
@@ -34,7 +35,8 @@ class RelativePositions(nn.Module):
         """scores: [N, heads, 1 + T·H·W, 1 + keys], q: [N, heads, 1 + T·H·W, width], tables: [distances, width]."""
         (t, h, w), (keys_t, keys_h, keys_w) = self.queries, self.keys
         patches = q[:, :, 1:].unflatten(2, (t, h, w))
-        # A MatMul per place along one axis, which must stand third from the end: […, places, others, width].
+        # A MatMul per position along one axis, which must be third from the end: […, positions, others,
+        # width].
         by_t = torch.matmul(patches.transpose(2, 3), self._table(table_t, "t")).transpose(2, 3)
         by_h = torch.matmul(patches, self._table(table_h, "h"))
         by_w = torch.matmul(patches.transpose(3, 4), self._table(table_w, "w")).transpose(3, 4)

@@ -85,7 +85,8 @@ class Aliases:
         """
         parent = next((s for s in sources if s is not tensor and shares_memory(s, tensor)), None)
         if parent is None or self.values[parent].node is not chain[0].args[0]:
-            # No view, or not one of its first argument: then a change of it is refused where it would be read.
+            # Not a view, or not one of the first argument: a change of it is then rejected where it would be
+            # read.
             self.values[tensor] = Value(chain[-1], tensor._version)
         else:
             self.values[tensor] = Value(chain[-1], tensor._version, parent, chain)

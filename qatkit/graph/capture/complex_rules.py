@@ -13,7 +13,7 @@ from qatkit.graph.capture import complex_arithmetic as arithmetic
 from qatkit.graph.capture.complex_arithmetic import Found, Rule, length, negative, operands, turned
 from qatkit.graph.capture.complex_writer import Pair, PairWriter
 
-# Of each part they are what they are of real numbers.
+# Functions that apply to each part as they apply to real numbers.
 _BY_PART = (
     "T", "alias", "atleast_1d", "atleast_2d", "atleast_3d", "broadcast_to", "chunk", "clone", "contiguous", "cumsum",
     "detach", "diag", "diagonal", "diff", "expand", "expand_as", "flatten", "flip", "fliplr", "flipud", "gather",

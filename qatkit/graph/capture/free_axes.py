@@ -38,13 +38,13 @@ _CLOSE = 1e-3  # of the largest output: another function, not another rounding
 
 @dataclass(frozen=True)
 class FreeAxis:
-    """An axis of one or more inputs that a graph takes any size of.
+    """An axis of one or more inputs for which a graph accepts any size.
 
     Attributes:
         name: of its size, in the file.
         places: inputs and their axes that have this size together.
         size: in the example.
-        others: sizes that the model was run with, beside the example's.
+        others: sizes that the model was run with, in addition to the example's.
         step: the size is a multiple of it.
         asked: whether it was asked for by its name.
     """
@@ -67,8 +67,8 @@ class FreeAxes:
         wanted: "auto", or names of axes by input, which have to be free.
         runs: of the model.
         opened: paths of attention modules that are no leaves.
-        batches: sizes of the batch in two runs; none for a model that takes the example's alone.
-        batch_axes: one an input.
+        batches: sizes of the batch in two runs; none for a model that accepts only the example's.
+        batch_axes: one per input.
     """
 
     def __init__(
@@ -360,11 +360,11 @@ def with_sizes(tensors: Sequence[Tensor], sizes: Mapping[Place, int]) -> tuple[T
 
 
 def _far(size: int, number: int, rank: int) -> list[int]:
-    """Returns sizes to try: first those that differ from `size` behind every stride, each axis by another amount, then
-    nearer and smaller ones, for models with a table of positions.
+    """Returns sizes to try: first distant ones, then nearer and smaller ones, for models with a table of positions.
 
-    Behind the strides of a pyramid nearer sizes are the same. Of a clip the amounts are smaller, since a run with far
-    sizes of three axes takes many times as long.
+    The distant sizes differ from `size` after every stride, each axis by another amount; after the strides of a
+    pyramid nearer sizes are the same. For a clip the amounts are smaller, since a run with distant sizes on
+    three axes takes many times as long.
     """
     each = 8 if rank > 4 else 32
     unit = each * (number + 1)

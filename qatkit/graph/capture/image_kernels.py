@@ -1,9 +1,11 @@
-"""A convolution with a kernel for each image: the batch is folded into its groups, of which a file has one number.
+"""Rewrites convolutions with a kernel for each image.
+
+The batch is folded into the groups of such a convolution, and a file has a fixed number of groups.
 
     conv2d(x [1, B·C, H, W], w [B·D, C, k, k], groups=B)   →  w [B, D, C·k·k] @ unfold(x [B, C, H, W]), [1, B·D, …]
     conv_transpose2d(x, w [B·C, D, k, k], groups=B)        →  fold(w [B, C, D·k·k]ᵀ @ x [B, C, H·W])
 
-CondConv, StyleGAN2's modulated convolutions and the correlations of Siamese trackers are written so.
+CondConv, StyleGAN2's modulated convolutions and the correlations of Siamese trackers are written in this way.
 """
 
 from __future__ import annotations

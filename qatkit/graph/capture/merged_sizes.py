@@ -79,8 +79,7 @@ def fold_fixed(graph: fx.Graph, values: Sequence[Mapping[fx.Node, int]]) -> None
     """Turns sizes that are the same in all runs (`values`) into numbers, and reads the others at the end of a chain.
 
     A difference of two sizes that is 0 in all runs stays: at other sizes it may differ. A convolution whose
-    size is read
-    has a second reader, and no BatchNorm could be fused into it.
+    size is read has a second reader, and no BatchNorm could be fused into it.
     """
     for (node, value), *same in zip(*(list(found.items()) for found in values), strict=False):
         if not any(isinstance(arg, fx.Node) and _is_size(arg) for arg in node.args) and all(

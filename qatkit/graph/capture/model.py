@@ -37,11 +37,9 @@ _PARTS = "or quantize the parts around it (qatkit.Parts)"
 def capture(model: nn.Module, example: Example, dynamic_axes: Wanted = "none") -> fx.GraphModule:
     """Returns the graph of `model`, which is changed: pass a copy.
 
-    Its meta has `inputs` and `outputs` (names), `batch_axes` (one per input; all None for a model that
-    accepts only the
-    example's batch size), `free_axes` (those of `dynamic_axes` that are free), `notes` for the report, and
-    `read_values`,
-    whether the graph depends on values that the model's tensors had.
+    Its meta has `inputs` and `outputs` (names), `batch_axes` (one per input; all None for a model that accepts
+    only the example's batch size), `free_axes` (those of `dynamic_axes` that are free), `notes` for the report,
+    and `read_values`, whether the graph depends on values that the model's tensors had.
 
     Args:
         dynamic_axes: which axes other than the batch may have other sizes in the graph: "auto" for those that the

@@ -191,7 +191,7 @@ class Recorder(TorchFunctionMode):
         """Runs a call; if it returns or changes tensors, it becomes a node."""
         sources = list(tensors_in((args, kwargs)))
         for tensor in sources:
-            self.aliases.node_of(tensor)  # as of now: the call may change it
+            self.aliases.node_of(tensor)  # before the call, which may change it
         versions = [tensor._version for tensor in sources]
         nodes = (self.node_of(args), self.node_of(kwargs)) if sources else ((), {})
         with torch._C.DisableTorchFunction():
@@ -216,7 +216,7 @@ class Recorder(TorchFunctionMode):
     def record_leaf(
         self, run: Callable[..., Any], call: tuple[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Runs a module or function that is one node, whatever it calls."""
+        """Runs a module or function that becomes one node, including all calls inside it."""
         sources = list(tensors_in((args, kwargs)))
         nodes = self.node_of(args), self.node_of(kwargs)
         versions = [tensor._version for tensor in sources]

@@ -284,8 +284,7 @@ def is_leaf(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     """Returns whether a module is a leaf: one of torch.nn without children, of the operator table, or opaque.
 
     A module whose weight is computed by a parametrization or a hook is a leaf if `open_held` supports it;
-    otherwise the
-    computation is part of the graph, like that of other hooks.
+    otherwise the computation is part of the graph, like that of other hooks.
     """
     if is_held(module) or is_opaque(module):
         return True

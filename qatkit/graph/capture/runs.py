@@ -1,8 +1,8 @@
-"""The runs of one model under the recorder, from which a graph for any batch is made.
+"""Runs a model under the recorder, to make a graph for any batch.
 
 batches of two and of three            numbers that differ follow the batch's size
-else of multiples                      of a model that cuts its batch into parts
-else the example's                     of a model that takes this size alone
+else of multiples                      for a model that cuts its batch into parts
+else the example's                     for a model that accepts only this size
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ SIZES: tuple[int, int] = (2, 3)
 
 
 class ForAnyBatch(NamedTuple):
-    """A recording and the batches that its graph takes.
+    """A recording and the batches that its graph accepts.
 
     Attributes:
         one: the recording.
         opened: paths of attention modules that are no leaves.
-        sizes: of the batch in the two runs; none for a model that takes the example's alone.
-        axes: of the batch, one an input.
+        sizes: of the batch in the two runs; none for a model that accepts only the example's.
+        axes: of the batch, one per input.
     """
 
     one: Recording
@@ -83,8 +83,8 @@ class Runs:
         self.blocks = blocks
 
     def for_any_batch(self) -> ForAnyBatch:
-        """Returns the recording for any batch, else for multiples of a divisor of the example's, else for the
-        example's alone.
+        """Returns the recording for any batch, else for multiples of a divisor of the example's, else only
+        for the example's.
 
         Raises:
             UntraceableError: a line that can't be recorded.

@@ -2,8 +2,8 @@
 
 While a graph is recorded or its shapes are computed, reading values that depend on the input is rejected. So a
 convolution or a Linear, which takes nearly all the time of such a run, need not be computed. Its output is
-drawn from a
-table of normal numbers instead (no zeros: code that divides by it, or looks things up with it, finds usual values).
+drawn from a table of normal numbers instead (no zeros: code that divides by it, or looks things up with it,
+finds usual values).
 """
 
 from __future__ import annotations

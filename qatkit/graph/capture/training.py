@@ -61,11 +61,15 @@ class _Watcher(TorchFunctionMode):
 def watch(
     model: nn.Module, example: Example, only_training: set[str], drawn: set[str]
 ) -> tuple[dict[Place, list[float]], list[Place], set[str], set[str]]:
-    """Runs `model` once in training mode: rates of functional dropouts, lines with random numbers, which of
-    `only_training` change the shape of what they get, and the names of buffers that code of the model changes.
+    """Runs `model` once in training mode.
 
-    Its state is as before. The values of `drawn` depend on the inputs, whatever the mode (`drawn_output`). A model
-    that can't be run so (it wants targets) has nothing to tell.
+    Its state is restored. The values of `drawn` depend on the inputs in either mode (`drawn_output`). A model
+    that can't be run in this way (it wants targets) contributes nothing.
+
+    Returns:
+        Rates of functional dropouts, lines with random numbers, those of `only_training` that change the
+        shape of their
+        input, and the names of buffers that code of the model changes.
     """
     watcher, reshaping = _Watcher(), set[str]()
     modes = [(module, module.training) for module in model.modules()]
@@ -85,7 +89,7 @@ def watch(
             watcher,
         ):
             call(model, example)
-    except Exception:  # whatever a forward raises without the targets it wants in training
+    except Exception:  # without the targets that it wants in training, a forward may raise anything
         return {}, [], reshaping, set()
     finally:
         for module, mode in modes:

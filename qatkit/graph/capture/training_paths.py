@@ -44,8 +44,8 @@ class TrainingPaths:
     """The findings of a run in training mode.
 
     Attributes:
-        around: by parameter that training mode alone reaches, the innermost module that inference mode calls too.
-        differences: by such a module, how far its two paths are apart, as a share of the output.
+        around: by parameter that only training mode reaches, the innermost module that inference mode calls too.
+        differences: by such a module, the relative difference between the outputs of its two paths.
         blocks: paths of the modules whose graph is to be recorded in training mode.
     """
 
@@ -98,10 +98,10 @@ def training_paths(model: nn.Module, example: Example, missing: Mapping[str, nn.
 
 
 def follow_paths(model: nn.Module, blocks: Collection[str]) -> None:
-    """Puts the modules at `blocks` into training mode but for norms, and all modules inside of them into inference
-    mode.
+    """Puts the modules at `blocks`, except norms, into training mode, and all modules inside them into
+    inference mode.
     """
-    for path in sorted(blocks, key=len):  # an outer one before what it holds
+    for path in sorted(blocks, key=len):  # outer modules before the modules that they contain
         block = model.get_submodule(path).train()
         for module in block.modules():
             if module is not block or isinstance(module, _NORMS):
@@ -156,7 +156,7 @@ def _reached(model: nn.Module, example: Example, missing: Mapping[str, nn.Parame
             outputs = _leaves(call(model, _copied(example)))
             total = sum(one.float().sum() for one in outputs if one.requires_grad)
             given = torch.autograd.grad(total, list(missing.values()), allow_unused=True)  # type: ignore[arg-type]
-    except Exception:  # whatever a forward raises without the targets it wants in training
+    except Exception:  # without the targets that it wants in training, a forward may raise anything
         return []
     return [name for name, one in zip(missing, given, strict=True) if one is not None]
 

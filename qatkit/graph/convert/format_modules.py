@@ -2,8 +2,7 @@
 
 Weights are float32 numbers that their format can represent; a Conv or Linear computes with them in float. An
 activation is rounded by a function in the file, in the domain `qatkit` and named after the format, whose body
-is in the
-file (`qatkit.export.format_functions`).
+is in the file (`qatkit.export.format_functions`).
 """
 
 from __future__ import annotations

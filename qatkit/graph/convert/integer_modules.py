@@ -1,7 +1,7 @@
 """The modules of a converted graph.
 
 Each has two forms of one computation. Called, it does in float32 and float64 exactly what ONNX Runtime's
-8-bit kernel does, so that the converted module is a reference that the file can be held against bit for bit.
+8-bit kernel does, so that the converted module is a reference for comparing the file bit for bit.
 While it is exported (`torch.compiler.is_exporting`) it spells out dequantize → operator, which is QDQ.
 
 Source of the kernels' arithmetic: docs/onnxruntime-qdq.md, section 5.
@@ -28,7 +28,7 @@ _PIECE = 2**18
 
 @torch.library.custom_op("qatkit::barrier", mutates_args=())
 def barrier(x: Tensor) -> Tensor:
-    """The identity, exported as a single-input Sum, which ONNX Runtime's QDQ fusions do not look through."""
+    """Returns x; exported as a single-input Sum, which ONNX Runtime's QDQ fusions do not look through."""
     return x.clone()
 
 
@@ -249,10 +249,10 @@ class Quantized(nn.Module):
         return self._explicit(x) if torch.compiler.is_exporting() else self._integer(x)
 
     def widen(self, inputs: int, outputs: int) -> None:
-        """Appends channels to a convolution, whose weights and biases are 0; the other results stay what they are.
+        """Appends channels with weights and biases of 0 to a convolution; the other results stay the same.
 
         Args:
-            inputs, outputs: how many; of a depthwise convolution the same number.
+            inputs, outputs: how many; for a depthwise convolution the same number.
         """
         settings: Any = self.operator.bare
         settings.in_channels += inputs
@@ -284,7 +284,7 @@ class Quantized(nn.Module):
         kind = torch.float64 if wide else x.dtype
         total = self.operator.infer(
             whole.to(kind), weight.to(kind), None
-        )  # nobody else has it: changed in place
+        )  # it is used only here, so it is changed in place
         if self.bias is not None:
             steps = self.bias.to(torch.int32)
             steps = steps if self.bias_multiplier is None else steps * self.bias_multiplier

@@ -1,9 +1,8 @@
 """LSTM, GRU and RNN of a converted graph: int8 weights and one scale per row, as the file holds them.
 
-A layer is one call of `qatkit::recurrent`, exported as ONNX's operator of that name. Gates are in ONNX's
-order, so that
-only the product with its scale is between a weight and its reader. Called, it computes in float with exactly these
-weights, as ONNX Runtime does.
+A layer is one call of `qatkit::recurrent`, exported as ONNX's operator of that name. Gates are in ONNX's order,
+so that only the product with its scale is between a weight and its reader. Called, it computes in float with
+exactly these weights, as ONNX Runtime does.
 """
 
 from __future__ import annotations

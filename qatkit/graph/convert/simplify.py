@@ -1,9 +1,9 @@
 """Removes from the graph what only training needs.
 
-dropout, auxiliary heads              removed
-weights that are computed             parameters
-values that depend only on parameters computed once
-γ · Linear(x), ConvNeXt's layer scale → Linear with γ in its rows: the integers stay, the scales change
+dropout, auxiliary heads               removed
+weights that are computed              parameters
+values that depend only on parameters  computed once
+γ · Linear(x), ConvNeXt's layer scale  → Linear with γ in its rows: the integers stay, the scales change
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from qatkit.quant.qat_layers import QATOperator, plain_operator
 from qatkit.quant.weight_fake_quantize import WeightFakeQuantize
 
 _MEGABYTE = 1 << 20
-# What stands in the arguments of a graph's nodes beside other nodes (and None, which means nothing here).
+# Types of arguments of a graph's nodes other than nodes (and None, which has no meaning here).
 _WRITTEN = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
 
 
@@ -77,10 +77,9 @@ def _fold_constants(graph_module: fx.GraphModule) -> None:
     """Computes once the values that depend only on parameters (Swin's relative position bias).
 
     Values that would enlarge the file by more than a megabyte are left to ONNX Runtime, which computes them
-    when it loads
-    the file (on clips the bias is a thousand times its table). A value that is not a tensor (a device, a
-    size) is written
-    into its readers' arguments; a list of tensors is folded where one of them is taken out.
+    when it loads the file (on clips the bias is a thousand times its table). A value that is not a tensor (a
+    device, a size) is written into its readers' arguments; a list of tensors is folded where one of them is
+    taken out.
     """
     constant = constants(graph_module.graph)
     values: dict[fx.Node, Any] = {}

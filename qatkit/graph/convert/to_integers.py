@@ -1,16 +1,18 @@
-"""Convert: from simulation to integers.
+"""Converts a prepared graph from simulation to integers.
 
 Weights become int8 buffers, biases int32 at scale s_x·s_w, and every FakeQuantize an explicit pair of
-quantize and dequantize. The result runs in PyTorch and is the reference that the ONNX file is held against.
-What ONNX Runtime wants beside that is written down here as graph rules, from docs/onnxruntime-qdq.md:
+quantize and dequantize. The result runs in PyTorch and is the reference that the ONNX file is compared with.
+
+Further requirements of ONNX Runtime are implemented here as graph rules, from docs/onnxruntime-qdq.md:
 
 - an operator that only moves values gets the same pair again after it, if an int8 operator reads it;
 - HardSigmoid becomes Add(x, 3) → quantize(6/255) → dequantize(1/255): its division is in the two scales;
 - a Linear sees 2-D inputs (Gemm), with the reshapes around it;
-- a float operator between a dequantize and a quantize, or behind a dequantize where ONNX Runtime would
-  otherwise miss a fusion, is set apart by a barrier (an ONNX Sum with one input);
-- channels of zeros fill up what its kernels want multiples of (`qatkit.graph.pad_channels`).
-Numbers of formats stay float (`format_modules`).
+- a float operator between a dequantize and a quantize, or after a dequantize where ONNX Runtime would
+  otherwise miss a fusion, is separated by a barrier (an ONNX Sum with one input);
+- channels are padded with zeros to the multiples that its kernels want (`qatkit.graph.pad_channels`).
+
+Numbers with number formats stay float (`format_modules`).
 A backend of another runtime (`Backend.for_onnxruntime`) gets float biases and none of these.
 Equal values are ordered as ONNX orders them (`qatkit.graph.convert.orders`), for any backend.
 """
@@ -245,7 +247,7 @@ def _two_dimensional(node: fx.Node) -> None:
     free = _leading_sizes(node, shape)
     _read_rows(node)
     before = cast(fx.Node, node.args[0])
-    # Reshape in float, where it costs nothing, so that the pair stands right before the Gemm.
+    # Reshape in float, where it costs nothing, so that the pair comes right before the Gemm.
     reader = before if is_quantizer(before) and len(before.users) == 1 else node
     _read_rows(reader)
     with graph.inserting_before(reader):

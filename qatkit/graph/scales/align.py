@@ -115,9 +115,8 @@ class Alignment:
 def _least_scales(graph_module: fx.GraphModule, position: dict[int, int]) -> list[float]:
     """Returns the lower bound of each quantizer's scale.
 
-    Before a HardSigmoid with powers of two it is two steps of the result: sixths of smaller scales can be
-    ties, and 1/6 is
-    rounded. The result takes three of its inputs to a step anyway.
+    Before a HardSigmoid with powers of two it is two steps of the result: sixths of smaller scales can be ties,
+    and 1/6 is rounded. The result takes three of its inputs to a step anyway.
     """
     least = [0.0] * (max(position.values()) + 1)
     for node in graph_module.graph.nodes:
@@ -186,8 +185,7 @@ def _with_integers(found: list[FakeQuantize | None]) -> list[FakeQuantize] | Non
     """Returns the quantizers; None if one can't be aligned.
 
     That is one that is missing, that has a number format (without uniform steps) or 16 bits, or whose scale
-    type allows
-    only some scales (powers of two make sums exact, and their ties the same everywhere).
+    type allows only some scales (powers of two make sums exact, and their ties the same everywhere).
     """
     whole = [one for one in found if one is not None and one.spec.form is None]
     known = [one for one in whole if not one.spec.wide and one.spec.any_scale]

@@ -1,9 +1,9 @@
 """Finds tensors that share one scale: those around the operator classes of `Backend.aligned`.
 
-Hardware that moves bytes through a Concat, or sums them in a pool, without requantizing needs this. Tensors that meet
-directly or through other such operators are one group, with a range that covers all of them. Operators that
-only select
-or move values share their input's quantizer anyway (`qatkit.graph.quantizers.quantizer_of`).
+Hardware that moves bytes through a Concat, or sums them in a pool, without requantizing needs this. Tensors
+that meet directly or through other such operators are one group, with a range that covers all of them.
+Operators that only select or move values share their input's quantizer anyway
+(`qatkit.graph.quantizers.quantizer_of`).
 """
 
 from __future__ import annotations
@@ -70,9 +70,8 @@ def settle_together(group: Sequence[FakeQuantize]) -> None:
 def choose_shared_ranges(graph_module: fx.GraphModule) -> None:
     """Gives each group the range with the least sum of relative squared errors over its tensors, by their histograms.
 
-    This applies only to scales that are powers of two: a range that holds all tensors may cost the smaller
-    ones several
-    bits. Nothing changes where an observer has no histogram.
+    This applies only to scales that are powers of two: a range that holds all tensors may cost the smaller ones
+    several bits. Nothing changes where an observer has no histogram.
     """
     for group in shared_groups(graph_module):
         observers = [one.observer for one in group if isinstance(one.observer, HistogramObserver)]

@@ -1,10 +1,10 @@
 """Moves scales so that their shifts are within the hardware's bounds (`qatkit.quant.backends.Shifts`), and reports it.
 
-With scales 2^-pos an operator requantizes by shifts, whose sizes are differences of positions. A sum first brings the
-coarser input to the finer one's position (read), then the result to the output's (write). A product goes straight to
-the output's. Where a size is out of bounds, the scale that costs least is moved. The weights of convolutions
-keep their
-shifts within bounds (`qatkit.quant.weight_fake_quantize.WeightFakeQuantize.bounded`).
+With scales 2^-pos an operator requantizes by shifts, whose sizes are differences of positions. A sum first
+brings the coarser input to the finer one's position (read), then the result to the output's (write). A product
+goes straight to the output's. Where a size is out of bounds, the scale that costs least is moved. The weights
+of convolutions keep their shifts within bounds
+(`qatkit.quant.weight_fake_quantize.WeightFakeQuantize.bounded`).
 
 Bounds: the refinement passes of AMD Quark's quantizer for NPUs (adjust_shift_cut, _read, _write).
 """

@@ -9,8 +9,7 @@ since no branch runs on its own.
 
 Two kinds of branches are merged: the training form of a block that evaluates with a merged copy
 (`qatkit.graph.capture.training_paths`), and elsewhere a sum of several operators of one input, if the
-convolution costs
-no more than they do.
+convolution costs no more than they do.
 """
 
 from __future__ import annotations

@@ -112,8 +112,7 @@ class Constants:
         """Returns one node per tensor, in the order in which tensors were first met.
 
         Two computations of the same tensors agree on this order, and so do two runs: a checkpoint keeps an
-        optimizer's state
-        by the order of parameters, and it has to belong to the same ones after a resume.
+        optimizer's state by the order of parameters, and it has to belong to the same ones after a resume.
         """
         found = {id(self._values[n]): n for n in leaves}
         for tensor in found:

@@ -3,8 +3,7 @@
     einsum("bi,ijk,bj->bk", x, w, y)   →  t = einsum("bi,ijk->bjk", x, w), einsum("bjk,bj->bk", t, y)
 
 Constants are multiplied with each other before. Of the other operands, the one that shares the largest summed
-axes with
-the weight is taken first.
+axes with the weight is taken first.
 """
 
 from __future__ import annotations
