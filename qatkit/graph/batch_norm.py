@@ -35,7 +35,7 @@ class _Sums:
         self.variance: Tensor | float = 0.0
 
     def __call__(self, _: nn.Module, given: tuple[Tensor, ...]) -> None:
-        """A forward pre-hook."""
+        """Adds one batch to the sums; called as a forward pre-hook."""
         x = given[0].float()
         count, axes = x.numel() // x.shape[1], [axis for axis in range(x.ndim) if axis != 1]
         variance, mean = torch.var_mean(x, axes)

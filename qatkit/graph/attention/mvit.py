@@ -32,7 +32,13 @@ class RelativePositions(nn.Module):
             self.register_buffer(f"distance_{axis}", distances(q, k), persistent=False)
 
     def forward(self, scores: Tensor, q: Tensor, table_t: Tensor, table_h: Tensor, table_w: Tensor) -> Tensor:
-        """scores: [N, heads, 1 + T·H·W, 1 + keys], q: [N, heads, 1 + T·H·W, width], tables: [distances, width]."""
+        """Adds the relative positions to `scores`.
+
+        Args:
+            scores: [N, heads, 1 + T·H·W, 1 + keys].
+            q: [N, heads, 1 + T·H·W, width].
+            table_t, table_h, table_w: [distances, width].
+        """
         (t, h, w), (keys_t, keys_h, keys_w) = self.queries, self.keys
         patches = q[:, :, 1:].unflatten(2, (t, h, w))
         # A MatMul per position along one axis, which must be third from the end: […, positions, others,

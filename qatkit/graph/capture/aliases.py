@@ -230,7 +230,7 @@ class Aliases:
         return middle if len(pieces) == 1 else self.emit("call_function", torch.cat, (pieces, axis), {})
 
     def _strided(self, whole: fx.Node, shape: list[int], steps: list[Any], part: Any, axis: int) -> fx.Node:
-        """Every n-th element: only as the last index that is not a whole slice."""
+        """Assigns to every n-th element; supported only as the last index that is not a whole slice."""
         start, stop, stride = steps[axis].indices(shape[axis])
         index = (*[slice(None)] * axis, steps[axis])
         inner = self.emit("call_function", operator.getitem, (whole, index), {})

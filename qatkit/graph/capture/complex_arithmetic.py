@@ -98,19 +98,19 @@ def _product(w: PairWriter, given: Sequence[Any], call: Callable[[list[Any]], An
 
 
 def multiplied(w: PairWriter, node: fx.Node) -> Found:
-    """The product of each value with its counterpart."""
+    """Returns the product of each value with its counterpart."""
     given = operands(node, 2)
     return None if given is None else _product(w, given, lambda parts: _times(w, *parts))
 
 
 def matrices(w: PairWriter, node: fx.Node) -> Found:
-    """A product of matrices or vectors."""
+    """Returns a product of matrices or vectors."""
     given = operands(node, 2)
     return None if given is None else _product(w, given, lambda parts: w.like(node, tuple(parts), {}))
 
 
 def einsum(w: PairWriter, node: fx.Node) -> Found:
-    """A sum of products, of any number of operands."""
+    """Returns a sum of products, of any number of operands."""
     equation, *given = node.args
     if len(given) == 1 and isinstance(given[0], (list, tuple)):
         given = list(given[0])
@@ -125,7 +125,7 @@ def _square(w: PairWriter, z: Any) -> Any:
 
 
 def divided(w: PairWriter, node: fx.Node) -> Found:
-    """A quotient: the product with the conjugate of the divisor, over its squared absolute value."""
+    """Returns the quotient: the product with the divisor's conjugate, over its squared absolute value."""
     given = operands(node, 2)
     if given is None:
         return None
@@ -149,19 +149,19 @@ def _pair_product(w: PairWriter, a: Pair, b: Pair) -> Pair:
 
 
 def inverse(w: PairWriter, node: fx.Node) -> Found:
-    """The reciprocal."""
+    """Returns the reciprocal."""
     re, im = w.parts(node.args[0])
     return _over(w, Pair(re, negative(w, im)), _square(w, node.args[0]))
 
 
 def sign(w: PairWriter, node: fx.Node) -> Found:
-    """The number over its absolute value; 0 of 0."""
+    """Returns the number over its absolute value; 0 for 0."""
     size = w.call(torch.clamp, length(w, node.args[0]), min=torch.finfo(torch.float32).tiny)
     return _over(w, w.parts(node.args[0]), size)
 
 
 def exponential(w: PairWriter, node: fx.Node) -> Found:
-    """The exponential: that of the real part, at the angle of the imaginary one."""
+    """Returns the exponential: that of the real part, at the angle of the imaginary one."""
     re, im = w.parts(node.args[0])
     if not isinstance(im, fx.Node):
         return None
@@ -169,13 +169,15 @@ def exponential(w: PairWriter, node: fx.Node) -> Found:
 
 
 def logarithm(w: PairWriter, node: fx.Node) -> Found:
-    """The natural logarithm: that of the absolute value, and the angle."""
+    """Returns the natural logarithm: that of the absolute value, and the angle."""
     re, im = w.nodes(node.args[0])
     return Pair(w.call(torch.log, length(w, node.args[0])), w.call(torch.atan2, im, re))
 
 
 def power(w: PairWriter, node: fx.Node) -> Found:
-    """A product for small whole numbers; else the power of the absolute value, at a multiple of the angle."""
+    """Returns a product for small whole exponents; else the power of the absolute value, at a multiple of the
+    angle.
+    """
     given = operands(node, 2)
     if given is None or not isinstance(given[1], (int, float)):
         return None
@@ -195,11 +197,11 @@ def _rooted(w: PairWriter, z: Any, power: float) -> Pair:
 
 
 def squared(w: PairWriter, node: fx.Node) -> Found:
-    """The square."""
+    """Returns the square."""
     z = w.parts(node.args[0])
     return _pair_product(w, z, z)
 
 
 def root(w: PairWriter, node: fx.Node) -> Found:
-    """The square root."""
+    """Returns the square root."""
     return _rooted(w, node.args[0], 0.5)

@@ -129,7 +129,11 @@ class FreeAxes:
         return found
 
     def _check_wanted(self) -> None:
-        """Refuses, by ConfigError, names of inputs and axes that the model does not have."""
+        """Rejects names of inputs and axes that the model does not have, and the batch axis.
+
+        Raises:
+            ConfigError: there is such a name.
+        """
         for name, axes in self.wanted.items() if not isinstance(self.wanted, str) else ():
             if name not in self.names:
                 raise ConfigError("export.dynamic_axes", name, f"one of the inputs {', '.join(self.names)}")

@@ -117,7 +117,11 @@ def _is_size(node: fx.Node) -> bool:
 
 
 def check_forms(one: fx.Graph, others: Sequence[fx.Graph]) -> None:
-    """Refuses, by UntraceableError, what is written for the sizes of the example: adaptive pools, windows of Swin."""
+    """Rejects operators that are written for the sizes of the example: adaptive pools, windows of Swin.
+
+    Raises:
+        UntraceableError: there is such an operator.
+    """
     for nodes in zip(one.nodes, *(other.nodes for other in others), strict=False):
         node, name = nodes[0], _name_of(nodes[0])
         if not name.lower().startswith((*_OF_ONE_SIZE, "adaptive")):

@@ -103,7 +103,7 @@ class QuantizedPair(nn.Module):
         return steps * self.scales[2]
 
     def plain(self, a: Tensor, b: Tensor) -> Tensor:
-        """The float operator."""
+        """Computes the float operator."""
         raise NotImplementedError
 
     def kernel(self, a: Tensor, b: Tensor) -> Tensor:
@@ -348,8 +348,10 @@ class Settings:
         return self.bare.run(x, weight, bias)
 
     def infer(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The same without a gradient: by oneDNN on the CPU, which torch leaves where it has one thread, a kernel of
-        1x1 and less than 16 images: for a way that takes twice as long.
+        """Computes the same without a gradient, on the CPU by oneDNN.
+
+        With one thread, a 1x1 kernel and fewer than 16 images, torch would choose an implementation that takes
+        twice as long.
         """
         bare: Any = self.bare
         plain = (

@@ -195,7 +195,10 @@ def _leads_to_quantizers(node: fx.Node) -> bool:
 
 
 def _keep_from_shapes_and_pairs(node: fx.Node) -> None:
-    """LayerNorm and GELU read their input twice: a dequantize or a Transpose right before would be doubled."""
+    """Separates LayerNorm and GELU, which read their input twice, from a dequantize or Transpose before them.
+
+    ONNX Runtime would double that operator.
+    """
     before = node.all_input_nodes[0]
     if turns_axes(before) or quantizer_of(before) is not None:
         with node.graph.inserting_before(node):
