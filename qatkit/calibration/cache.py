@@ -1,8 +1,8 @@
-"""What calibration saw, in a file: a second run of the same model and data makes no forward pass.
+"""Keeps calibration statistics in a file, so that a second run with the same model and data needs no forward pass.
 
-A safetensors file holds the state of every observer (its range, its histogram) by the site of its tensor,
-and in its metadata a key: fingerprints of what the statistics depend on. A file of another model, other data or
-another method is refused with the part that differs; it is never used silently, nor overwritten.
+A safetensors file holds the state of every observer (its range, its histogram) by the site of its tensor. Its metadata
+holds a key: fingerprints of everything that the statistics depend on. A file for another model, other data or another
+method is rejected with the part that differs. It is never used silently, nor overwritten.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _STATE = frozenset({"training", "observing", "enabled"})
 
 
 def fingerprint(*parts: Any) -> str:
-    """16 hexadecimal digits of what `parts` say: tensors by their bytes, the rest by its JSON."""
+    """Returns a fingerprint of `parts`, 16 hexadecimal digits: tensors by their bytes, the rest by its JSON."""
     digest = hashlib.sha256()
     for part in parts:
         if isinstance(part, Tensor):
@@ -45,7 +45,7 @@ def fingerprint(*parts: Any) -> str:
 
 
 def of_model(graph_module: fx.GraphModule) -> str:
-    """Fingerprint of a prepared graph: its operators, and its parameters and buffers but for the ranges."""
+    """Returns the fingerprint of a prepared graph: its operators, parameters and buffers, without the ranges."""
     quantizers = tuple(f"{node.target}." for node in graph_module.graph.nodes if is_quantizer(node))
     state = {k: v for k, v in graph_module.state_dict().items() if not k.startswith(quantizers)}
     settings = {name: _settings(module) for name, module in graph_module.named_modules() if name}
@@ -55,7 +55,7 @@ def of_model(graph_module: fx.GraphModule) -> str:
 
 
 def _settings(module: nn.Module) -> dict[str, str]:
-    """Type and plain attributes of a module (strides, bounds, specs), but for what changes as it is used."""
+    """Returns type and plain attributes of a module (strides, bounds, specs), without those that change in use."""
     plain = {
         name: str(value)
         for name, value in vars(module).items()
@@ -67,7 +67,11 @@ def _settings(module: nn.Module) -> dict[str, str]:
 
 
 def save(path: Path, graph_module: fx.GraphModule, key: Key, about: Mapping[str, Any]) -> None:
-    """Writes the statistics, whole or not at all; `about` is kept with them."""
+    """Writes the statistics atomically, together with `about`.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
     tensors = {
         f"{name}.{part}": value.contiguous().cpu()
         for name, quantizer in fake_quantizers(graph_module).items()
@@ -87,10 +91,10 @@ def save(path: Path, graph_module: fx.GraphModule, key: Key, about: Mapping[str,
 
 
 def restore(path: Path, graph_module: fx.GraphModule, key: Key) -> dict[str, Any]:
-    """Gives the graph the ranges in `path`; returns what was kept with them.
+    """Gives the graph the ranges in `path`; returns the `about` that was stored with them.
 
     Raises:
-        ConfigError: the file is damaged, or is of something else.
+        ConfigError: the file is damaged, or belongs to something else.
     """
     about, tensors = check(path, key)
     for name, quantizer in fake_quantizers(graph_module).items():
@@ -103,13 +107,13 @@ def restore(path: Path, graph_module: fx.GraphModule, key: Key) -> dict[str, Any
 
 
 def check(path: Path, key: Key) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What was kept in `path`, and its tensors.
+    """Returns the stored `about` of `path`, and its tensors.
 
     Args:
-        key: the parts that have to be those of the file.
+        key: the parts that must be equal to those of the file.
 
     Raises:
-        ConfigError: the file is damaged, or is of something else.
+        ConfigError: the file is damaged, or belongs to something else.
     """
     stored, about, tensors = _read(path)
     differing = [part for part in key if stored.get(part) != key[part]]
@@ -145,5 +149,5 @@ def _digest(tensors: Mapping[str, Tensor], stored: Mapping[str, str]) -> str:
 
 
 def table(graph_module: fx.GraphModule) -> dict[str, dict[str, float | int | str]]:
-    """Every tensor's range, scale and zero point, by its name: what a deployment team may want to read."""
+    """Returns every tensor's range, scale and zero point by its name, for a deployment team to read."""
     return {site: quantizer.range_record() for site, quantizer in fake_quantizers(graph_module).items()}

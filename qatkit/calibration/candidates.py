@@ -1,14 +1,14 @@
-"""What one pass over the images offers each tensor, and which of it serves the operators behind best.
+"""Computes candidate ranges for each tensor in one pass over the images, and chooses the best one.
 
 Every method reads its range from the same histogram. A range is judged where it matters, at the outputs of the
-operators that read the tensor: for a Conv or Linear, which are linear, the error of the output is the operator
-applied to the error of the input,
+operators that read the tensor. A Conv or Linear is linear, so the error of its output is the operator applied to the
+error of the input,
 
     |W·(q(x) - x)|² / |W·x|²
 
-and for anything else |q(x) - x|² / |x|². A few images are enough for what the operator makes of an error, but not
-for the tails that a range clips: |q(x) - x|² / |x|² over all images, from the histogram, is added (what it is worth:
-docs/decisions/0013-calibration-contest.md).
+and for anything else the error is |q(x) - x|² / |x|². A few images are enough to estimate the operator's
+response to an error, but not the tails that a range clips. So |q(x) - x|² / |x|² over all images, from the
+histogram, is added (for its benefit see docs/decisions/0013-calibration-contest.md).
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ METHODS: dict[str, Method] = {
     "MSE": MSE(),
     "distribution": Distribution(),
 }
-# For each tensor the method with the least error behind it.
+# For each tensor the method with the least output error.
 MIXED = "best of each tensor"
 Ranges = dict[str, Ends]
 
 
 def candidates(graph_module: fx.GraphModule, methods: Mapping[str, Method] = METHODS) -> dict[str, Ranges]:
-    """Range of each tensor, by method, then by the FakeQuantize's name; the histograms have been filled."""
+    """Returns the range of each tensor, by method, then by the FakeQuantize's name, from filled histograms."""
     observed = {
         name: (q, q.observer)
         for name, q in fake_quantizers(graph_module).items()
@@ -75,7 +75,7 @@ def apply(graph_module: fx.GraphModule, ranges: Ranges) -> None:
 def output_errors(
     graph_module: fx.GraphModule, offered: Mapping[str, Ranges], batches: Iterable[Example]
 ) -> dict[str, dict[str, float]]:
-    """Relative squared error behind each tensor, by method, then by the FakeQuantize's name.
+    """Returns the relative squared output error of each tensor, by method, then by the FakeQuantize's name.
 
     Args:
         batches: as `calibrate` takes them; a few images are enough.
@@ -94,14 +94,14 @@ def output_errors(
 
 
 def best_of_each(offered: Mapping[str, Ranges], errors: Mapping[str, Mapping[str, float]]) -> Ranges:
-    """For each tensor the range with the least error behind it; of equal ones the first method's."""
+    """Returns for each tensor the range with the least output error; on a tie the first method's."""
     first = next(iter(offered.values()))
     chosen = {name: min(offered, key=lambda title: errors[title][name]) for name in first}
     return {name: offered[title][name] for name, title in chosen.items()}
 
 
 class _Scorer(fx.Interpreter):
-    """Runs the float graph and tries every range at every quantizer on the way."""
+    """An interpreter that runs the float graph and tries every range at every quantizer."""
 
     def __init__(self, graph_module: fx.GraphModule, offered: Mapping[str, Ranges]) -> None:
         super().__init__(graph_module)
@@ -135,7 +135,7 @@ class _Scorer(fx.Interpreter):
 
 
 def _linear_part(reader: fx.Node) -> Any:
-    """What a reader does to an error of its input: a Conv or Linear without its bias; else nothing."""
+    """Returns the function of a reader on an error of its input: a Conv or Linear without bias; else the identity."""
     module = module_of(reader) if reader.op == "call_module" else None
     if isinstance(module, QATOperator):
         weight, _ = module.effective()

@@ -1,4 +1,4 @@
-"""Were there images enough, and of every class? What a calibration set can't tell the reader is said aloud."""
+"""Checks whether a calibration set has enough images, and some of every class, and reports what is missing."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from qatkit.graph.quantizers import fake_quantizers
 from qatkit.quant.observers import HistogramObserver
 from qatkit.quant.observers.range_methods import Ends
 
-# Ranges are compared after this share of the images, and a range has moved if one of its ends has by so much of
-# its length; a set is too small if more than so many of the ranges have.
+# Ranges are compared after the fraction _SHARE of the images. A range has moved if one of its ends has moved
+# by the fraction _MOVED of its length; a set is too small if more than the fraction _TOO_MANY of the ranges
+# have moved.
 _SHARE, _MOVED, _TOO_MANY = 0.4, 0.05, 0.1
 _NAMED = 5
 
@@ -20,7 +21,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Watch:
-    """Looks on while a graph is calibrated: `watch(batches)` are the images of `batches`.
+    """An observer of a calibration pass: `watch(batches)` yields the images of `batches`.
 
     Args:
         graph_module: prepared.
@@ -44,7 +45,7 @@ class Watch:
             yield images
 
     def notes(self) -> list[str]:
-        """What there is to say once the ranges are chosen, a line each."""
+        """Returns the notes on the calibration set, one per line, once the ranges are chosen."""
         lines = [self._movement() if self.before else self._unwatched(), self._missing()]
         return [line for line in lines if line]
 
@@ -62,7 +63,7 @@ class Watch:
         )
 
     def _unwatched(self) -> str:
-        if not ranges(self.graph_module):  # weights alone are quantized
+        if not ranges(self.graph_module):  # only weights are quantized
             return ""
         return (
             f"calibration: all {self.count:,} images came in one batch, so whether more would move the ranges"
@@ -81,7 +82,7 @@ class Watch:
 
 
 def ranges(graph_module: fx.GraphModule) -> dict[str, Ends]:
-    """The range that each observer would give now, by the site of its tensor."""
+    """Returns the range that each observer would give now, by the site of its tensor."""
     found = {}
     for name, quantizer in fake_quantizers(graph_module).items():
         observer = quantizer.observer
@@ -95,6 +96,6 @@ def ranges(graph_module: fx.GraphModule) -> dict[str, Ends]:
 
 
 def movement(before: Ends, after: Ends) -> float:
-    """How far the ends of a range have moved, as a share of its length."""
+    """Returns the largest change of a range's ends relative to its length."""
     length = max(after[1] - after[0], before[1] - before[0])
     return max(abs(a - b) for a, b in zip(after, before, strict=True)) / length if length else 0.0

@@ -1,10 +1,10 @@
-"""Limits of ranges: ends beyond which the functions behind a quantizer don't tell values apart.
+"""Limits of ranges: ends beyond which the functions after a quantizer no longer tell values apart.
 
     Conv ─ [-59 .. 17] ─ SiLU ─ [-0.28 .. 17]        SiLU(x) rounds to 0 for each x below -5.7
-    Conv ─ [ -6 .. 17] ─ SiLU                        the same bytes behind it, by steps of a third
+    Conv ─ [ -6 .. 17] ─ SiLU                        the same output bytes, with steps of a third
 
-A range is cut where the 8-bit result of each function that reads it stays the same, so this holds whichever way the
-range was found. The limits stay through fine-tuning, whose observers would widen the range again.
+A range is cut where the 8-bit result of each function that reads it stays the same, so the method that found the range
+does not matter. The limits stay through fine-tuning, whose observers would widen the range again.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from qatkit.graph.nodes import facts, module_of
 from qatkit.graph.quantizers import is_quantizer
 from qatkit.quant.fake_quantize import FakeQuantize
 
-# Values of a range at which a function is looked at, and the share of a step of its result that may be lost.
+# Points of a range at which a function is evaluated, and the fraction of a step of its result that may be
+# lost.
 _POINTS, _SHARE = 4096, 0.25
-_BEYOND, _FURTHEST = 256, 8.0  # values beyond each end, up to 2^8 times the range: training may reach them
+_BEYOND, _FURTHEST = 256, 8.0  # points beyond each end, up to 2^8 times the range: training may reach them
 
 
 @torch.no_grad()
@@ -34,7 +35,7 @@ def set_limits(graph_module: fx.GraphModule) -> None:
 
 
 def _limits(node: fx.Node, quantizer: FakeQuantize) -> Tensor | None:
-    """Returns the widest limits [2] that the readers of a quantizer ask for; None where one of them has none."""
+    """Returns the widest limits [2] that the readers of a quantizer ask for; None if one of them has none."""
     assert quantizer.observer is not None
     low, high = float(quantizer.observer.low), float(quantizer.observer.high)
     x = _looked_at(low, high)
@@ -55,7 +56,7 @@ def _looked_at(low: float, high: float) -> Tensor:
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:
-    """The nodes that compute with the values of a quantizer, wherever these are moved."""
+    """Returns the nodes that compute with the values of a quantizer, also after operators that only move them."""
     found: list[fx.Node] = []
     for user in node.users:
         found += _readers(user) if facts(user).values == "moved" and user.op != "output" else [user]
@@ -63,9 +64,9 @@ def _readers(node: fx.Node) -> list[fx.Node]:
 
 
 def _told_apart(node: fx.Node, x: Tensor) -> tuple[float, float] | None:
-    """Returns ends beyond which the rounded results of a node are those at the ends, however far values reach.
+    """Returns ends beyond which the rounded results of a node no longer change, however far its input values reach.
 
-    None where it is no function of single values, or has no 8-bit result.
+    Returns None if the node is not an elementwise function, or has no 8-bit result.
 
     Args:
         node: a reader.
@@ -81,13 +82,13 @@ def _told_apart(node: fx.Node, x: Tensor) -> tuple[float, float] | None:
 
 
 def _flat(y: Tensor, most: float) -> int:
-    """Returns how many values from the first on are no further than `most` from the last of them."""
+    """Returns how many values from the first on differ by at most `most` from the last of them."""
     off = torch.maximum(y.cummax(0).values - y, y - y.cummin(0).values)
     return int((off <= most).cumprod(0).sum())
 
 
 def _step(node: fx.Node) -> float | None:
-    """Returns the step of a quantizer; None of another node."""
+    """Returns the step of a quantizer; None for any other node."""
     if not is_quantizer(node):
         return None
     quantizer = cast(FakeQuantize, module_of(node))
@@ -100,7 +101,7 @@ def _step(node: fx.Node) -> float | None:
 
 
 def _applied(node: fx.Node, x: Tensor) -> Tensor:
-    """Returns what a function of single values makes of x."""
+    """Applies an elementwise function to x."""
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda _: x.clone())  # it may work in place
     if node.op == "call_module":
         function: Any = module_of(node)

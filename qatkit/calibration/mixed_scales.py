@@ -1,21 +1,21 @@
-"""Tensors of mixed scale: one scale for all of their values loses some of these.
+"""Finds tensors of mixed scale, in which one scale for all values loses some of them.
 
     boxes  0..640 ─┐
-                   Concat ─ [steps of 2.5] ─ output         every score is 0 behind it
+                   Concat ─ [steps of 2.5] ─ output         every score becomes 0
     scores 0..1   ─┘
 
-Each quantizer alone is put into the float graph, and its error is looked at where the values are used:
+Each quantizer is put into the float graph by itself, and its error is measured where the values are used:
 
-    at an output          channel by channel, against what the channel varies by: each means something of its own
-    at the next operator  with a weight, or at the next quantizer: in total, since a weight makes of its inputs what
-                          it needs, and channels that say little are common inside of a network
+    at an output          channel by channel, relative to the channel's variation: each has a meaning of its own
+    at the next operator  with a weight, or at the next quantizer: in total, since a weight selects from its inputs,
+                          and channels with little information are common inside a network
     before an ordering    in total, too (TopK, Sort, non-maximum suppression): after it, each place may hold another
-                          value, so what is selected is followed in the order of the exact values
-    behind a logarithm    small values count as much as large ones there, so that an operator with a weight in front of
-                          it ends nothing: what follows is looked at as well
+                          value, so selected values are followed in the order of the exact values
+    after a logarithm     small values count as much as large ones there, so an operator with a weight before it does
+                          not end the search: the later nodes are measured as well
 
-What loses too much is left float: the operator that makes the tensor where that has no weight, else the operators with
-a weight on either side of it. Of fewer than 8 bits nothing is expected.
+If too much is lost, operators are left float: the one that computes the tensor if it has no weight, else the operators
+with a weight on either side of it. Types with fewer than 8 bits are not judged.
 """
 
 from __future__ import annotations
@@ -40,14 +40,15 @@ from qatkit.quant import numerics
 from qatkit.quant.fake_quantize import FakeQuantize
 from qatkit.quant.spec import WHOLE
 
-# dB that a channel of an output, and all values at the next operator, keep at least (figures: decision 46).
+# Least signal-to-error ratio in dB of an output's channel, and of all values at the next operator (decision
+# 46).
 CHANNEL, TOTAL = 10.0, 18.0
-# Values that a channel has to have: with fewer, what it varies by is chance.
+# Least number of values per channel: with fewer, the channel's variation is chance.
 _LEAST = 16
 _WIDEST = 65536  # channels along an axis
-SAMPLE, _AT_ONCE = 16, 8  # of a sample
-_KEPT = 2**24  # values of inputs in a sample at most, but for the first image
-_VALUES = 2**20  # of inputs that go through the graph together, about
+SAMPLE, _AT_ONCE = 16, 8  # images of a sample, and how many of them are run together
+_KEPT = 2**24  # largest number of input values in a sample; the first image is always kept
+_VALUES = 2**20  # approximate number of input values that go through the graph together
 
 
 @dataclass(frozen=True)
@@ -55,10 +56,10 @@ class Loss:
     """The loss of a quantizer at one place.
 
     Attributes:
-        where: the site of the operator that reads it; "output NAME" of an output.
-        axis: along which channels were told apart; None: all values together.
+        where: the site of the operator that reads it; "output NAME" for an output.
+        axis: the axis of the channels; None: all values together.
         channels, lost: how many there are, and how many lose too much.
-        worst_db: signal to error of the worst channel.
+        worst_db: signal-to-error ratio of the worst channel, in dB.
     """
 
     where: str
@@ -75,7 +76,7 @@ class Loss:
 
 @dataclass(frozen=True)
 class MixedScale:
-    """A tensor that 8 bits of one scale do not hold.
+    """A tensor that 8 bits with one scale cannot represent.
 
     Attributes:
         tensor: its site.
@@ -92,10 +93,10 @@ class MixedScale:
 
 
 class Sample:
-    """The first images of a pass, kept as they go by; iterated over, a few of them at a time.
+    """The first images of a pass, kept while they pass; iteration yields a few of them at a time.
 
     Args:
-        graph_module: that they are for.
+        graph_module: the graph that they are inputs of.
     """
 
     def __init__(self, graph_module: fx.GraphModule) -> None:
@@ -103,7 +104,9 @@ class Sample:
         self._kept: list[tuple[Tensor, ...]] = []
 
     def of(self, batches: Iterable[tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, ...]]:
-        """`batches` as they are; each of the graph's inputs in their order."""
+        """Yields `batches` unchanged and keeps the first images; each batch holds the graph's inputs in their
+        order.
+        """
         left, room = SAMPLE, _KEPT
         for batch in batches:
             axes = graph_axes(self._graph, batch)
@@ -134,7 +137,7 @@ def _rows(tensor: Tensor, axis: int | None, start: int, count: int) -> Tensor:
 def mixed_scales(
     graph_module: fx.GraphModule, batches: Iterable[Example], progress: bool = False
 ) -> list[MixedScale]:
-    """Returns the tensors that lose too much, in graph order, and what would keep them float.
+    """Returns the tensors that lose too much, in graph order, and the operators that would keep them float.
 
     Args:
         graph_module: prepared, its ranges set.
@@ -160,8 +163,10 @@ class Sums:
     error: Tensor | None = None  # of the squares of their errors
 
     def add(self, exact: Tensor, found: Tensor, axis: int) -> bool:
-        """Takes in one batch; returns False where it has other channels than those before, or a size that followed
-        the error.
+        """Adds one batch.
+
+        Returns:
+            False if it has other channels than those before, or a size that depends on the error.
         """
         if exact.shape != found.shape:
             return False
@@ -182,7 +187,7 @@ class Sums:
 
     @property
     def signal(self) -> Tensor:
-        """Returns the sum of squares of each channel about its own mean."""
+        """The sum of squares of each channel about its own mean, [channels]."""
         assert self.exact is not None and self.squared is not None
         around = self.squared - self.exact.square() / max(1, self.count)
         return around.where(around > 1e-12 * self.squared, 0.0)  # else rounding of a constant
@@ -190,7 +195,7 @@ class Sums:
 
 @dataclass
 class _Sink:
-    """One place where the values of a quantizer are used."""
+    """A place where the values of a quantizer are used."""
 
     where: str
     output: bool
@@ -203,7 +208,7 @@ class _Sink:
                 self.closed.add(axis)
 
     def loss(self) -> Loss | None:
-        """Returns the loss here; None where it is small."""
+        """Returns the loss here; None if it is small."""
         known = {axis: sums for axis, sums in self.by_axis.items() if axis not in self.closed}
         found = [
             self._by_channel(axis, sums) if self.output else self._total(sums) for axis, sums in known.items()
@@ -227,14 +232,14 @@ class _Sink:
 
 
 def _decibel(signal: Tensor, error: Tensor) -> Tensor:
-    """Signal to error; infinite where there is no signal, which can't be lost."""
+    """Returns the signal-to-error ratio in dB; infinite without a signal, which can't be lost."""
     ratio = 10 * torch.log10(signal / error.clamp(min=1e-300))
     return ratio.where(signal > 0, math.inf)
 
 
 @dataclass
 class _At:
-    """One quantizer, what its values reach, what of that has a weight and a logarithm behind it, and what was found."""
+    """A quantizer, the nodes that its values reach, those of them with a weight before a logarithm, and the losses."""
 
     node: fx.Node
     behind: list[fx.Node]
@@ -243,9 +248,9 @@ class _At:
 
 
 class _Measured(fx.Interpreter):
-    """Runs the float graph, and beside it, from each quantizer on, what its error reaches.
+    """An interpreter that runs the float graph and, in parallel, the effect of each quantizer's error.
 
-    Values are freed behind their last reader.
+    Values are freed after their last reader.
     """
 
     def __init__(self, graph_module: fx.GraphModule) -> None:
@@ -269,7 +274,7 @@ class _Measured(fx.Interpreter):
         self._names = graph_module.meta.get("outputs", ("output",))
 
     def add(self, batch: Example) -> None:
-        """One batch."""
+        """Measures one batch."""
         first = next(self._graph.parameters(), None)
         device = torch.device("cpu") if first is None else first.device
         self._with_error = {}
@@ -347,19 +352,19 @@ class _Measured(fx.Interpreter):
 
 
 def _axes(value: Tensor) -> Sequence[int]:
-    """The axes along which channels of an output may lie: the one behind the batch, and the last."""
+    """Returns the axes along which an output may have channels: the one after the batch, and the last."""
     return [
         axis for axis in sorted({1, value.ndim - 1}) if 0 < axis < value.ndim and value.shape[axis] <= _WIDEST
     ]
 
 
 def _channels(node: fx.Node, value: Tensor) -> int:
-    """The axis of the channels of what a node gives."""
+    """Returns the channel axis of a node's output."""
     return value.ndim - 1 if op_class(node) in ("linear", "lstm", "gru", "rnn") else min(1, value.ndim - 1)
 
 
 def _judged(at: _At) -> MixedScale | None:
-    """Returns the losses of a tensor and the operators to leave float; None where nothing is lost."""
+    """Returns the losses of a tensor and the operators to leave float; None if nothing is lost."""
     losses = tuple(loss for sink in at.sinks.values() if (loss := sink.loss()) is not None)
     if not losses:
         return None
@@ -373,7 +378,7 @@ def _judged(at: _At) -> MixedScale | None:
 
 
 def _source(quantizer: fx.Node) -> fx.Node:
-    """The node that computes what a quantizer quantizes, wherever that was moved."""
+    """Returns the node that computes the values of a quantizer, looking back through operators that move them."""
     source = quantizer.all_input_nodes[0]
     while facts(source).keeps_range:
         source = source.all_input_nodes[0]
@@ -381,7 +386,7 @@ def _source(quantizer: fx.Node) -> fx.Node:
 
 
 def _direct(quantizer: fx.Node) -> list[fx.Node]:
-    """The operators with a weight that read what a quantizer gives, moved perhaps."""
+    """Returns the operators with a weight that read a quantizer's values, possibly after operators that move them."""
     found, left = [], list(quantizer.users)
     while left:
         node = left.pop(0)

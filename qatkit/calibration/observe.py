@@ -1,8 +1,8 @@
-"""Calibration: the ranges of all activations from real images, before any fine-tuning.
+"""Calibrates the ranges of all activations with real images, before any fine-tuning.
 
-One pass in inference mode with every FakeQuantize observing and none quantizing. Memory does not grow with
-the number of images: an observer keeps a few numbers. A batch of large images goes through in parts, which observers
-take for one batch.
+This is one pass in inference mode with every FakeQuantize observing and none quantizing. Memory does not grow with
+the number of images: an observer keeps a few numbers. A batch of large images is run in parts, which observers treat
+as one batch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from qatkit.graph.signature import Example, batch_multiple, batch_size, graph_ax
 from qatkit.quant.fake_quantize import FakeQuantize
 from qatkit_verify.errors import ConfigError
 
-_VALUES = 2**22  # of inputs that go through the graph together: an image of 1024x1024 pixels, 27 of 224x224
+_VALUES = (
+    2**22
+)  # input values that go through the graph together: an image of 1024x1024 pixels, 27 of 224x224
 
 
 def calibrate(graph_module: fx.GraphModule, batches: Iterable[Example]) -> int:
@@ -33,7 +35,7 @@ def calibrate(graph_module: fx.GraphModule, batches: Iterable[Example]) -> int:
         batches: each of the graph's inputs: images [N, C, H, W], or tensors in its inputs' order, or by their names.
 
     Raises:
-        ConfigError: no image at all, a batch of another number of tensors, or a NaN or infinite activation (names the
+        ConfigError: no images, a batch with another number of tensors, or a NaN or infinite activation (names the
             first site in graph order).
     """
     device = next((p.device for p in graph_module.parameters()), torch.device("cpu"))
@@ -57,7 +59,7 @@ def calibrate(graph_module: fx.GraphModule, batches: Iterable[Example]) -> int:
 def _parts(
     tensors: Sequence[Tensor], axes: Sequence[int | None], multiple: int
 ) -> Iterator[tuple[Tensor, ...]]:
-    """Yields a batch some images at a time, so that about `_VALUES` values of inputs go through the graph together."""
+    """Splits a batch into parts of some images, so that about `_VALUES` input values go through the graph together."""
     if all(axis is None for axis in axes):
         yield tuple(tensors)
         return
@@ -74,7 +76,7 @@ def _parts(
 def calibrate_parts(
     parts: Mapping[str, fx.GraphModule], model: nn.Module, run: Callable[[Any], Any], batches: Iterable[Any]
 ) -> None:
-    """Observes `parts` of `model`, by path, while `run` takes every batch through the whole of it.
+    """Observes `parts` of `model`, by path, while `run` takes every batch through the whole model.
 
     Raises:
         ConfigError: as `calibrate`.

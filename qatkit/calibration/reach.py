@@ -1,4 +1,4 @@
-"""The nodes of a graph whose values reach an output or a logarithm, and those that order values."""
+"""Finds the nodes of a graph whose values reach an output or a logarithm, and those that order values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ORDERS = ("argmax", "argmin", "argsort", "kthvalue", "median", "nms", "sort", "
 
 
 def orders(node: fx.Node) -> bool:
-    """Returns whether a node orders or selects values, so that a small error puts others in the place of each."""
+    """Returns whether a node orders or selects values, so that a small error may exchange them."""
     name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
     return node.op in ("call_method", "call_function") and name in _ORDERS
 
@@ -24,7 +24,7 @@ def weighted(node: fx.Node) -> bool:
 
 
 def reaching_outputs(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes whose values reach an output without passing an operator with a weight."""
+    """Returns the nodes whose values reach an output without passing an operator with a weight."""
     found: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if node.op == "output" or (
@@ -35,7 +35,7 @@ def reaching_outputs(graph: fx.Graph) -> set[fx.Node]:
 
 
 def reaching_logarithms(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes whose values reach a logarithm without passing a quantizer."""
+    """Returns the nodes whose values reach a logarithm without passing a quantizer."""
     found: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if any(

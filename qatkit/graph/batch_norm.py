@@ -1,9 +1,10 @@
-"""BatchNorm statistics re-estimated, as the quantized network gives them, before they are folded for good.
+"""Re-estimates BatchNorm statistics with the quantized network before they are folded.
 
-The running statistics of a training with quantization follow weights that jump between two integers; those of a frozen
-BatchNorm are float's. Both are replaced by means over the batches of a pass with every range and weight as it ships:
+The running statistics of training with quantization follow weights that jump between two integers; those of a
+frozen BatchNorm are the float model's. Both are replaced by means over the batches of a pass with the final
+ranges and weights:
 
-    μ = Σ n_b·mean_b / Σ n_b        σ² = Σ n_b·var_b / Σ n_b        batches b of n_b values a channel, var_b unbiased
+    μ = Σ n_b·mean_b / Σ n_b        σ² = Σ n_b·var_b / Σ n_b        batches b of n_b values per channel, var_b unbiased
 
 Source: Nagel et al., "Overcoming oscillations in quantization-aware training", 2022, section 4.3; `update_bn` of
 torch.optim.swa_utils is the same with equal batches.
@@ -26,7 +27,7 @@ _Norm = nn.modules.batchnorm._BatchNorm
 
 
 class _Sums:
-    """What one BatchNorm sees in a pass."""
+    """The sums that one BatchNorm collects in a pass."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -34,7 +35,7 @@ class _Sums:
         self.variance: Tensor | float = 0.0
 
     def __call__(self, _: nn.Module, given: tuple[Tensor, ...]) -> None:
-        """A forward pre-hook."""
+        """Adds one batch to the sums; called as a forward pre-hook."""
         x = given[0].float()
         count, axes = x.numel() // x.shape[1], [axis for axis in range(x.ndim) if axis != 1]
         variance, mean = torch.var_mean(x, axes)
@@ -43,7 +44,7 @@ class _Sums:
 
 
 def kept_norms(graph_module: nn.Module) -> list[nn.Module]:
-    """The BatchNorms of a prepared graph that have statistics."""
+    """Returns the BatchNorms of a prepared graph that have statistics."""
     return [m for m in graph_module.modules() if isinstance(m, _Norm) and m.track_running_stats]
 
 
@@ -94,20 +95,20 @@ def reestimate(graph_module: fx.GraphModule, batches: Iterable[tuple[Tensor, ...
 
 
 def moving_variances(graph_module: nn.Module) -> dict[nn.Module, Tensor]:
-    """Of BatchNorms that take their batches' statistics, the running variances as they are now."""
+    """Returns the current running variances of the BatchNorms that use batch statistics."""
     norms: list[Any] = [norm for norm in kept_norms(graph_module) if norm.training]
     return {norm: norm.running_var.clone() for norm in norms}
 
 
 @torch.no_grad()
 def follow(graph_module: fx.GraphModule, variances: Mapping[nn.Module, Tensor]) -> None:
-    """Multiplies scales of weights that follow no weight by what γ/σ changed by.
+    """Multiplies the scales of weights that don't follow their weight by the change of γ/σ.
 
-    Beside a scale that lags, a running variance feeds on itself: of weights that are clipped the batches get
-    less, so σ shrinks, γ/σ grows, and more of them are clipped.
+    With a scale that lags, a running variance feeds on itself: the batches get less from clipped weights, so σ
+    shrinks, γ/σ grows, and more weights are clipped.
 
     Args:
-        variances: by BatchNorm, those of before; others are left alone.
+        variances: the previous ones, by BatchNorm; other BatchNorms are left alone.
     """
     moved: dict[int, tuple[Tensor, Tensor]] = {}
     for _, operator, fake in quantized_weights(graph_module):

@@ -1,11 +1,11 @@
-"""A float model that is recorded and proven once, however many modules a run makes of it.
+"""A float model that is recorded and proven once, for any number of modules that a run makes from it.
 
     model ── trace ──> its graph ── copy ──> fuse, stub, prove, prepare_qat ──> a module
                                  ├─ copy ──> fuse, stub, prepare_qat ─────────> the float control
                                  └─ copy ──> ...                                what contests and mixtures compare
 
-The recorded graph holds the model's own parameters and buffers, so it takes no memory beside the model, and a copy
-has the weights that the model has when it is made.
+The recorded graph holds the model's own parameters and buffers, so it takes no memory in addition to the model, and a
+copy has the weights that the model has when it is made.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Captured:
             self._proven = True
 
     def trained(self) -> None:
-        """Takes notice that the model was trained.
+        """Records that the model was trained.
 
         Its graph stays, unless it depends on values that the model had, or holds copies of them: then the model is
         traced and proven again.
@@ -75,7 +75,7 @@ class Captured:
             self._graph.train(self.model.training)
 
     def release(self) -> None:
-        """Frees the float model's weights, of which no further graph is asked: a checked file needs that memory."""
+        """Frees the float model's weights once no further graph is needed: a checked file needs that memory."""
         self._graph = None
         for tensor in (*self.model.parameters(), *self.model.buffers()):
             tensor.data = tensor.new_empty(0)
@@ -91,7 +91,7 @@ class Captured:
 
 
 def _has_its_values(model: nn.Module, graph: fx.GraphModule) -> bool:
-    """Whether each parameter and buffer of the graph is found under its name in the model, with the same values."""
+    """Returns whether the model has each parameter and buffer of the graph under its name, with the same values."""
     for kind in ("named_parameters", "named_buffers"):
         known = dict(getattr(model, kind)(remove_duplicate=False))
         for name, tensor in getattr(graph, kind)(remove_duplicate=False):
@@ -102,7 +102,7 @@ def _has_its_values(model: nn.Module, graph: fx.GraphModule) -> bool:
 
 
 def _share(model: nn.Module, graph: fx.GraphModule) -> None:
-    """Hangs the model's own parameters and buffers into its graph, each under its name."""
+    """Puts the model's own parameters and buffers into its graph, each under its name."""
     for path, module in graph.named_modules(remove_duplicate=False):
         for held, known in (("_parameters", "get_parameter"), ("_buffers", "get_buffer")):
             tensors: dict[str, Tensor | None] = getattr(module, held)
@@ -111,10 +111,10 @@ def _share(model: nn.Module, graph: fx.GraphModule) -> None:
 
 
 def _copied(graph: fx.GraphModule, shared: dict[int, Any]) -> fx.GraphModule:
-    """A deep copy with its parameters in the same order, but for what is `shared`, by id.
+    """Returns a deep copy with its parameters in the same order; tensors in `shared`, by id, are not copied.
 
-    GraphModule's own copy registers them as its nodes come, and makes all buffers persistent: optimizers and
-    checkpoints would see another module.
+    GraphModule's own copy registers parameters in the order of its nodes, and makes all buffers persistent:
+    optimizers and checkpoints would see another module.
     """
     memo: dict[int, Any] = shared | what_copies_share(graph)
     copied: fx.GraphModule = graph.__new__(type(graph))

@@ -1,13 +1,13 @@
-"""Which channel of an operator's output stands where in what is computed from it, and who reads it.
+"""Follows the channels of an operator's output: where each ends up in later values, and who reads it.
 
-Every channel gets a number, the numbers are passed through the operators behind as if they were values (a reshape
-moves them, a pooling of equal ones leaves them, a product with something else has them along its own axes), and
-where a Conv or Linear reads them, each of its input channels has to hold one number. So views, chunks, windows, heads
-and flattens need no cases of their own.
+Every channel gets a number, and the numbers are passed through the later operators as if they were values: a reshape
+moves them, a pooling of equal numbers keeps them, a product with another tensor has them along its own axes. Where a
+Conv or Linear reads them, each of its input channels must hold one number. So views, chunks, windows, heads and
+flattens need no cases of their own.
 
 A channel is `free` if everything that reads it commutes with a positive factor and ends in a Conv or Linear, whose
-weight can take the factor back. Of shifts (`follow_shifts`) the same is asked of a constant that is added, which the
-operator's bias takes back.
+weight can compensate for the factor. For shifts (`follow_shifts`) the same is asked of an added constant, which the
+operator's bias compensates for.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from qatkit.graph.quantizers import is_quantizer
 from qatkit.quant.computed_weights import Computed
 from qatkit.quant.fake_quantize import FakeQuantize
 
-# Functions and methods that move values and have no class in the operators' table.
+# Functions and methods that move values and have no class in the operator table.
 _MOVERS = frozenset(
     {"roll", "expand", "expand_as", "repeat", "repeat_interleave", "flip", "narrow", "select", "unbind"}
     | {"movedim", "moveaxis", "stack", "tile", "view_as", "reshape_as", "T", "mT"}
@@ -47,13 +47,13 @@ class Reader:
 
 @dataclass
 class Followed:
-    """Where the channels of one operator's output go.
+    """The result of following the channels of one operator's output.
 
     Attributes:
         free: [channels], bool: those that can be scaled.
-        readers: the operators that take the factors back.
+        readers: the operators that compensate for the factors.
         added: parameters that are added on the way, each with the channel [shape of the parameter] of its values.
-        why: what holds the others; "" where nothing does.
+        why: what keeps the other channels from being free; "" if all are.
     """
 
     free: Tensor
@@ -63,10 +63,12 @@ class Followed:
 
 
 def follow(source: fx.Node, axis: int, reads: Mapping[int, int]) -> Followed:
-    """The channels of the output of `source` along `axis`, counted from the end, in all that is computed from it.
+    """Follows the channels of `source`'s output along `axis`, counted from the end, through all values
+    computed from it.
 
     Args:
         source: of a graph whose nodes have their example's values (`trace.propagate`, `prepare_qat`).
+        axis: negative index of the channel axis.
         reads: how often each parameter is read (`nodes.parameter_reads`).
     """
     shape = shape_of(source)
@@ -75,8 +77,10 @@ def follow(source: fx.Node, axis: int, reads: Mapping[int, int]) -> Followed:
 
 
 def follow_shifts(source: fx.Node, axis: int, reads: Mapping[int, int]) -> Followed:
-    """Returns the same of constants that are added to the channels: they pass what moves values, and sums with weights
-    that add up to 1, as attention's. A Conv that pads, or an operator without a bias, cannot take them back.
+    """Follows constants that are added to the channels, instead of factors.
+
+    They pass operators that move values, and sums with weights that add up to 1, as in attention. A Conv that
+    pads, or an operator without a bias, cannot compensate for them.
     """
     shape = shape_of(source)
     assert shape is not None
@@ -84,7 +88,10 @@ def follow_shifts(source: fx.Node, axis: int, reads: Mapping[int, int]) -> Follo
 
 
 class _Follower:
-    """One walk; `numbers` holds 1 + the channel of every value, 0 where it is of no channel, by node."""
+    """A walk through the graph along the channels.
+
+    `numbers` holds by node 1 + the channel of every value; 0 marks a value that belongs to no channel.
+    """
 
     def __init__(self, source: fx.Node, shape: tuple[int, ...], axis: int, reads: Mapping[int, int]) -> None:
         own = torch.arange(1, shape[axis] + 1, dtype=torch.float64)
@@ -116,15 +123,15 @@ class _Follower:
         try:
             result = self._passed(node)
         except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
-            result = None  # what it does to numbers cannot be said
+            result = None  # its effect on channel numbers is unknown
         if result is None:
-            end = node.op == "output"  # nothing was to be expected behind it
+            end = node.op == "output"  # channels that reach an output need no further reason
             self._hold(node, "" if end else f"{site(node)} ({_kind(node)}) does not scale channel by channel")
         else:
             self.numbers[node] = result
 
     def _hold(self, node: fx.Node, reason: str) -> None:
-        """The channels that `node` reads keep their scale."""
+        """Marks the channels that `node` reads as not free."""
         for operand in node.all_input_nodes:
             for part in _tensors(self.numbers.get(operand)):
                 held = part.unique().long()
@@ -132,7 +139,7 @@ class _Follower:
         self.found.why = self.found.why or reason
 
     def _read(self, node: fx.Node) -> None:
-        """A Conv or Linear: what it computes is of no channel any more."""
+        """Records a Conv or Linear as a reader: its output no longer belongs to these channels."""
         module, numbers = module_of(node), self.numbers.get(cast(fx.Node, node.args[0]))
         weight = cast(Tensor, module.weight)
         axis = -1 if op_class(node) == "linear" else 1 - weight.ndim
@@ -148,7 +155,7 @@ class _Follower:
                 self.found.readers.append(Reader(node, channels.long() - 1))
 
     def _passed(self, node: fx.Node) -> Any:
-        """The numbers behind a node that commutes with factors; None for any other."""
+        """Returns the numbers after a node that commutes with factors; None for any other."""
         kind, record = op_class(node), facts(node)
         numbers = [self.numbers.get(operand) for operand in node.all_input_nodes]
         if is_quantizer(node):
@@ -165,7 +172,7 @@ class _Follower:
         return None
 
     def _run(self, node: fx.Node, change: Callable[[Tensor], Tensor]) -> Any:
-        """The operator on changed numbers; operands of no channel are zeros."""
+        """Runs the operator on changed numbers; operands that belong to no channel are zeros."""
 
         def value(operand: fx.Node) -> Any:
             known = self.numbers.get(operand)
@@ -186,7 +193,7 @@ class _Follower:
         return cast(Any, node.target)(*args, **kwargs)
 
     def _pooled(self, node: fx.Node) -> Tensor | None:
-        """Means and largest values of equal numbers are these; of unequal ones, nothing is known."""
+        """Returns the numbers after a mean or maximum of equal ones; None if they are unequal."""
         share = self._run(node, torch.ones_like)
         lowest = -self._run(node, torch.neg) / share
         mean, square = (self._run(node, f) / share for f in (torch.clone, torch.square))
@@ -194,14 +201,14 @@ class _Follower:
         return cast(Tensor, mean.round()) if same else None
 
     def _mul(self, node: fx.Node) -> Tensor | None:
-        """By a number, or by values of no channel."""
+        """Returns the numbers after a product with a Python number or with values that belong to no channel."""
         own = [n for n in node.all_input_nodes if n in self.numbers]
         if len(own) != 1 or sum(n is own[0] for n in node.args) != 1:
             return None
         return cast(Tensor, self.numbers[own[0]].expand(shape_of(node)).clone())
 
     def _add(self, node: fx.Node) -> Tensor | None:
-        """Of a parameter that nobody else reads: it is scaled as well."""
+        """Returns the numbers after adding a parameter that nothing else reads; the parameter is scaled as well."""
         own = [n for n in node.all_input_nodes if n in self.numbers]
         others = [n for n in node.args if n not in own]
         parameter = parameter_of(others[0]) if len(own) == len(others) == 1 else None
@@ -215,21 +222,21 @@ class _Follower:
         return cast(Tensor, numbers.clone())
 
     def _matmul(self, node: fx.Node) -> Tensor | None:
-        """Attention's values: a product with something else that sums over equal numbers."""
+        """Returns the numbers after attention's product with the values, which sums over equal numbers."""
         found = [self.numbers.get(cast(fx.Node, operand)) for operand in node.args[:2]]
         known = [
             (numbers, axis) for numbers, axis in zip(found, (-1, -2), strict=True) if numbers is not None
         ]
         if len(known) != 1 or known[0][0].ndim < 2:
             return None
-        numbers, axis = known[0]  # the one that is summed over
+        numbers, axis = known[0]  # the operand that is summed over
         if not torch.equal(numbers.amax(axis), numbers.amin(axis)):
             return None
         return cast(Tensor, numbers.amax(axis, keepdim=True).expand(shape_of(node)).clone())
 
 
 class _ShiftFollower(_Follower):
-    """The walk of shifts: a factor passes more operators than they do."""
+    """The walk for shifts, which fewer operators pass than factors."""
 
     def _read(self, node: fx.Node) -> None:
         module = module_of(node)
@@ -253,7 +260,7 @@ class _ShiftFollower(_Follower):
 
 
 def _sums_to_one(node: fx.Node) -> bool:
-    """Returns whether a node is a softmax over the last axis, but for dropout and quantization."""
+    """Returns whether a node is a softmax over the last axis, disregarding dropout and quantization."""
     while is_quantizer(node) or op_class(node) == "pass":
         node = node.all_input_nodes[0]
     if op_class(node) != "softmax":
@@ -275,13 +282,13 @@ _ARITHMETIC: dict[str, Callable[[_Follower, fx.Node], Tensor | None]] = {
 
 
 def _along(numbers: Tensor, axis: int) -> Tensor | None:
-    """[size of `axis`]: the one number of each place of an axis; None where there are several."""
+    """Returns the single number at each position of an axis, [size of `axis`]; None if a position has several."""
     rows = numbers.movedim(axis, 0).flatten(1)
     return rows[:, 0] if torch.equal(rows.amax(1), rows.amin(1)) else None
 
 
 def _as(numbers: Tensor, shape: tuple[int, ...]) -> Tensor | None:
-    """The numbers of what a tensor of `shape` is broadcast to; None where one value would have several."""
+    """Returns the numbers for a tensor of `shape` that is broadcast to them; None if one value would have several."""
     padded = (1,) * (numbers.ndim - len(shape)) + shape
     for axis, size in enumerate(padded):
         if size == 1:

@@ -1,10 +1,11 @@
-"""Functions that a model's modules hold, in a copy of it.
+"""Copies functions that a model's modules hold along with the model.
 
     def keep(module, inputs, output):     # model.body.register_forward_hook(keep)
         model.features["body"] = output
 
-`copy.deepcopy` copies no function: the hook of a copy would write into the original, and the copy would read its own
-features, which are old. So a function gets new cells and defaults, whose contents are copied along with the model.
+`copy.deepcopy` copies no function: the hook of a copy would write into the original, and the copy would read
+its own features, which are outdated. So a function gets new cells and defaults, whose contents are copied along
+with the model.
 """
 
 from __future__ import annotations
@@ -23,17 +24,19 @@ _NO_STATE = (type, types.ModuleType, types.BuiltinFunctionType, str, bytes, int,
 
 
 def attributes_of(module: nn.Module) -> dict[str, Any]:
-    """Returns what a module holds beside parameters, buffers and modules."""
+    """Returns the attributes of a module other than parameters, buffers and modules."""
     return {name: value for name, value in vars(module).items() if name not in _HELD_APART}
 
 
 def held_tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in containers, in objects other than modules, and in what functions and methods refer to."""
+    """Yields the tensors in containers, in objects other than modules, and in the closures of functions and
+    methods.
+    """
     yield from (one for one in _reached(value) if isinstance(one, Tensor))
 
 
 def _reached(value: Any) -> Iterator[Any]:
-    """`value` and what it holds; of functions what they refer to."""
+    """Yields `value` and what it holds; for functions, what they refer to."""
     waiting, seen = [value], set[int]()
     while waiting:
         one = waiting.pop()
@@ -68,15 +71,15 @@ def _is_empty(cell: types.CellType) -> bool:
 
 
 def rebind(model: nn.Module, copied: nn.Module, memo: dict[int, Any]) -> None:
-    """Lets the functions that a copy holds, as hooks and as attributes, refer to copies of what they refer to.
+    """Makes the functions that a copy holds, as hooks and as attributes, refer to copies of their referents.
 
-    Of a model without hooks nothing is changed: there no function of a module is called but by its own code. Functions
-    that the copy has made itself (torch.compile's) are right as they are.
+    A model without hooks is left unchanged: there, only a module's own code calls its functions. Functions that
+    the copy has made itself (torch.compile's) are correct already.
 
     Args:
-        model: what was copied.
+        model: the original.
         copied: its copy, by `copy.deepcopy`.
-        memo: what `copy.deepcopy` was called with.
+        memo: the memo that `copy.deepcopy` was called with.
     """
     if not any(map(_is_hooked, copied.modules())):
         return
@@ -117,7 +120,7 @@ def _has_state(value: Any) -> bool:
 
 
 class _Functions:
-    """Copies of functions; what several refer to is copied once.
+    """Copies functions; a referent that several of them share is copied once.
 
     Args:
         memo: as `copy.deepcopy` takes it.
@@ -129,7 +132,7 @@ class _Functions:
         self.cells: dict[int, types.CellType] = {}
 
     def of(self, value: Any) -> Any:
-        """The copy of a function with state, or of what one refers to."""
+        """Returns the copy of a function with state, or of a value that one refers to."""
         if isinstance(value, types.FunctionType):
             if not _has_state(value):
                 return value
@@ -144,11 +147,11 @@ class _Functions:
                 self.memo.setdefault(id(tensor), tensor.detach().clone())
         try:
             return self.within(copy.deepcopy(value, self.memo))
-        except Exception:  # a lock, a file, whatever its own copy raises: shared
+        except Exception:  # its own copy may raise anything (a lock, a file): shared
             return value
 
     def within(self, copied: Any) -> Any:
-        """Copies the functions in what `copy.deepcopy` made, which leaves them as they were."""
+        """Copies the functions in a result of `copy.deepcopy`, which leaves them as they were."""
         if isinstance(copied, types.FunctionType):
             return self.of(copied)
         if isinstance(copied, functools.partial):

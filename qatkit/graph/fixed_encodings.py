@@ -1,7 +1,7 @@
-"""Encodings from elsewhere on the quantizers of a prepared graph: scales and zero points that stand.
+"""Sets scales and zero points from an external file on the quantizers of a prepared graph, where they stay fixed.
 
-`matched` says which quantizer takes which encoding, and refuses those that do not fit; `fix` sets them. What is not
-given keeps its source: calibration, or the weight.
+`matched` assigns encodings to quantizers and rejects those that do not fit; `fix` sets them. Quantizers without an
+encoding keep their source: calibration, or the weight.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from qatkit.records.encodings import Encoding
 from qatkit_verify.errors import ConfigError, did_you_mean
 
 KEY = "calibration.encodings"
-_TYPO = 0.8  # likeness from which an unknown name is one of the model's with a mistake in it
+_TYPO = 0.8  # similarity from which an unknown name is taken for a misspelt name of the model
 _NAMED = 5
 _STANDS = "their scales are fixed already"
 _BIAS, _SCALES = "int32", "scale_type"
-_TYPABLE = re.compile(r"[\w./-]+")  # keys that Hydra reads as they are
+_TYPABLE = re.compile(r"[\w./-]+")  # keys that Hydra accepts unquoted
 
 
 @dataclass(frozen=True)
 class Matched:
-    """Encodings for the quantizers of a graph.
+    """Encodings assigned to the quantizers of a graph.
 
     Attributes:
         activations: by site, the tensor's name and its encoding, in the type of the quantizer.
         weights: by path, likewise.
         biases: how many encodings of biases follow from those of inputs and weights.
-        unused: names of the others, with the reason.
+        unused: names of the other encodings, with the reason.
     """
 
     activations: dict[str, tuple[str, Encoding]] = field(default_factory=dict)
@@ -51,10 +51,10 @@ class Matched:
     unused: dict[str, str] = field(default_factory=dict)
 
     def notes(self, file: object) -> list[str]:
-        """What the reader of the report has to know.
+        """Returns the lines of the report about these encodings.
 
         Args:
-            file: that the encodings are from.
+            file: the file that the encodings come from.
         """
         fixed = f"{len(self.activations)} activations and {len(self.weights)} weights"
         bias = f"; the {self.biases} of biases follow from these" if self.biases else ""
@@ -71,17 +71,17 @@ class Matched:
 def matched(
     graph_module: fx.GraphModule, names: TensorNames, encodings: Mapping[str, Encoding], file: object
 ) -> Matched:
-    """Returns which quantizer takes which encoding.
+    """Assigns encodings to quantizers.
 
     Args:
         graph_module: prepared.
-        names: of its quantizers.
-        encodings: by name of the tensor.
-        file: that they are from, for messages.
+        names: the tensor names of its quantizers.
+        encodings: by tensor name.
+        file: the file that they come from, for messages.
 
     Raises:
         ConfigError: no name is known, one is close to a name that the model has, or an encoding has another type,
-            symmetry or granularity than its quantizer; says what to set.
+            symmetry or granularity than its quantizer; the message says what to set.
     """
     given = _by_known_name(names, encodings)
     _check_names(names, given, file)
@@ -95,7 +95,7 @@ def matched(
 
 
 def fix(graph_module: fx.GraphModule, found: Matched) -> None:
-    """Sets the scales and zero points of quantizers, which stand from now on."""
+    """Sets the scales and zero points of quantizers and fixes them."""
     quantizers = fake_quantizers(graph_module)
     for place, (_, one) in found.activations.items():
         scale, zero = torch.from_numpy(one.scale), torch.from_numpy(one.zero_point)
@@ -112,13 +112,15 @@ def fix(graph_module: fx.GraphModule, found: Matched) -> None:
 
 
 def _by_output(values: Any, one: Encoding) -> Any:
-    """Values by output channel: blocks of a matrix [inputs, outputs] lie the other way round."""
+    """Returns values ordered by output channel: blocks of a matrix [inputs, outputs] are transposed."""
     turned = one.block_size is not None and one.axis == 0 and values.ndim > 1
     return np.ascontiguousarray(values.T if turned else values)
 
 
 def _by_known_name(names: TensorNames, encodings: Mapping[str, Encoding]) -> dict[str, Encoding]:
-    """Encodings with names of the model: of a file that qatkit exported, by the nodes that quantize."""
+    """Renames encodings to names of the model; those of a file that qatkit exported are found by their
+    quantize nodes.
+    """
     sites = {node: place for place, node in names.nodes.items()}
     found: dict[str, Encoding] = {}
     for name, one in encodings.items():
@@ -144,7 +146,7 @@ def _check_names(names: TensorNames, given: Mapping[str, Encoding], file: object
 
 
 class _Matching:
-    """Encodings and quantizers while they are brought together.
+    """Encodings and quantizers while they are being matched.
 
     Attributes:
         found: what has been matched.
@@ -207,7 +209,7 @@ class _Matching:
             self.wanted[place] = settings
 
     def check(self, inputs: Set[str], file: object) -> None:
-        """Raises the ConfigError of encodings that do not fit their quantizers.
+        """Raises the ConfigError for encodings that do not fit their quantizers.
 
         Args:
             inputs: sites of the model's inputs, which no override changes.
@@ -224,7 +226,10 @@ class _Matching:
         raise ConfigError(KEY, file, reason=reason)
 
     def _advice(self, inputs: Set[str]) -> str:
-        """What to set: of the backend where all of a kind need the same or an input does, else an override each."""
+        """Returns the settings to set.
+
+        They are backend keys if all quantizers of a kind need the same or an input does, else one override each.
+        """
         if any(key.endswith(_SCALES) for one in self.wanted.values() for key in one):
             return f"backend.{_SCALES}=float"
         told, single = list[str](), dict[str, dict[str, str]]()
@@ -243,7 +248,7 @@ class _Matching:
         return " ".join(told)
 
     def outcome(self) -> Matched:
-        """What was matched, and why the rest was not."""
+        """Returns the matches, and the reasons why the other encodings are unused."""
         used = {name for name, _ in (*self.found.activations.values(), *self.found.weights.values())}
         unused, same = dict(self.found.unused), set[str]()
         for place in self.found.activations:
@@ -261,20 +266,21 @@ def _typed(settings: Mapping[str, str]) -> str:
 
 
 def _starts_at_zero(own: Encoding) -> bool:
-    """Whether nothing below zero is in the range."""
+    """Returns whether the range contains no negative value."""
     return bool((own.ends()[0] >= 0).all())
 
 
 def _in_type(own: Encoding, spec: QuantSpec) -> tuple[Encoding, dict[str, str]]:
-    """Returns an encoding in the type of a quantizer, and the settings with which it would fit one where it does not.
+    """Returns an encoding in the type of a quantizer, and the settings that the quantizer would need if it
+    does not fit.
 
-    A type of as many bits and the other sign has the same steps, counted from another zero point.
+    A type with as many bits and the other sign has the same steps, with another zero point.
     """
     if spec.form is not None or own.bits != spec.bits:
         return own, {"dtype": own.dtype}
     signed = spec.number_type.signed
     shift = 0 if own.signed == signed else 2 ** (spec.bits - 1)
-    zeros = np.asarray(own.zero_point + (-shift if signed else shift))  # a sum of rank 0 is no array
+    zeros = np.asarray(own.zero_point + (-shift if signed else shift))  # a sum of rank 0 is not an array
     moved = replace(own, dtype=spec.dtype, zero_point=zeros)
     middle = (spec.quant_max + spec.quant_min + 1) // 2
     if spec.symmetric and (moved.zero_point != middle).any():

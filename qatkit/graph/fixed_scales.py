@@ -1,7 +1,7 @@
-"""Scales, zero points and ranges that an override gives: they stand from the start, through calibration and training.
+"""Sets scales, zero points and ranges given by an override; they stay fixed through calibration and training.
 
-A range becomes the scale that calibration would make of it. What the type, the symmetry or an activation behind the
-tensor does not leave room for is refused.
+A range becomes the scale that calibration would compute from it. Values that do not fit the type, the symmetry or an
+activation after the tensor are rejected.
 """
 
 from __future__ import annotations
@@ -72,10 +72,11 @@ def fix_weight(quantizer: WeightFakeQuantize, weight: Tensor, pattern: str, over
 
 
 def fix_weights(module: nn.Module, pattern: str, override: OverrideConfig) -> None:
-    """As `fix_weight`, of a Conv, Linear or Embedding; the weights of a recurrent layer are several, and take none.
+    """Fixes the weight of a Conv, Linear or Embedding (`fix_weight`); recurrent layers, with several weights,
+    allow none.
 
     Raises:
-        ConfigError: as `fix_weight`.
+        ConfigError: as `fix_weight`, or a scale or range for a recurrent layer.
     """
     asked = (override.weight_scale, override.weight_range)
     if isinstance(module, QATRecurrent) and asked != (None, None):
@@ -97,7 +98,7 @@ def _check_integers(key: str, value: Any, spec: QuantSpec) -> None:
 def _check_bounds(
     key: str, value: Any, bounds: tuple[float | None, float | None], low: float, high: float, slack: float
 ) -> None:
-    """Refuses a range beyond the ends of a ReLU or ReLU6, which the quantization stands for in the file."""
+    """Rejects a range beyond the ends of a ReLU or ReLU6, which the quantization replaces in the file."""
     least, most = bounds
     if (least is not None and low < least) or (most is not None and high > most + slack):
         wanted = f"from {least:g}" + ("" if most is None else f" to at most {most:g}")

@@ -1,15 +1,15 @@
-"""Fuse: a BatchNorm goes into the Conv or Linear before it.
+"""Fuses each BatchNorm into the Conv or Linear before it.
 
-    bn(op(x))  →  op'(x)         batch_norm="fold": folded now, training goes on with the folded weight
+    bn(op(x))  →  op'(x)         batch_norm="fold": folded now, training continues with the folded weight
     bn(op(x))  →  QATop(x)       "freeze" / "train": the BatchNorm stays a child of the operator, and the
                                  weight is quantized as it will be after folding (`qatkit.quant.qat_layers`)
-    bn(x)         →  op(x)       nothing to go into (DenseNet): with `depthwise`, a 1x1 convolution of its own
+    bn(x)         →  op(x)       no operator to fuse into (DenseNet): with `depthwise`, a 1x1 convolution of its own
 
-A weight that is computed, or that something else reads too, can't be folded into: there "fold" is "freeze". Before all
-that, weights that no module of torch.nn holds get one (`qatkit.graph.weights.lift`).
+A BatchNorm can't be folded into a weight that is computed or that something else reads too; there, "fold" acts as
+"freeze". Before all that, weights that no module of torch.nn holds get one (`qatkit.graph.weights.lift`).
 
-In-place operators become their plain forms: the value before them is needed by the backward pass of the
-fake quantization that `prepare_qat` puts there. A view becomes a reshape.
+In-place operators become their out-of-place forms: the backward pass of the fake quantization that `prepare_qat`
+inserts there needs the value before them. A view becomes a reshape.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def fuse(
 
 
 def _why_not(node: fx.Node) -> str | None:
-    """Why a BatchNorm stays on its own; None when it can be fused."""
+    """Returns why a BatchNorm is not fused; None if it can be."""
     before = node.all_input_nodes[0]
     if not facts(before).weighted:
         return "its input is no Conv or Linear"
@@ -113,7 +113,8 @@ def _fuse_pair(node: fx.Node, batch_norm: str, reads: Mapping[int, int]) -> None
     module, bn = module_of(before), module_of(node)
     owner = node.graph.owning_module
     assert owner is not None
-    # Others may read its tensors (DBB pads with what its BatchNorm makes of zeros): then it lives on in the operator.
+    # Other nodes may read its tensors (DBB pads with its BatchNorm's output for zeros): the operator then
+    # keeps it.
     readers = [
         n for n in node.graph.nodes if n.op == "get_attr" and str(n.target).startswith(f"{node.target}.")
     ]
@@ -129,13 +130,17 @@ def _fuse_pair(node: fx.Node, batch_norm: str, reads: Mapping[int, int]) -> None
     node.replace_all_uses_with(before)
     node.graph.erase_node(node)
     if not any(n.op == "call_module" and n.target == node.target for n in before.graph.nodes):
-        # A second path to a BatchNorm that lives on would put it back into training mode with its parent.
+        # A second path to a BatchNorm that the operator keeps would set it to training mode again with its
+        # parent.
         owner.delete_submodule(str(node.target))
         _keep_children(owner, str(node.target), bn)
 
 
 def _folded(weight: Tensor, bias: Tensor | None, norm: nn.Module) -> tuple[nn.Parameter, nn.Parameter]:
-    """The parameters that `norm` folded into `weight` and `bias` gives; what only frozen ones make stays frozen."""
+    """Returns the parameters after folding `norm` into `weight` and `bias`.
+
+    A result that depends only on frozen parameters stays frozen.
+    """
     with torch.no_grad():
         folded = fold_batch_norm(weight, bias, norm)
     scale, shift = (getattr(norm, name) for name in ("weight", "bias"))
@@ -148,12 +153,12 @@ def _folded(weight: Tensor, bias: Tensor | None, norm: nn.Module) -> tuple[nn.Pa
 
 
 def _alive(module: nn.Module, reads: Mapping[int, int]) -> bool:
-    """Whether nothing can be folded into a weight: it is computed, or something else reads it too."""
+    """Returns whether a module's weight can't be folded into: it is computed, or something else reads it too."""
     return isinstance(module, Computed) or any(reads[id(p)] > 1 for p in module.parameters())
 
 
 def _keep_children(owner: fx.GraphModule, path: str, norm: nn.Module) -> bool:
-    """Whether `norm` has modules of its own (an activation that it calls); these stay at their paths."""
+    """Keeps child modules of `norm` (an activation that it calls) at their paths; returns whether it has any."""
     children = dict(norm.named_children())
     norm._modules.clear()
     if children:
@@ -164,7 +169,7 @@ def _keep_children(owner: fx.GraphModule, path: str, norm: nn.Module) -> bool:
 
 
 def _alone(node: fx.Node) -> bool:
-    """A BatchNorm of images with running statistics that is called once."""
+    """Returns whether a node is a BatchNorm of images with running statistics that is called once."""
     module = module_of(node)
     calls = sum(n.op == "call_module" and n.target == node.target for n in node.graph.nodes)
     if not isinstance(module, nn.BatchNorm2d) or module.running_var is None or calls != 1:
@@ -173,7 +178,10 @@ def _alone(node: fx.Node) -> bool:
 
 
 def _to_convolution(node: fx.Node, batch_norm: str) -> None:
-    """bn(x) → x convolved with one weight per channel; alive, that weight is 1 and not trained."""
+    """Replaces bn(x) by a convolution of x with one weight per channel.
+
+    If the BatchNorm is kept, that weight is 1 and not trained.
+    """
     bn = cast(nn.BatchNorm2d, module_of(node))
     conv: nn.Module = nn.Conv2d(
         bn.num_features, bn.num_features, 1, groups=bn.num_features, bias=batch_norm == "fold"
@@ -194,7 +202,7 @@ def _to_convolution(node: fx.Node, batch_norm: str) -> None:
 def _normalize(graph_module: fx.GraphModule) -> None:
     for node in graph_module.graph.nodes:
         if "input" in node.kwargs and not node.args and op_class(node) != "other":
-            # By its place, which every pass looks at; of torch's operators it is the first.
+            # Pass it positionally, where every pass looks; it is the first argument of torch's operators.
             node.args = (node.kwargs["input"],)
             node.kwargs = {name: value for name, value in node.kwargs.items() if name != "input"}
         if node.op == "call_module" and getattr(module_of(node), "inplace", False):

@@ -1,4 +1,4 @@
-"""Which trained weights no gradient reaches: those whose way to the outputs goes through an opaque module alone."""
+"""Finds trained weights that no gradient reaches: every path from them to the outputs passes an opaque module."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Stopped:
 
     Attributes:
         weights: the name of the node that has it.
-        by: the opaque module that stands before the outputs.
+        by: the opaque module between it and the outputs.
     """
 
     weights: str
@@ -24,9 +24,11 @@ class Stopped:
 
 
 def stopped(graph: fx.Graph) -> Stopped | None:
-    """The first node of a graph with weights that train and whose gradients all end at an opaque module."""
+    """Returns the first node with trained weights whose gradients all end at an opaque module; None if there
+    is none.
+    """
     reached: set[fx.Node] = set()  # by a gradient
-    barred: dict[fx.Node, fx.Node] = {}  # the opaque module behind each of the others
+    barred: dict[fx.Node, fx.Node] = {}  # the opaque module after each of the others
     for node in reversed(graph.nodes):
         if node.op == "output" or any(user in reached and not _opaque(user) for user in node.users):
             reached.add(node)

@@ -1,5 +1,6 @@
-"""Which weights of a prepared graph are kept from saturating on x86 without VNNI, what that costs them, and which are
-not (`qatkit.quant.pairs`).
+"""Lists the weights of a prepared graph that are kept from saturating on x86 without VNNI, and those that are not.
+
+The cost of the guard is measured for each (`qatkit.quant.pairs`).
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ class Guard:
     """The cost of guarding one operator.
 
     Attributes:
-        raised: share of its scales that are larger than its weights ask for.
-        factor: mean of what all of them are multiplied by.
-        lost_db: SQNR that the weight loses, rounded to the nearest.
+        raised: fraction of its scales that are larger than its weights need.
+        factor: mean factor by which its scales are multiplied.
+        lost_db: SQNR that the weight loses in dB, with rounding to nearest.
     """
 
     raised: float
@@ -34,7 +35,7 @@ class Guard:
 
 
 def guards(graph_module: fx.GraphModule) -> dict[str, Guard]:
-    """The guarded operators by site, in graph order."""
+    """Returns the guarded operators by site, in graph order."""
     return {
         site(node): _guard(operator, fake)
         for node, operator, fake in quantized_operators(graph_module)
@@ -43,7 +44,7 @@ def guards(graph_module: fx.GraphModule) -> dict[str, Guard]:
 
 
 def unguarded(graph_module: fx.GraphModule) -> list[str]:
-    """The sites of operators whose products may saturate: their weights have 8 bits and no guard."""
+    """Returns the sites of operators whose products may saturate: their weights have 8 bits and no guard."""
     return [
         site(node)
         for node, _, fake in quantized_operators(graph_module)

@@ -1,5 +1,7 @@
-"""Training through quantizers, in a whole graph: those that learn begin before there is an optimizer, one weight
-quantized in one way has one scale; oscillating weights are followed step by step.
+"""Training of learned quantizers, over a whole graph.
+
+Learned quantizers start before there is an optimizer. A weight that several operators quantize in the same way has
+one scale. Oscillating weights are followed step by step.
 """
 
 from __future__ import annotations
@@ -23,10 +25,10 @@ from qatkit.quant.weight_fake_quantize import WeightFakeQuantize
 
 
 def begin(graph_module: fx.GraphModule) -> None:
-    """What is learned starts from calibration, once: a quantizer that learns already goes on.
+    """Initializes learned quantizers from calibration; one that learns already continues.
 
-    Scales of what comes in from outside stay as calibrated: for their gradient alone the first operator would have to
-    make that of its input, which is a tenth of a CNN's step (docs/decisions/0031-learned-quantizers.md).
+    Scales of the model's inputs stay as calibrated. Their gradient alone would make the first operator compute the
+    gradient of its input, which is a tenth of a CNN's step (docs/decisions/0031-learned-quantizers.md).
     """
     for node in _untouched(graph_module):
         quantizer = module_of(node)
@@ -36,14 +38,18 @@ def begin(graph_module: fx.GraphModule) -> None:
         quantizer.begin()
     shared: dict[object, WeightFakeQuantize] = {}
     for _, operator, fake in quantized_weights(graph_module):
-        norm = getattr(operator, "bn", None)  # multiplies what is quantized: another one, another weight
+        norm = getattr(
+            operator, "bn", None
+        )  # multiplies the quantized weight: another BatchNorm means another weight
         first = shared.setdefault((identity_of(operator, weight_name(operator, fake)), norm, fake.spec), fake)
         fake.begin(inference_weight(operator, fake).detach())
         fake.share(first)
 
 
 def begin_anew(graph_module: fx.GraphModule) -> None:
-    """While nothing is quantized yet, before each step: what is learned starts from the ranges and weights of now."""
+    """Initializes learned quantizers from the current ranges and weights; called before each step until they
+    quantize.
+    """
     for quantizer in fake_quantizers(graph_module).values():
         quantizer.begin_anew()
     for _, operator, fake in quantized_weights(graph_module):
@@ -51,7 +57,7 @@ def begin_anew(graph_module: fx.GraphModule) -> None:
 
 
 def idle(graph_module: fx.GraphModule) -> str:
-    """What there is to say of learned quantizers, where not one of them has anything to learn; else ""."""
+    """Returns a note that learned quantizers have nothing to learn in this model; "" if one of them has."""
     quantizers = [q for q in graph_module.modules() if isinstance(q, Quantizer)]
     kinds = {type(q) for q in quantizers if isinstance(q, LearnedFakeQuantize)}
     if not kinds or any(True for q in quantizers for _ in q.parameters(recurse=False)):
@@ -62,7 +68,7 @@ def idle(graph_module: fx.GraphModule) -> str:
 
 
 def _untouched(graph_module: fx.GraphModule) -> list[fx.Node]:
-    """The quantizers of activations whose values no parameter has had a part in."""
+    """Returns the quantizers of activations whose values depend on no parameter."""
     touched: set[fx.Node] = set()
     for node in graph_module.graph.nodes:
         own = node.op == "get_attr" or (
@@ -76,29 +82,29 @@ def _untouched(graph_module: fx.GraphModule) -> list[fx.Node]:
 
 
 def learners(graph_module: fx.GraphModule) -> list[FakeQuantize]:
-    """The quantizers of activations whose scales move with every step of the training."""
+    """Returns the quantizers of activations whose scales are trained."""
     return [q for q in fake_quantizers(graph_module).values() if q.learns]
 
 
 def resting(graph_module: fx.GraphModule) -> list[nn.Parameter]:
-    """What quantizers learn, but not in the phase that the graph is in."""
+    """Returns the parameters of quantizers that are not trained in the graph's current phase."""
     found = [q for q in graph_module.modules() if isinstance(q, Quantizer) and not (q.enabled and q.learns)]
     return [parameter for quantizer in found for parameter in quantizer.parameters(recurse=False)]
 
 
 def follow_oscillation(graph_module: fx.GraphModule) -> None:
-    """From now on the integers of every quantized weight are followed."""
+    """Starts to follow the integers of every quantized weight."""
     for _, operator, fake in quantized_weights(graph_module):
         weight = inference_weight(operator, fake).detach()
         fake.oscillation = Oscillation(weight, fake.spec.counted)
 
 
 def update_oscillation(graph_module: fx.GraphModule, threshold: float | None) -> None:
-    """After an optimizer step, and before the next one: counts, and freezes above `threshold` (None: nothing).
+    """Updates the oscillation counts after an optimizer step, and freezes weights above `threshold` (None: none).
 
-    Beside a learned scale nothing is frozen while the operator's BatchNorm still takes its batches' statistics:
-    integers that stand, times a scale of their own, no longer follow the running variance, which would then grow or
-    shrink by a share of itself at every step.
+    A weight with a learned scale is not frozen while the operator's BatchNorm still uses batch statistics. Frozen
+    integers times a trained scale no longer follow the running variance, which would then grow or shrink by a constant
+    fraction at every step.
     """
     for _, operator, fake in quantized_weights(graph_module):
         if fake.oscillation is not None:
@@ -110,7 +116,7 @@ def update_oscillation(graph_module: fx.GraphModule, threshold: float | None) ->
 
 
 def dampening(graph_module: fx.GraphModule) -> Tensor:
-    """What pulls every weight towards the middle of its step, summed over the graph; rank 0."""
+    """Returns the loss term that pulls every weight towards the middle of its step, summed over the graph; rank 0."""
     terms = [
         fake.dampening(inference_weight(operator, fake))
         for _, operator, fake in quantized_weights(graph_module)
@@ -119,6 +125,6 @@ def dampening(graph_module: fx.GraphModule) -> Tensor:
 
 
 def oscillating(graph_module: fx.GraphModule) -> list[Oscillating]:
-    """What was counted, operator by operator; empty where nothing was followed."""
+    """Returns the oscillation counts, operator by operator; empty if nothing was followed."""
     found = quantized_weights(graph_module)
     return [fake.oscillation.counted(path) for path, _, fake in found if fake.oscillation is not None]

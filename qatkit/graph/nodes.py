@@ -1,4 +1,4 @@
-"""What a node of the graph is: its module, its operator class, its name for people, what it yields."""
+"""Properties of a graph's nodes: module, operator class, display name and type of the output."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from qatkit.graph.operators import Operator
 from qatkit.quant.computed_weights import COMPUTED, Computed
 from qatkit.quant.qat_layers import QAT_TYPES, QATOperator
 
-OWNER = "owner"  # in a node's meta: the path of the module that is one operator of a file, inside of which it runs
+OWNER = "owner"  # key in a node's meta: the path of the enclosing module that becomes one ONNX operator
 
 
 class Outputs(nn.Module):
-    """The end of a graph with outputs for training alone (auxiliary heads): all in training, else the first ones.
+    """The end of a graph with training-only outputs (auxiliary heads).
+
+    In training it returns all outputs, in inference only the first ones.
 
     Args:
         kept: number of outputs in inference.
@@ -35,7 +37,7 @@ class Outputs(nn.Module):
 
 
 def results(graph: fx.Graph) -> tuple[fx.Node, ...]:
-    """Returns the nodes whose values a graph yields in inference, in order, each once."""
+    """Returns the nodes whose values a graph outputs in inference, in order and without duplicates."""
     ends = next(node for node in reversed(graph.nodes) if node.op == "output").all_input_nodes
     if len(ends) == 1 and ends[0].op == "call_module" and isinstance(module := module_of(ends[0]), Outputs):
         ends = [node for node in ends[0].args[: module.kept] if isinstance(node, fx.Node)]
@@ -43,13 +45,13 @@ def results(graph: fx.Graph) -> tuple[fx.Node, ...]:
 
 
 def outputs_in_inference(model: nn.Module, outputs: Any) -> int | None:
-    """Returns how many outputs of a model, its first ones, a file has; None: all of them.
+    """Returns how many of a model's outputs, counted from the first, are exported; None for all of them.
 
-    A model says so by an attribute `inference_outputs`, torchvision's models by their auxiliary heads; a run marks
-    names by `auxiliary_outputs`, which count where a model has them behind "out".
+    A model declares this by an attribute `inference_outputs`; torchvision's models are recognized by their auxiliary
+    heads. A run marks names by `auxiliary_outputs`; they count if the model has them in addition to "out".
 
     Args:
-        outputs: as the model yields them, or the names of the outputs of its graph.
+        outputs: as the model returns them, or the names of the outputs of its graph.
     """
     declared: int | None = getattr(model, "inference_outputs", None)
     if declared is not None:
@@ -64,24 +66,27 @@ def outputs_in_inference(model: nn.Module, outputs: Any) -> int | None:
 
 
 def classifies_in_training(model: nn.Module) -> bool:
-    """Whether a classifier calls auxiliary heads, in training alone, as torchvision's GoogLeNet and Inception do."""
+    """Returns whether a classifier has auxiliary heads for training only, like torchvision's GoogLeNet and
+    Inception.
+    """
     return bool(getattr(model, "aux_logits", False))
 
 
 def module_of(node: fx.Node) -> nn.Module:
-    """The module that a call_module node calls."""
+    """Returns the module that a call_module node calls."""
     return node.graph.owning_module.get_submodule(str(node.target))  # type: ignore[union-attr]
 
 
 def is_opaque(module: nn.Module) -> bool:
-    """Whether a module is of a type with `opaque = True`: torch does not compute it, for its `reason`, so it is float
-    and no gradient passes it.
+    """Returns whether the type of a module declares `opaque = True`.
+
+    PyTorch does not compute such a module, for the `reason` that it gives. It stays float, and no gradient passes it.
     """
     return bool(getattr(module, "opaque", False))
 
 
 def parameter_reads(graph: fx.Graph) -> Counter[int]:
-    """How often a pass over the graph reads each parameter, by `id`: through its module, or by its name."""
+    """Counts how often the graph reads each parameter in one pass, through its module or by name; keyed by `id`."""
     reads = Counter[int]()
     for node in graph.nodes:
         if node.op == "call_module":
@@ -92,14 +97,14 @@ def parameter_reads(graph: fx.Graph) -> Counter[int]:
 
 
 def known_type(module: nn.Module) -> type[nn.Module] | None:
-    """The type of the table that `module` is, or is derived from without another forward."""
+    """Returns the type in the operator table that `module` has or inherits its forward from; None if there is none."""
     known = operators.module_classes()
     kinds: list[Any] = [kind for kind in type(module).__mro__ if kind in known]
     return next((kind for kind in kinds if type(module).forward is kind.forward), None)
 
 
 def qat_type(module: nn.Module) -> type[QATOperator]:
-    """The quantizable form of a Conv or Linear."""
+    """Returns the quantizable type for a Conv or Linear."""
     kind = known_type(module)
     assert kind is not None
     plain = QAT_TYPES[kind]
@@ -107,7 +112,7 @@ def qat_type(module: nn.Module) -> type[QATOperator]:
 
 
 def op_class(node: fx.Node) -> str:
-    """The class of a node's operator; "other" when the table does not know it."""
+    """Returns the operator class of a node; "other" if the table does not know the operator."""
     if node.op == "call_module":
         kind = known_type(module_of(node))
         found = "other" if kind is None else operators.module_classes()[kind]
@@ -122,19 +127,21 @@ def op_class(node: fx.Node) -> str:
 
 
 def facts(node: fx.Node) -> Operator:
-    """What the table says of a node's operator."""
+    """Returns the table's record of a node's operator."""
     return operators.operator(op_class(node))
 
 
 def fused_activation(node: fx.Node, fuses: Mapping[str, tuple[str, ...]]) -> fx.Node | None:
-    """Returns the activation that alone reads `node` and that a backend computes with it (`Backend.fuses`)."""
+    """Returns the activation that is the only reader of `node` and that a backend fuses with it (`Backend.fuses`)."""
     reader = next(iter(node.users)) if len(node.users) == 1 else None
     fused = fuses.get(op_class(node), ())
     return reader if reader is not None and op_class(reader) in fused else None
 
 
 def _pool_class(node: fx.Node) -> str:
-    """An adaptive pool to one value is ONNX's GlobalAveragePool; to another size it has no int8 kernel."""
+    """Returns "global_pool" for an adaptive pool to size 1 (ONNX's GlobalAveragePool); other sizes have no
+    int8 kernel.
+    """
     if node.op == "call_module":
         size: Any = module_of(node).output_size
     else:
@@ -143,14 +150,17 @@ def _pool_class(node: fx.Node) -> str:
 
 
 def _max_pool_class(node: fx.Node) -> str:
-    """One that yields the places of its values, too, has no int8 kernel."""
+    """Returns "max_pool" unless the pool also returns indices, for which there is no int8 kernel."""
     given = module_of(node) if node.op == "call_module" else None
     places = getattr(given, "return_indices", False) or node.kwargs.get("return_indices", False)
     return "other" if places else "max_pool"
 
 
 def _pad_class(node: fx.Node) -> str:
-    """A padding with zeros, or with values that are there; anything else brings a value of its own, or no ONNX Pad."""
+    """Returns "pad" for a padding with zeros or with existing values.
+
+    Any other padding introduces a value of its own or has no ONNX Pad.
+    """
     given = dict(zip(("input", "pad", "mode", "value"), node.args, strict=False)) | node.kwargs
     mode, value = given.get("mode", "constant"), given.get("value")
     if mode == "constant":
@@ -159,7 +169,7 @@ def _pad_class(node: fx.Node) -> str:
 
 
 def _resize_class(node: fx.Node) -> str:
-    """One that repeats values keeps their bytes; one that interpolates computes in float."""
+    """Returns "resize" for nearest-neighbour resizing, which keeps the bytes; interpolation computes in float."""
     if node.op == "call_module":
         mode = getattr(module_of(node), "mode", "nearest")
     else:
@@ -176,39 +186,39 @@ _SPECIAL = {
 
 
 def called(node: fx.Node) -> str:
-    """The name of the function or method that a node calls."""
+    """Returns the name of the function or method that a node calls."""
     return str(node.target if isinstance(node.target, str) else getattr(node.target, "__name__", ""))
 
 
 def turns_axes(node: fx.Node) -> bool:
-    """Whether it exchanges axes: in ONNX, a Transpose."""
+    """Returns whether a node exchanges axes (a Transpose in ONNX)."""
     return node.op in ("call_function", "call_method") and called(node) in facts(node).turns
 
 
 def site(node: fx.Node) -> str:
-    """The name of a node for people: its module's path, or the enclosing module's path and the operator."""
+    """Returns a node's display name: its module's path, or the enclosing module's path and the operator."""
     return str(node.meta.get("site", node.name))
 
 
 def owner(node: fx.Node) -> str:
-    """The path of the one operator of a file that a node was recorded in; "" of any other."""
+    """Returns the path of the module, exported as one operator, that a node was recorded in; "" for any other node."""
     return str(node.meta.get(OWNER, ""))
 
 
 def is_depthwise(module: nn.Module) -> bool:
-    """Whether each output channel of a convolution reads one input channel of its own."""
+    """Returns whether each output channel of a convolution reads exactly one input channel of its own."""
     channels = getattr(module, "in_channels", 0)
     return 1 < channels == getattr(module, "out_channels", 0) == getattr(module, "groups", 0)
 
 
 def is_float_tensor(value: Any) -> bool:
-    """Whether an argument is a node that yields one floating-point tensor (after shape propagation)."""
+    """Returns whether an argument is a node with one floating-point tensor as output (after shape propagation)."""
     found = value.meta.get("value") if isinstance(value, fx.Node) else None
     return isinstance(found, Tensor) and found.is_floating_point()
 
 
 def carries_float(value: Any) -> bool:
-    """As `is_float_tensor`, or a tuple of such tensors (what chunk and split yield)."""
+    """Returns whether a node's output is a floating-point tensor or a tuple of them (as from chunk and split)."""
     found = value.meta.get("value") if isinstance(value, fx.Node) else None
     parts = found if isinstance(found, (tuple, list)) else (found,)
     return bool(parts) and all(isinstance(part, Tensor) and part.is_floating_point() for part in parts)

@@ -1,7 +1,7 @@
-"""BatchNorms under other names, as torch's own: fusing, schedules and the exporter know these alone.
+"""Replaces BatchNorms of other types by torch's own, the only ones that fusing, schedules and the exporter know.
 
-SyncBatchNorm, subclasses of _BatchNorm    what distributed training and users leave: the same forward, of any rank
-modules of anyone's                        statistics and an affine by BatchNorm's names (frozen ones of detectors):
+SyncBatchNorm, subclasses of _BatchNorm    from distributed training and users: the same forward, of any rank
+custom modules                             statistics and an affine by BatchNorm's names (frozen ones of detectors):
                                            replaced if they compute what BatchNorm computes, on drawn values
 """
 
@@ -23,14 +23,16 @@ _EPS = (1e-5, 0.0, 1e-3, 1e-6)  # of modules that do not say; the first two are 
 
 
 class BatchNorm(nn.BatchNorm2d):
-    """BatchNorm of inputs of any rank."""
+    """A BatchNorm of inputs of any rank."""
 
     def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002  torch's name
-        """Takes any."""
+        """Accepts any rank."""
 
 
 def as_batch_norm(module: nn.Module) -> nn.Module | None:
-    """Returns the BatchNorm that a module is under another name; None for torch's own, and for whatever is none."""
+    """Returns a module of another type as the BatchNorm that it computes; None for torch's own and for any
+    other module.
+    """
     if isinstance(module, _BatchNorm):
         same = type(module).forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward)
         if not same or isinstance(module, (*_PLAIN, LazyModuleMixin)):
@@ -70,8 +72,10 @@ def _with_values_of(module: nn.Module, tensors: dict[str, Tensor], eps: float) -
 
 
 def _moves(module: nn.Module, norm: BatchNorm) -> bool | None:
-    """Returns whether a module takes its batches' statistics in training, as `norm` does, or keeps its own; None if it
-    computes something else. Both are tried with other values than they have, which may be those of an identity.
+    """Returns whether a module uses batch statistics in training, as `norm` does, or keeps its own.
+
+    Returns None if it computes something else. Both are tried with drawn values, since their own may be those of an
+    identity.
     """
     pair: list[Any] = [copy.deepcopy(module), copy.deepcopy(norm)]
     generator = torch.Generator().manual_seed(0)
@@ -85,7 +89,7 @@ def _moves(module: nn.Module, norm: BatchNorm) -> bool | None:
         x = torch.randn(4, count, 3, 5, generator=generator)
         try:
             found = [[one.train(mode)(x.clone()) for mode in (False, True)] for one in pair]
-        except Exception:  # whatever someone's forward raises
+        except Exception:  # a custom forward may raise anything
             return None
     (frozen, alive), (wanted, batch) = found
     if not all(isinstance(one, Tensor) and one.shape == x.shape for one in (frozen, alive)):

@@ -1,9 +1,9 @@
-"""Modules of torch.nn written as the products that they are, so that each of these gets its int8 kernel.
+"""Modules of torch.nn rewritten as the products that they compute, so that each product gets its int8 kernel.
 
     Bilinear(a, b)              →  a Linear of a onto all outputs and all of b's features, times b
     LSTMCell, GRUCell, RNNCell  →  a Linear of the input and one of the state; the gates stay float
 
-They take the place of the originals before the capture, with the same parameters.
+They replace the originals before the capture, with the same parameters.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class OpenBilinear(nn.Bilinear):
 
 
 def bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.bilinear`, with `weight` [O, I, J]."""
+    """Computes `F.bilinear`, with `weight` [O, I, J]."""
     rows = F.linear(input1, weight.transpose(1, 2).flatten(0, 1))
     by_output = rows.unflatten(-1, (weight.shape[0], weight.shape[2]))
     total = torch.matmul(by_output, input2.unsqueeze(-1)).squeeze(-1)
@@ -29,7 +29,7 @@ def bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None
 
 
 def _gates(cell: nn.RNNCellBase, x: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """Of the input and of the state."""
+    """Returns the products of the input and of the state with their weights, before the gates' activations."""
     return (
         F.linear(x, cell.weight_ih, cell.bias_ih if cell.bias else None),
         F.linear(hidden, cell.weight_hh, cell.bias_hh if cell.bias else None),
@@ -41,7 +41,7 @@ def _zeros(cell: nn.RNNCellBase, x: Tensor) -> Tensor:
 
 
 class OpenLSTMCell(nn.LSTMCell):
-    """One step of an LSTM."""
+    """An LSTM cell: one time step."""
 
     def forward(
         self,
@@ -56,7 +56,7 @@ class OpenLSTMCell(nn.LSTMCell):
 
 
 class OpenGRUCell(nn.GRUCell):
-    """One step of a GRU."""
+    """A GRU cell: one time step."""
 
     def forward(self, input: Tensor, hx: Tensor | None = None) -> Tensor:  # noqa: A002
         hidden = _zeros(self, input) if hx is None else hx
@@ -66,7 +66,7 @@ class OpenGRUCell(nn.GRUCell):
 
 
 class OpenRNNCell(nn.RNNCell):
-    """One step of an Elman network."""
+    """An Elman RNN cell: one time step."""
 
     def forward(self, input: Tensor, hx: Tensor | None = None) -> Tensor:  # noqa: A002
         a, b = _gates(self, input, _zeros(self, input) if hx is None else hx)

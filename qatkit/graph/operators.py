@@ -1,15 +1,15 @@
-"""The one table of operators: what each class is in PyTorch, how ranges travel through it, what it becomes in ONNX.
+"""The table of operators: what each class is in PyTorch, how ranges pass through it and what it becomes in ONNX.
 
 Every other file asks this table: placement (`values`, `fixed`, `activation`), alignment (`align`), conversion
-(`integer`, `many_nodes`), equalization (`homogeneous`, `pools`), ONNX Runtime's tools and the audit (`onnx`, `kernels`,
-`fused`). A backend says per class what it wants (`qatkit.quant.backends`).
+(`integer`, `many_nodes`), equalization (`homogeneous`, `pools`), ONNX Runtime's tools and the audit (`onnx`,
+`kernels`, `fused`). A backend declares a rule per class (`qatkit.quant.backends`).
 
-PyTorch's types and functions stand here by their dotted names and are looked up when a graph is first read: this file
-imports nothing, a deployment machine reads its ONNX half without PyTorch, and a private name that torchvision has
-renamed is missed by the models that used it and by nobody else.
+PyTorch's types and functions are listed by their dotted names and looked up when a graph is first read. So this file
+imports nothing, a deployment machine can read its ONNX half without PyTorch, and a private name that torchvision has
+renamed affects only the models that used it.
 
-Adding an operator: a record here, and a rule in the backends that want it in 8 bits. One of your own, or another type
-of a class that is here, needs no change of this file:
+To add an operator, add a record here and a rule in the backends that want it in 8 bits. An operator of your own, or
+another type for a class of this table, needs no change of this file:
 
     register("max_pool", modules=(BlurPool,))
     register("leaky_relu6", functions=("my_package.clip",), values="new", align="table", onnx=("Clip",))
@@ -30,30 +30,30 @@ ALIGNMENTS = ("", "sum", "product", "mean", "table", "hardsigmoid")
 
 @dataclass(frozen=True)
 class Operator:
-    """One operator class.
+    """The record of one operator class.
 
     Attributes:
         name: of the class, as overrides (`op/NAME`) and backends call it.
-        modules, functions, methods: what it is in PyTorch: types of modules, functions, names of Tensor's methods.
-            Types and functions by dotted names, or themselves.
-        weighted: it has a weight, and runs in 8 bits by that.
-        values: of its output: "new"; "kept", some of those of its input; "moved", all of them, elsewhere. Of the
-            latter two one range serves input and output.
-        fixed: the range of its output, known without looking.
-        scalar: a function of each value by itself, without parameters of its own.
-        activation: it clamps to these bounds, and a quantized range that ends there takes its place.
-        binary: an arithmetic of two operands, one of which may be a Python number.
+        modules, functions, methods: its PyTorch forms: module types, functions, names of Tensor's methods.
+            Types and functions are given by dotted name or as objects.
+        weighted: it has a weight, which makes it run in 8 bits.
+        values: of its output: "new"; "kept", a selection of the input's values; "moved", all of them at other places.
+            With the latter two, one range serves input and output.
+        fixed: the range of its output, known without observing.
+        scalar: an elementwise function without parameters of its own.
+        activation: it clamps to these bounds, and a quantized range that ends there replaces it.
+        binary: arithmetic of two operands, one of which may be a Python number.
         align: how its scales are kept from near-ties (`qatkit.graph.scales.align`), one of `ALIGNMENTS`.
         integer: the module that computes it as the 8-bit kernel does, where that is not dequantize → operator →
             quantize (`qatkit.graph.convert.integer_modules`).
-        many_nodes: in ONNX it is several nodes, which ONNX Runtime fuses into one if nothing stands in the way.
+        many_nodes: in ONNX it is several nodes, which ONNX Runtime fuses into one if nothing comes between them.
         homogeneous: f(s·x) = s·f(x) for s > 0, channel by channel.
-        pools: over positions, which are channels behind a Linear.
+        pools: it pools over positions, which become channels for a Linear after it.
         turns: those of `functions` and `methods` that exchange axes.
         onnx: the ONNX operators that it becomes, and that ONNX Runtime's static quantizer may be asked for.
         also: further ONNX operators of the class, with an 8-bit kernel.
         kernels: ONNX Runtime's operators that prove that it ran in 8 bits.
-        fused: ONNX Runtime's float forms of it, with what came after merged in.
+        fused: ONNX Runtime's float forms of it, with later operators merged in.
     """
 
     name: str
@@ -86,12 +86,12 @@ class Operator:
 
     @property
     def keeps_range(self) -> bool:
-        """Whether one range serves input and output."""
+        """True if one range serves input and output."""
         return self.values != "new"
 
     @property
     def island(self) -> bool:
-        """Whether it computes in float wherever it stands, between two pairs where its neighbours are int8."""
+        """True if it always computes in float: between two quantize/dequantize pairs if its neighbours are int8."""
         own = (self.weighted, self.keeps_range, self.activation, self.kernels, self.also, self.integer)
         return not any(own)
 
@@ -175,7 +175,7 @@ _RECORDS = (
         "avg_pool", modules=_nn("AvgPool2d", "AvgPool3d"), functions=_f("avg_pool2d", "avg_pool3d"), align="mean",
         homogeneous=True, pools=True, onnx=("AveragePool",), kernels=("QLinearAveragePool",),
     ),
-    # An adaptive pool to one value (`qatkit.graph.nodes.op_class`); to another size it has no 8-bit kernel.
+    # An adaptive pool to size 1 (`qatkit.graph.nodes.op_class`); other sizes have no 8-bit kernel.
     Operator(
         "global_pool", modules=_nn("AdaptiveAvgPool2d", "AdaptiveAvgPool3d"),
         functions=_f("adaptive_avg_pool2d", "adaptive_avg_pool3d"), align="mean", homogeneous=True, pools=True,
@@ -202,9 +202,10 @@ _RECORDS = (
     Operator("batch_norm", modules=_nn("BatchNorm1d", "BatchNorm2d", "BatchNorm3d")),
     Operator("layer_norm", modules=_nn("LayerNorm", "GroupNorm"), functions=_f("layer_norm"), many_nodes=True),
     Operator("mean", functions=("torch.mean",), methods=("mean",)),
-    # Zeros and what repeats values; another constant and a wrap have no class (`qatkit.graph.nodes.op_class`).
+    # Padding with zeros or repeated values; other constants and circular padding have no class
+    # (`qatkit.graph.nodes.op_class`).
     Operator("pad", functions=_f("pad"), values="moved", homogeneous=True, also=("Pad",)),
-    # By repeating values; interpolation has no class (`qatkit.graph.nodes.op_class`).
+    # Nearest-neighbour resizing; interpolation has no class (`qatkit.graph.nodes.op_class`).
     Operator(
         "resize", modules=_nn("Upsample", "UpsamplingNearest2d"), functions=_f("interpolate"), values="moved",
         homogeneous=True, also=("Resize",),
@@ -233,35 +234,35 @@ _Result = TypeVar("_Result")
 
 
 def lookup(function: Callable[[], _Result]) -> Callable[[], _Result]:
-    """Something worked out from the whole table: once, and again after `register`."""
+    """Caches a value that is derived from the whole table, until `register` changes the table."""
     cached = functools.cache(function)
     _LOOKUPS.append(cached)
     return cached
 
 
 def operator(name: str) -> Operator:
-    """The record of a class; of a name that the table does not know, one that says nothing."""
+    """Returns the record of a class; an empty record for a name that the table does not know."""
     return _TABLE.get(name) or Operator(name)
 
 
 def operators() -> tuple[Operator, ...]:
-    """All records."""
+    """Returns all records."""
     return tuple(_TABLE.values())
 
 
 def register(name: str, **facts: Any) -> Operator:
-    """Adds an operator class, or further types, functions, methods and ONNX operators to one that is there.
+    """Adds an operator class, or further types, functions, methods and ONNX operators to an existing one.
 
     Args:
         name: of the class.
-        facts: fields of `Operator`. Tuples are added to those of a class that is there; its other facts stay as
-            they are, since more than one module relies on them.
+        facts: fields of `Operator`. Tuples are added to those of an existing class; its other facts can't be
+            changed, since several modules rely on them.
 
     Returns:
         The record as it is now.
 
     Raises:
-        ValueError: no such field, a value that it does not take, or another fact about a class that is there.
+        ValueError: an unknown field, a value that it does not accept, or a fact that contradicts an existing class.
     """
     _check_facts(name, facts)
     present = _TABLE.get(name)
@@ -298,19 +299,19 @@ def _check_facts(name: str, facts: Mapping[str, Any]) -> None:
 
 @lookup
 def module_classes() -> dict[Any, str]:
-    """Operator class by type of module."""
+    """Returns the operator class by module type."""
     return _by_member("modules")
 
 
 @lookup
 def function_classes() -> dict[Any, str]:
-    """Operator class by function."""
+    """Returns the operator class by function."""
     return _by_member("functions")
 
 
 @lookup
 def method_classes() -> dict[Any, str]:
-    """Operator class by name of a method."""
+    """Returns the operator class by method name."""
     return {method: record.name for record in operators() for method in record.methods}
 
 
@@ -321,7 +322,7 @@ def _by_member(kind: str) -> dict[Any, str]:
 
 
 def look_up(member: Any) -> Any:
-    """A type or function by its dotted name; None for a name that its package no longer has."""
+    """Returns a type or function by its dotted name; None for a name that its package no longer has."""
     if not isinstance(member, str):
         return member
     module, _, name = member.rpartition(".")
@@ -332,7 +333,7 @@ def look_up(member: Any) -> Any:
 
 
 def onnx_operators(records: Iterable[Operator], *, kernels: bool = False) -> frozenset[str]:
-    """The ONNX operators of some classes; with `kernels` also what ONNX Runtime makes of them."""
+    """Returns the ONNX operators of some classes; with `kernels` also ONNX Runtime's replacements for them."""
     return frozenset(
         op
         for record in records

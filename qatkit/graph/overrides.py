@@ -1,9 +1,11 @@
-"""Overrides of single operators and tensors: a selector (`qatkit.graph.selectors`), and what it changes.
+"""Overrides of single operators and tensors: a selector (`qatkit.graph.selectors`) and the settings that it changes.
 
-An override that would change nothing is refused, with the operator to name instead: a ReLU that a Conv absorbs,
-or a pooling, has no range of its own. One of a tensor goes to the point that quantizes it, wherever that stands.
+An override without effect is rejected, and the message names the operator to select instead: a ReLU that a Conv
+absorbs, or a pooling, has no range of its own. An override of a tensor applies to the point that quantizes it,
+wherever that is.
 
-A slash and no colon: Hydra's command line takes `op/linear` as a key without quotes, and no path holds one.
+Selectors use a slash and no colon: Hydra's command line accepts `op/linear` as a key without quotes, and no module
+path contains a slash.
 """
 
 from __future__ import annotations
@@ -24,15 +26,16 @@ from qatkit.quant.granularity import PerBlock, PerChannel, granularity_of
 from qatkit.quant.spec import WHOLE, QuantSpec
 from qatkit_verify.errors import ConfigError
 
-OVERRIDDEN = "overridden"  # in the meta of a prepared graph: the sites that some override says something of
-MATCHED = "matched"  # beside it: what each selector chose, as `record_of` has it
+OVERRIDDEN = "overridden"  # key in the meta of a prepared graph: the sites that an override applies to
+MATCHED = "matched"  # key next to it: what each selector chose, in the form of `record_of`
 
 Chosen = tuple[str, OverrideConfig]
 
 
 class Overrides:
-    """The overrides of one run, resolved to nodes. Later selectors win over earlier ones, those of tensors over those
-    of operators.
+    """The overrides of one run, resolved to nodes.
+
+    Later selectors win over earlier ones, those of tensors over those of operators.
 
     Attributes:
         by_node: operators, with the last selector that chose them.
@@ -50,7 +53,7 @@ class Overrides:
         self.by_point: dict[fx.Node, Chosen] = {}
         self.records: list[dict[str, Any]] = []
         for pattern, override in patterns.items():
-            if override.int8:  # `stub` has done these
+            if override.int8:  # `stub` has handled these
                 opened = getattr(graph.owning_module, "meta", {}).get(IN_INT8, {})
                 self.records.append(record_of(pattern, {"int8": True}, opened.get(pattern, ())))
             elif is_of_tensors(graph, pattern):
@@ -82,15 +85,14 @@ class Overrides:
 
     @property
     def sites(self) -> set[str]:
-        """The sites of operators that some override says something of."""
+        """The sites of operators that an override applies to."""
         return {site(node) for chosen in (self.by_node, self.by_tensor, self.by_weight) for node in chosen}
 
     def check_effect(self, placement: Placement) -> None:
-        """Refuses a pattern with a setting that changes nothing on any of the operators it matches, and finds the
-        points of the tensors.
+        """Rejects a pattern with a setting that changes nothing on any operator it matches; finds the tensors' points.
 
         Raises:
-            ConfigError: says why, and which operator to name instead where there is one.
+            ConfigError: says why, and which operator to name instead if there is one.
         """
         points = {p.node: p for p in placement.points}
         for pattern in dict.fromkeys(pattern for pattern, _ in self.by_node.values()):
@@ -118,15 +120,15 @@ class Overrides:
 
     @property
     def forced_float(self) -> dict[fx.Node, str]:
-        """The operators that stay float, with the selector that says so."""
+        """The operators that overrides keep float, with the selector."""
         return {n: shown(pattern) for n, (pattern, override) in self.by_node.items() if override.float}
 
     def said(self, node: fx.Node, backend: Backend) -> bool:
-        """Whether a report should say that an operator is float: not of those that no rule would quantize anyway."""
+        """Returns whether a report lists an operator as float; one that no rule would quantize anyway is left out."""
         return not self.by_node[node][0].startswith(ONLY) or facts(node).name in backend.rules
 
     def weight(self, node: fx.Node, backend: Backend) -> QuantSpec:
-        """The weight spec of an operator."""
+        """Returns the weight spec of an operator."""
         pattern, override = self.of_weight(node)
         spec = backend.weight
         if override.weight_granularity is not None:
@@ -150,18 +152,18 @@ class Overrides:
         if override.weight_symmetric is not None:
             spec = replace(spec, symmetric=override.weight_symmetric)
         if override.reduce_range is not None:
-            eight_bits = backend.reduced(False)  # an override has the last word on the backend's own bits
+            eight_bits = backend.reduced(False)  # an override takes precedence over the backend's own bits
             spec = replace(eight_bits.reduced(override.reduce_range).weight, granularity=spec.granularity)
         if override.scale_type is not None:
             spec = replace(spec, scale_type=override.scale_type)
         if override.bias_dtype is not None:
             spec = replace(spec, bias_dtype=override.bias_dtype)
         dtype = override.weight_dtype or spec.dtype
-        # What has fewer bits saturates nowhere: `backend.reduce_range` has nothing to take from it.
+        # Types with fewer bits never saturate: `backend.reduce_range` does not apply to them.
         return replace(spec, dtype=dtype, reduce_range=spec.reduce_range and dtype in WHOLE)
 
     def activation(self, node: fx.Node, backend: Backend) -> QuantSpec:
-        """The spec of an operator's output."""
+        """Returns the spec of an operator's output."""
         override = self.of_activation(node)[1]
         spec = backend.activation
         if override.activation_symmetric is not None:
@@ -173,16 +175,16 @@ class Overrides:
         return spec if override.activation_dtype is None else replace(spec, dtype=override.activation_dtype)
 
     def of_weight(self, node: fx.Node) -> Chosen:
-        """What is said of an operator's weight, and the selector that says it."""
+        """Returns the selector and the override that apply to an operator's weight."""
         return self.by_weight.get(node) or self.by_node.get(node) or ("", OverrideConfig())
 
     def of_activation(self, node: fx.Node) -> Chosen:
-        """What is said of the tensor that the point behind an operator quantizes, and the selector that says it."""
+        """Returns the selector and the override that apply to the tensor quantized after an operator."""
         return self.by_point.get(node) or self.by_node.get(node) or ("", OverrideConfig())
 
 
 def _point_of(node: fx.Node, placement: Placement) -> Point | None:
-    """The point that quantizes the output of a node."""
+    """Returns the point that quantizes the output of a node."""
     givers = {n: p for p in placement.points for n in (p.node, p.absorbed) if n is not None}
     while node not in givers and facts(node).keeps_range and node.all_input_nodes:
         node = node.all_input_nodes[0]
@@ -194,7 +196,7 @@ def _has_table(node: fx.Node) -> bool:
 
 
 def _check_axis(pattern: str, node: fx.Node, axis: int) -> None:
-    """Refuses an axis that the weight does not have, and one that is not that of the output channels."""
+    """Rejects an axis that the weight does not have, and one that is not that of the output channels."""
     of_file, rank = file_node(node), getattr(module_of(node).weight, "ndim", 2)
     outputs = int("Transpose" in type(module_of(node)).__name__) if of_file is None else of_file.axis
     key, there = f"backend.overrides.{pattern}.weight_axis", f"the weight of {site(node)} has {rank} axes"
@@ -216,7 +218,7 @@ def _without_effect(pattern: str, what: str, reason: str) -> ConfigError:
 
 
 def _whose_range(node: fx.Node, placement: Placement) -> str:
-    """Why an operator has no range of its own."""
+    """Returns why an operator has no range of its own."""
     givers = {p.absorbed or p.node: p.node for p in placement.points}
     giver = node
     while giver not in givers:

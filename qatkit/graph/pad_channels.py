@@ -1,17 +1,18 @@
-"""Channels of zeros, up to the numbers that a backend's int8 kernels want (`Backend.channel_multiples`).
+"""Pads channels with zeros up to the multiples that a backend's int8 kernels want (`Backend.channel_multiples`).
 
     Conv 16→72 → depthwise 72 → Conv 72→24     Conv 16→80 → depthwise 80 → Conv 80→24
     image, 3 channels → Conv 3→64              image → Pad of its bytes → Conv 4→64
 
-ONNX Runtime has a fast depthwise kernel for multiples of 16 channels alone, and a fast convolution for multiples of 4
-(docs/onnxruntime-qdq.md, 3b; what each gives: decision 29). No number changes: filters and biases that are
-added are 0, so the new channels hold zeros, or what activations make of zero, and the weights that read them are 0
-again. The sums of integers are the same, and so are the scales that they are multiplied by.
+ONNX Runtime has a fast depthwise kernel only for multiples of 16 channels, and a fast convolution only for multiples
+of 4 (docs/onnxruntime-qdq.md, 3b; for the gain of each see decision 29). No result changes. The added filters and
+biases are 0, so the new channels hold zeros (or what activations map zero to), and the weights that read them are 0
+too. The integer sums stay the same, and so do the scales that they are multiplied by.
 
-Tensors that share their channels (from the convolutions that make them, through depthwise ones, activations, pools,
-gates and sums, to the convolutions that read them) are widened together or not at all: where another operator reads
-one of them, or it is an output, or an operator that stays float, all stay. `qatkit.graph.channels`, which asks who
-can be divided by a factor, stops at gates and sums, through which zeros pass.
+Tensors that share their channels are widened together or not at all. Such a group runs from the convolutions that
+compute the tensors, through depthwise convolutions, activations, pools, gates and sums, to the convolutions that read
+them. The whole group stays as it is if another operator reads one of the tensors, if one is an output, or if one
+belongs to an operator that stays float. `qatkit.graph.channels`, which asks which channels can be divided by a factor,
+stops at gates and sums; zeros pass through these.
 """
 
 from __future__ import annotations
@@ -36,11 +37,12 @@ from qatkit.graph.nodes import is_depthwise, module_of, op_class, site
 from qatkit.graph.pads import belongs_to
 from qatkit.graph.trace import tidy
 
-# Channels that are added, as a share of those that are there: what they cost the neighbours.
+# The largest number of added channels, as a fraction of the existing ones: they cost time in the neighbours.
 _MOST = 1 / 3
-# Of an image: products that are added to each sum. 49 (7x7, 3 channels) still pay; 98 and more cost.
+# For an image: the limit of products added to each sum. 49 (7x7, 3 channels) still pay; 98 and more cost
+# time.
 _MOST_PRODUCTS = 50
-# Fewer outputs than this have no fast kernel whatever the number of inputs.
+# With fewer outputs than this there is no fast kernel, whatever the number of inputs.
 _LEAST_OUTPUTS = 16
 _INTEGER = (QuantizeDequantize, QuantizedHardSigmoid, QuantizedPair)
 _CHANNELWISE = frozenset(
@@ -51,13 +53,13 @@ _CHANNELWISE = frozenset(
 
 @dataclass
 class _Widening:
-    """Tensors of equal channels, and the convolutions that have to know of more.
+    """A group of tensors that share their channels, and the convolutions affected by widening them.
 
     Attributes:
-        extra: channels to add.
-        tensors: what gets them.
-        makers, between, readers: convolutions that make them, depthwise ones, those that read them.
-        source: of an image, the quantized tensor that is padded for the reader.
+        extra: number of channels to add.
+        tensors: the tensors that get them.
+        makers, between, readers: convolutions that compute the tensors, depthwise ones, and those that read them.
+        source: for an image, the quantized tensor that is padded for the reader.
     """
 
     extra: int = 0
@@ -72,10 +74,10 @@ def pad_channels(converted: fx.GraphModule, multiples: Mapping[str, int]) -> int
     """Widens a converted graph in place.
 
     Args:
-        multiples: of channels that kernels want, of "conv" and of "depthwise"; empty: nothing is to be done.
+        multiples: of channels that the kernels want, for "conv" and "depthwise"; if empty, nothing is done.
 
     Returns:
-        How many sets of tensors that share their channels were widened.
+        The number of groups of tensors that were widened.
     """
     if not multiples:
         return 0
@@ -94,14 +96,14 @@ def pad_channels(converted: fx.GraphModule, multiples: Mapping[str, int]) -> int
 
 
 def _inside(graph: fx.Graph, multiples: Mapping[str, int]) -> list[_Widening]:
-    """Of all tensors within the graph whose channels are no multiple."""
+    """Finds the groups of inner tensors whose number of channels is not a multiple of the wanted one."""
     found, seen = [], set[fx.Node]()
     for node in graph.nodes:
         if not _is_convolution(node) or node in seen:
             continue
         widening, can = _shared(node)
         seen |= widening.tensors
-        # Of one place, as in the gates of squeeze and excitation, there is nothing to gain.
+        # Tensors with one spatial position, as in the gates of squeeze and excitation, gain nothing.
         if can and any(max(_shape(tensor)[2:]) > 1 for tensor in widening.tensors):
             channels = _shape(node)[1]
             widening.extra = -channels % multiples["depthwise" if widening.between else "conv"]
@@ -111,14 +113,16 @@ def _inside(graph: fx.Graph, multiples: Mapping[str, int]) -> list[_Widening]:
 
 
 def _shape(node: fx.Node) -> tuple[int, ...]:
-    """() of what is no tensor."""
+    """Returns the shape of a node's tensor; () if its output is not a tensor."""
     if node.target is torch.ops.qatkit.barrier:
         return _shape(node.all_input_nodes[0])
     return shape_of(node) or ()
 
 
 def _shared(start: fx.Node) -> tuple[_Widening, bool]:
-    """The tensors that share their channels with that of `start`, and whether all of them can get more."""
+    """Collects the tensors that share their channels with `start`'s output; also returns whether all can be
+    widened.
+    """
     channels = _shape(start)[1]
     found, waiting, can = _Widening(), [start], True
     while waiting:
@@ -143,7 +147,7 @@ def _shared(start: fx.Node) -> tuple[_Widening, bool]:
 
 
 def _is_convolution(node: fx.Node) -> bool:
-    """Whether it is an int8 Conv2d, dense or depthwise."""
+    """Returns whether a node is an int8 Conv2d, dense or depthwise."""
     return _is_dense(node) or _is_depthwise(node)
 
 
@@ -164,7 +168,7 @@ def _is_depthwise(node: fx.Node) -> bool:
 
 
 def _is_channelwise(node: fx.Node) -> bool:
-    """Whether each channel of the result is made of the same channel of the operands."""
+    """Returns whether each output channel depends only on the same channel of the operands."""
     if node.op == "call_module" and isinstance(module_of(node), _INTEGER):
         return True
     if op_class(node) == "pad":
@@ -173,7 +177,7 @@ def _is_channelwise(node: fx.Node) -> bool:
 
 
 def _images(graph: fx.Graph, multiple: int) -> list[_Widening]:
-    """Of convolutions that read a quantized input of the graph."""
+    """Finds the convolutions that read a quantized input of the graph and pay for padding its channels."""
     found = []
     for node in filter(_is_dense, graph.nodes):
         conv, source = cast(nn.Conv2d, _settings(node)), _unpadded(node)
@@ -188,7 +192,7 @@ def _images(graph: fx.Graph, multiple: int) -> list[_Widening]:
 
 
 def _unpadded(node: fx.Node) -> fx.Node:
-    """What a node reads, without the zeros around it that it alone reads."""
+    """Returns the input of a convolution before its own zero padding (pads that only it reads)."""
     source = cast(fx.Node, node.args[0])
     while belongs_to(source, node) and len(source.users) == 1:
         node, source = source, cast(fx.Node, source.args[0])
@@ -196,7 +200,7 @@ def _unpadded(node: fx.Node) -> fx.Node:
 
 
 def _alike(graph: fx.Graph, found: list[_Widening]) -> list[_Widening]:
-    """Those that change operators with equal weights, which the file holds once, in the same way."""
+    """Keeps the changes that treat operators with equal weights alike: the file stores such a weight once."""
     tied = defaultdict[Any, list[fx.Node]](list)
     for node in filter(_is_convolution, graph.nodes):
         weight = cast(Quantized, module_of(node)).weight
@@ -212,7 +216,7 @@ def _alike(graph: fx.Graph, found: list[_Widening]) -> list[_Widening]:
 
 
 def _changes(found: Iterable[_Widening]) -> dict[fx.Node, tuple[int, int]]:
-    """Inputs and outputs that each convolution gets."""
+    """Returns the numbers of inputs and outputs that are added to each convolution."""
     changes: dict[fx.Node, tuple[int, int]] = {}
     for one in found:
         for node in one.makers | one.between | one.readers:
@@ -226,10 +230,10 @@ def _changes(found: Iterable[_Widening]) -> dict[fx.Node, tuple[int, int]]:
 
 
 def _pad_bytes(one: _Widening) -> None:
-    """Zeros behind the channels of an image, and the pair again: in the file a Pad of bytes (`export/pads.py`)."""
+    """Pads the channels of an image with zeros and quantizes again: a Pad of bytes in the file (`export/pads.py`)."""
     source, (reader,) = cast(fx.Node, one.source), one.readers
     while (before := cast(fx.Node, reader.args[0])) is not source:
-        reader = before  # zeros around the image, which stay the convolution's own
+        reader = before  # spatial zero padding, which stays part of the convolution
     with source.graph.inserting_after(source):
         padded = source.graph.call_function(F.pad, (source, _behind(one.extra)))
     with source.graph.inserting_after(padded):
@@ -245,5 +249,5 @@ def _widened(value: Any, extra: int) -> Any:
 
 
 def _behind(extra: int) -> list[int]:
-    """Of F.pad: so many channels behind those of an image."""
+    """Returns the padding in the order of `F.pad` that appends channels to an image."""
     return [0, 0, 0, 0, 0, extra]

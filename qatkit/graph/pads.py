@@ -1,11 +1,11 @@
-"""Padding as an operator of its own: what modules and convolutions pad becomes one function, whose values move.
+"""Turns the padding of modules and convolutions into an operator of its own, which only moves values.
 
     nn.ZeroPad2d(p), nn.ReflectionPad2d(p), ...     →  F.pad
     nn.Conv2d(..., padding_mode="reflect")          →  F.pad, Conv2d without padding
     F.pad(x, (l, r), "circular")                    →  cat of slices; an ONNX Pad can't wrap before opset 19
 
-Zero is representable in every range and the other modes repeat what is there, so a quantization goes up through it.
-Zeros around the image belong to the convolution behind them: the export writes them into its `pads`
+Zero is representable in every range and the other modes repeat existing values, so a quantization moves up through it.
+Zeros around the image belong to the convolution after them: the export writes them into its `pads`
 (`qatkit.export.pads`). Any other padding runs on bytes.
 """
 
@@ -35,7 +35,7 @@ _MODES: dict[type[nn.Module], str] = {
 
 
 def open_pads(graph_module: fx.GraphModule) -> None:
-    """Changes `graph_module`, which is traced, in place."""
+    """Opens the paddings of `graph_module`, which is traced, in place."""
     opened: dict[str, tuple[list[int], str]] = {}
     for node in [n for n in graph_module.graph.nodes if n.op == "call_module"]:
         module, path = module_of(node), str(node.target)
@@ -55,7 +55,7 @@ def open_pads(graph_module: fx.GraphModule) -> None:
 
 
 def _wrap(node: fx.Node, x: fx.Node, amounts: Sequence[int]) -> None:
-    """Puts the ends of each axis around it; `amounts` as F.pad has them, the last axis first."""
+    """Puts the ends of each axis around it; `amounts` in the order of F.pad, the last axis first."""
     for i in range(0, len(amounts), 2):
         (before, after), axis = amounts[i : i + 2], -1 - i // 2
         every = [slice(None)] * (-1 - axis)
@@ -90,7 +90,7 @@ def _pad_before(node: fx.Node, amounts: list[int], mode: str) -> None:
 
 
 def _without_padding(conv: nn.modules.conv._ConvNd) -> nn.Module:
-    """The same convolution of what is padded already."""
+    """Returns the same convolution for an input that is already padded."""
     new: Any = with_the_same_parameters(cast(nn.Module, conv))
     new.padding, new.padding_mode = (0,) * len(conv.kernel_size), "zeros"
     new._reversed_padding_repeated_twice = [0] * (2 * len(conv.kernel_size))
@@ -98,7 +98,7 @@ def _without_padding(conv: nn.modules.conv._ConvNd) -> nn.Module:
 
 
 def belongs_to(pad: fx.Node, reader: fx.Node) -> bool:
-    """Whether a padding can be part of a convolution that reads it: zeros, around the image alone."""
+    """Returns whether a padding can be part of a convolution that reads it: only zeros, only around the image."""
     shape = shape_of(pad)
     if op_class(pad) != "pad" or pad.op != "call_function" or shape is None:
         return False

@@ -1,4 +1,4 @@
-"""What every pass returns."""
+"""The result that every pass returns."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class PassResult:
-    """A pass: graph in, this out.
+    """The result of a pass over a graph.
 
     Attributes:
         graph: the graph, changed in place.
         changed: how many sites were changed.
-        skipped: (site, reason) of everything that the pass left as it was although it might have been meant.
+        skipped: (site, reason) of every place that the pass might have changed but left as it was.
     """
 
     graph: fx.GraphModule

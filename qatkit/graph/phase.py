@@ -1,4 +1,4 @@
-"""What a prepared graph does as values pass: observe, quantize, train; and a stay in another phase that ends well."""
+"""Phases of a prepared graph (observe, quantize, train), and a context that restores the phase afterwards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from qatkit.quant.qat_layers import QATOperator
 def set_phase(graph_module: nn.Module, *, observe: bool, quantize: bool, calibrating: bool = False) -> None:
     """Turns observing and fake quantization on or off in the whole graph.
 
-    Outside of calibration only those observers observe that follow the training.
+    Outside of calibration only the observers that follow the training are turned on.
     """
     for module in graph_module.modules():
         if isinstance(module, Quantizer):
@@ -24,7 +24,7 @@ def set_phase(graph_module: nn.Module, *, observe: bool, quantize: bool, calibra
 
 
 def observe_in_parts(graph_module: nn.Module, *, wanted: bool) -> None:
-    """Whether all that observers see until the next call are parts of one batch (`Observer.in_parts`)."""
+    """Sets whether all values that observers see until the next call are parts of one batch (`Observer.in_parts`)."""
     for module in graph_module.modules():
         if isinstance(module, Observer):
             module.in_parts(wanted)
@@ -32,9 +32,10 @@ def observe_in_parts(graph_module: nn.Module, *, wanted: bool) -> None:
 
 @contextmanager
 def inference(model: nn.Module, parts: Iterable[fx.GraphModule] = ()) -> Iterator[None]:
-    """`model` in inference mode and without gradients; every module's mode and phase is put back afterwards.
+    """Puts `model` into inference mode without gradients; every module's mode and phase is restored afterwards.
 
-    Within, `set_phase` may be called on the model or on `parts` of it at will, whatever is raised.
+    Inside, `set_phase` may be called freely on the model or on `parts` of it; they are restored even after an
+    exception.
     """
     modes = [(module, module.training) for module in model.modules()]
     phases = [
@@ -57,7 +58,7 @@ def inference(model: nn.Module, parts: Iterable[fx.GraphModule] = ()) -> Iterato
 
 
 def freeze_batch_norm(graph_module: fx.GraphModule) -> None:
-    """From now on fused BatchNorms use, and keep, their running statistics."""
+    """Makes fused BatchNorms use, and keep, their running statistics from now on."""
     for module in graph_module.modules():
         if isinstance(module, QATOperator):
             module.bn_frozen = True

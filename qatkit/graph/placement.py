@@ -1,4 +1,4 @@
-"""Placement: which tensors of the graph are quantized. A decision only; `prepare` carries it out.
+"""Placement: decides which tensors of the graph are quantized. `prepare` carries the decision out.
 
 Three facts per node, found in one walk from the inputs to the outputs:
 
@@ -6,12 +6,12 @@ Three facts per node, found in one walk from the inputs to the outputs:
                  reshape's when its input is
     demanded(n)  some Conv or Linear reads n (for some backends also: an Add after a Conv, as its shortcut)
     a point      where a FakeQuantize goes: int8 nodes that set a range of their own, and demanded nodes
-                 that are not int8 (for these only the readers that demand it see the quantized tensor,
-                 and the residual stream beside stays float); it goes up through reshapes and the like
+                 that are not int8 (of these, only the readers that demand it see the quantized tensor,
+                 and a parallel residual stream stays float); it moves up through reshapes and the like
 
-A ReLU is absorbed by the point after it when nobody else reads what comes before it, and the range can start
-at zero: one without a zero point can't. A backend may compute activations together with the operator
-before (`Backend.fuses`): the point is then after the activation, which stays.
+The point after a ReLU absorbs it if nothing else reads the ReLU's input and the range can start at zero, which
+requires a zero point. A backend may compute activations together with the operator before them (`Backend.fuses`):
+the point then comes after the activation, which stays.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _FLOAT = OpRule("never")
 
 @dataclass
 class Point:
-    """One FakeQuantize to be.
+    """A place where a FakeQuantize will be inserted.
 
     Attributes:
         node: its input.
@@ -61,7 +61,7 @@ class Point:
 
 @dataclass
 class Placement:
-    """The decision.
+    """The result of the placement.
 
     Attributes:
         points: in graph order.
@@ -77,7 +77,10 @@ class Placement:
 
 
 def place(graph: fx.Graph, backend: Backend, forced_float: Collection[fx.Node]) -> Placement:
-    """Decides for a propagated graph (`trace.propagate`); `forced_float`: nodes that stay float whatever the rules say.
+    """Decides which tensors of a propagated graph (`trace.propagate`) are quantized.
+
+    Args:
+        forced_float: nodes that stay float whatever the rules say.
 
     Raises:
         ConfigError: the backend has a rule for a class that the table of operators does not know.
@@ -86,7 +89,7 @@ def place(graph: fx.Graph, backend: Backend, forced_float: Collection[fx.Node]) 
 
 
 class Placer:
-    """Decides for one graph again and again: what is known of its nodes is looked up once.
+    """Decides repeatedly for one graph; the facts about its nodes are looked up once.
 
     Raises:
         ConfigError: as `place`.
@@ -105,7 +108,7 @@ class Placer:
         self.activations = {name for fused in backend.fuses.values() for name in fused}
 
     def place(self, forced_float: Collection[fx.Node]) -> Placement:
-        """What is quantized where these nodes are float."""
+        """Returns the placement in which the given nodes are float."""
         self.forced_float = forced_float
         self.int8: dict[fx.Node, bool] = {}
         self.moved: set[fx.Node] = set()
@@ -137,7 +140,9 @@ class Placer:
         return multiplies_bytes or self._shortcut(reader) is node
 
     def _shortcut(self, node: fx.Node) -> fx.Node | None:
-        """What an Add adds to a Conv's output that nobody else reads; of two such outputs, the second."""
+        """Returns the operand that an Add adds to the output of a Conv that it alone reads; of two such
+        Convs, the second.
+        """
         inputs = node.all_input_nodes
         if self.rule(node).when != "shortcut" or len(inputs) != 2:
             return None
@@ -172,15 +177,16 @@ class Placer:
         return not float_inputs
 
     def _computes_on(self, node: fx.Node) -> bool:
-        """Whether the one operator of a file that `node` is a part of goes on with its result: no pair fits between.
+        """Returns whether `node` is inside an operator of the file that continues to compute on its result.
 
-        What only moves or picks values may follow: the pair then stands behind it.
+        No quantize/dequantize pair fits there. Nodes that only move or select values may follow; the pair then comes
+        after them.
         """
         inside = [user for user in node.users if owner(node) and owner(user) == owner(node)]
         return any(not self.facts[user].keeps_range or self._computes_on(user) for user in inside)
 
     def _moves_for_demand(self, node: fx.Node) -> bool:
-        """Whether `node` moves values, none of them away, for int8 operators only: better done on bytes."""
+        """Returns whether `node` moves all of its values for int8 operators only, so that moving bytes is cheaper."""
         if self.facts[node].values != "moved" or self.int8[node] or self.rule(node) is _FLOAT:
             return False
         before = [n for n in node.all_input_nodes if carries_float(n)]
@@ -209,14 +215,14 @@ class Placer:
             readers = list(node.users)
         else:
             readers = [u for u in node.users if self._demands(u, node) or u in self.moved]
-        if node.op == "placeholder":  # what is given back as it came is no result
+        if node.op == "placeholder":  # an input that is returned unchanged is not quantized for the output
             readers = [user for user in readers if user.op != "output"]
         if node in self.moved:
             return None
         if not readers or not is_float_tensor(node):
             return None
         if self.int8[node] and len(readers) == 1 and self._absorbs(readers[0], node):
-            return None  # the point stands after the ReLU
+            return None  # the point comes after the ReLU
         if self.int8[node] and (fused := self.fused[node]) is not None and self.int8[fused]:
             return None
         return self._absorbing_point(node, readers)
@@ -232,7 +238,7 @@ class Placer:
         return Point(node, readers)
 
     def _absorbs(self, activation: fx.Node, before: fx.Node) -> bool:
-        """Whether `activation` can disappear into a quantization of `before`'s output."""
+        """Returns whether `activation` can be absorbed by the quantization of `before`'s output."""
         if self.facts[activation].activation is None or activation in self.forced_float:
             return False
         if not self.backend.activation.has_zero_point:
@@ -243,7 +249,7 @@ class Placer:
 
 
 def constants(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes that no input reaches: parameters, and what is computed from parameters alone."""
+    """Returns the nodes that depend on no input: parameters, and what is computed only from parameters."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op not in ("placeholder", "output") and all(n in found for n in node.all_input_nodes):

@@ -96,18 +96,19 @@ def prepare_qat(
 
 
 def ready_to_place(graph_module: fx.GraphModule, example: Example) -> None:
-    """Shapes and types at every node, and a module for every call of a Conv or Linear: what `place` reads."""
+    """Computes shapes and types at every node, and gives every call of a Conv or Linear a module: `place`
+    reads them.
+    """
     propagate(graph_module, example)
     _find_batch_axes(graph_module, example)
     _separate_calls(graph_module)
 
 
 def _find_batch_axes(graph_module: fx.GraphModule, example: Example) -> None:
-    """Writes into the meta of every Linear with leading axes which axis of its output is as long as the batch, and
-    which ones follow the free axes of the inputs.
+    """Finds the batch axis and the free axes of every Linear with leading axes, and writes them into its meta.
 
-    By a run with more images, and one with other sizes; of a graph whose capture says nothing of batches the first
-    axis is that of the batch.
+    They are found by a run with more images and one with other sizes. In a graph whose capture has no information on
+    batches, the first axis is that of the batch.
     """
     axes, free = (graph_module.meta.get(key, ()) for key in ("batch_axes", "free_axes"))
     shapes = {n: shape_of(n) or () for n in graph_module.graph.nodes if op_class(n) == "linear"}
@@ -142,7 +143,9 @@ def _skipped(chosen: Overrides, placement: Placement, backend: Backend) -> list[
 
 
 def _unknown(graph: fx.Graph) -> list[tuple[str, str]]:
-    """Operators with weights of their own that no table knows: PReLU, EmbeddingBag, calls of `torch.lstm`, ..."""
+    """Lists operators with weights of their own that no table knows: PReLU, EmbeddingBag, calls of
+    `torch.lstm`, ...
+    """
     found = []
     for node in graph.nodes:
         ruled = op_class(node) == "prelu" and "prelu" in _backend(node).rules
@@ -163,19 +166,21 @@ def _reads_parameters(node: fx.Node) -> bool:
 def _spec(point: Point, chosen: Overrides, backend: Backend) -> QuantSpec:
     spec = chosen.activation(point.node, backend)
     if point.bounds[0] == 0.0 and backend.activation.has_zero_point:
-        # The range must end at the bound, or the clamp that it stands for (a ReLU) would be lost.
+        # The range must end at the bound, or the clamp that it replaces (a ReLU) would be lost.
         spec = replace(spec, symmetric=False)
     return spec.along(_reduced_axis(point.readers))
 
 
 def _reduced_axis(readers: Iterable[fx.Node]) -> int:
-    """The axis over which products of the first reader add up: the channels of a convolution, the last of a Linear."""
+    """Returns the axis over which the first reader sums products: the channels of a convolution, the last of
+    a Linear.
+    """
     weighted = (facts(reader).name for reader in readers if facts(reader).weighted)
     return -1 if next(weighted, "linear") == "linear" else 1
 
 
 def _weight_specs(placement: Placement, chosen: Overrides, backend: Backend) -> dict[fx.Node, QuantSpec]:
-    """The specs of the weights; one that serves several calls is guarded for all of them or for none."""
+    """Returns the specs of the weights; one that serves several calls is guarded for all of them or for none."""
     specs = {node: chosen.weight(node, backend).along(1) for node in placement.weighted}
     weights = {node: identity_of(module_of(node), "weight") for node in specs}
     guarded = {weights[node] for node, spec in specs.items() if spec.pairs and adds_in_16_bits(node)}
@@ -230,10 +235,10 @@ def _quantize_weight(node: fx.Node, spec: QuantSpec, quantizers: Quantizers) -> 
 
 
 def _link_weights(graph_module: fx.GraphModule) -> None:
-    """Tells every quantized weight between which activations its operator stands.
+    """Links every quantized weight to the activations before and after its operator.
 
-    A weight that serves several calls keeps one scale, so that the file holds it once: aligning it with what
-    stands after each call (`qatkit.graph.scales.align`) would make as many weights of it.
+    A weight that serves several calls keeps one scale, so that the file holds it once: aligning it with the activation
+    after each call (`qatkit.graph.scales.align`) would turn it into as many weights.
     """
     calls = [n for n in graph_module.graph.nodes if n.op == "call_module" and facts(n).weighted]
     serves = Counter(identity_of(module_of(n), "weight") for n in calls)
@@ -250,9 +255,9 @@ def _link_weights(graph_module: fx.GraphModule) -> None:
 
 
 def _past_activation(node: fx.Node) -> fx.Node:
-    """The activation that alone reads `node` and is computed with it, or `node`.
+    """Returns the activation that is the only reader of `node` and is computed with it, or `node`.
 
-    A ReLU is one (of a target without zero points it stays a node).
+    A ReLU is one (for a target without zero points it stays a node).
     """
     reader = next(iter(node.users)) if len(node.users) == 1 else None
     if reader is not None and facts(reader).activation:

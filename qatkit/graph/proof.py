@@ -1,9 +1,9 @@
-"""Proof of a capture: the graph, fused and opened, computes what the model computes.
+"""Proof of a capture: checks that the graph, fused and opened, computes what the model computes.
 
-Both run in inference mode on batches of other sizes and with other values than the graph was recorded with: of four,
-and of one, which models like to treat apart. What is fused and opened is rounded otherwise, and a deep model may make
-much of that: a difference that could be either is judged in float64, where rounding is far below a difference of
-function. The model runs as a copy, so that what it keeps between calls is as it was.
+Both run in inference mode on batches with other sizes and values than the graph was recorded with: a batch of
+four, and a batch of one, which many models treat specially. Fused and opened operators round differently, and a
+deep model may amplify that. A difference that could be rounding or a wrong graph is judged in float64, where
+rounding is far below a difference of function. The model runs as a copy, so that its state stays unchanged.
 """
 
 from __future__ import annotations
@@ -45,27 +45,26 @@ from qatkit_verify.errors import ConfigError
 from qatkit_verify.foreign import described
 
 _SIZES = (4, 1)  # the graph was recorded with batches of 2 and 3
-_LARGE = 2**20  # values of a sample, from which on it is compared alone: four of them take gigabytes
-_SURELY_ROUNDING = 2e-5  # of the largest output, in float32
+_LARGE = 2**20  # values per sample from which on a batch of one is compared: four such samples take gigabytes
+_SURELY_ROUNDING = 2e-5  # relative to the largest output, in float32
 _ROUNDING = 1e-7  # in float64, with parameters that come from float32
-_PERHAPS_ROUNDING = 1e-3  # where float64 can't be had
-_SMALL = 1e-12  # a change of the inputs, as a share of each value
+_PERHAPS_ROUNDING = 1e-3  # where float64 is not available
+_SMALL = 1e-12  # a relative change of the inputs
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-_FOLDED_INTO = (nn.modules.conv._ConvNd, nn.Linear)  # their own outputs are not in a graph that is fused
+_FOLDED_INTO = (nn.modules.conv._ConvNd, nn.Linear)  # in a fused graph their own outputs do not exist
 _HINT = "rewrite it with torch functions of tensors, or quantize the parts around it (qatkit.Parts)"
 
 
 def prove(model: nn.Module, graph_module: fx.GraphModule, example: Example) -> None:
-    """Compares `graph_module` with `model`: a forward pass of each with a batch of four, unless samples are large, and
-    one with a batch of one.
+    """Compares `graph_module` with `model` on a batch of four, unless samples are large, and on a batch of one.
 
     Args:
-        model: what the graph was made of; as it was, afterwards.
+        model: the model that was captured; unchanged afterwards.
         graph_module: fused and stubbed.
         example: a call of the model.
 
     Raises:
-        ConfigError: they differ by more than rounding; names the first module whose output does.
+        ConfigError: the outputs differ by more than rounding; names the first module whose output differs.
     """
     if is_traced(model):
         return
@@ -77,12 +76,12 @@ def prove(model: nn.Module, graph_module: fx.GraphModule, example: Example) -> N
 def _differences(
     model: nn.Module, graph_module: fx.GraphModule, example: Example
 ) -> Iterator[tuple[tuple[Tensor, ...], float]]:
-    """Inputs that the model takes, and the difference with each."""
+    """Yields inputs that the model accepts, each with the difference of the outputs."""
     for tensors, alike in _others(flatten(example), graph_module):
         try:
             yield tensors, _difference(model, graph_module, example, tensors)
             continue
-        except _NotTakenError:  # ids that stand where others belong
+        except _NotTakenError:  # ids in places where the model expects other ones
             pass
         try:
             yield alike, _difference(model, graph_module, example, alike)
@@ -97,14 +96,14 @@ def _differences(
 def _look_closely(
     model: nn.Module, graph_module: fx.GraphModule, example: Example, tensors: tuple[Tensor, ...]
 ) -> None:
-    """Judges in float64: the graph itself, and a second one, whose constants are float64 too."""
+    """Judges a difference in float64: of the graph itself, and of a second one, whose constants are float64 too."""
     exact, graph, bound = copy_of(model).double(), copy.deepcopy(graph_module).double(), _ROUNDING
     doubles = _doubles(tensors)
     wide = unflatten(example, _doubles(flatten(example)))
     try:
         with _in_float64():
             largest = _difference(exact, graph, wide, doubles)
-    except (RuntimeError, TypeError):  # what has no float64
+    except (RuntimeError, TypeError):  # an operator without float64
         exact, graph, doubles, wide, bound = copy_of(model), graph_module, tensors, example, _PERHAPS_ROUNDING
         largest = _difference(exact, graph, wide, doubles)
     with _in_float64() if doubles is not tensors else contextlib.nullcontext():
@@ -126,9 +125,9 @@ def _look_closely(
 
 
 def _response(model: nn.Module, example: Example, tensors: tuple[Tensor, ...], change: float) -> float:
-    """How far outputs move when each value of the inputs does by such a share of it.
+    """Returns how far the outputs move when each value of the inputs changes by the relative amount `change`.
 
-    Blocks behind BatchNorms of small variance enlarge a change a million times, and more, and so they do a rounding.
+    Blocks after BatchNorms of small variance amplify a change a million times or more, and rounding errors too.
     """
     generator = torch.Generator().manual_seed(0)
     moved = tuple(
@@ -142,7 +141,7 @@ def _response(model: nn.Module, example: Example, tensors: tuple[Tensor, ...], c
 
 
 class _Wide(TorchFunctionMode):
-    """float32 wherever it is written is float64."""
+    """A mode in which an explicit float32 is float64."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.float:
@@ -158,7 +157,7 @@ def _widened(value: Any) -> Any:
 
 @contextlib.contextmanager
 def _in_float64() -> Iterator[None]:
-    """Types that are written into a model are float64, too, and autocast is off."""
+    """Makes types that are written into a model float64 too, and turns autocast off."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -175,7 +174,10 @@ def _doubles(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
 def _others(
     tensors: tuple[Tensor, ...], graph_module: fx.GraphModule
 ) -> Iterator[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]:
-    """Inputs of other sizes and values, of a graph for one size of batch, of that; and with the whole numbers given."""
+    """Yields inputs with other sizes and values, also with the given whole numbers kept.
+
+    A graph for one batch size gets inputs of that size.
+    """
     axes = graph_module.meta.get("batch_axes", (0,) * len(tensors))
     multiple = batch_multiple(graph_module)
     sizes: tuple[int, ...] = (batch_size(tensors),)
@@ -190,7 +192,7 @@ def _others(
 
 
 class _NotTakenError(RuntimeError):
-    """The model failed on inputs that are drawn."""
+    """An error of the model on randomly drawn inputs."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
@@ -200,15 +202,17 @@ class _NotTakenError(RuntimeError):
 def _difference(
     model: nn.Module, graph: fx.GraphModule, example: Example, tensors: Sequence[Tensor]
 ) -> float:
-    """The largest difference of an output, as a share of its largest value; of whole numbers, 1 if any differs."""
+    """Returns the largest difference of an output relative to its largest value; for whole numbers, 1 if any
+    differs.
+    """
     model = copy_of(model)
     eager = torch.compiler.set_stance("force_eager")
     with inference(model), inference(graph), warnings.catch_warnings(), eager:
         warnings.simplefilter("ignore")
-        follow_paths(model, graph.meta.get(PATHS, ()))  # their merged copies are compared by the capture
+        follow_paths(model, graph.meta.get(PATHS, ()))  # the capture compares their merged copies
         try:
             _, expected, _ = output_leaves(call(model, unflatten(example, [t.clone() for t in tensors])))
-        except Exception as error:  # whatever a forward raises
+        except Exception as error:  # a forward may raise anything
             raise _NotTakenError(error) from error
         found = graph(*(t.clone() for t in tensors))
     found = found if isinstance(found, tuple) else (found,)
@@ -216,7 +220,7 @@ def _difference(
 
 
 def _of_model(model: nn.Module, example: Example, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The outputs of a copy, whose state a call may change."""
+    """Returns the outputs of a copy, since a call may change the model's state."""
     model = copy_of(model)
     with inference(model), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -226,7 +230,7 @@ def _of_model(model: nn.Module, example: Example, tensors: Sequence[Tensor]) -> 
 def _first_difference(
     model: nn.Module, given: fx.GraphModule, example: Example, tensors: Sequence[Tensor]
 ) -> str:
-    """In words, the first module whose output differs: in the graph as it is captured, else in that which is given."""
+    """Describes the first module whose output differs: in the newly captured graph, else in the given one."""
     expected = list(_outputs(copy_of(model), example, tensors))
     for graph in (trace(model, example), given):
         values = _values(graph, tensors)
@@ -249,7 +253,7 @@ def _lies_in(name: str, path: str) -> bool:
 
 
 def _values(graph: fx.GraphModule, tensors: Sequence[Tensor]) -> dict[str, list[Tensor]]:
-    """What the nodes yield, by the path of their module and operator."""
+    """Returns the nodes' outputs by the path of their module and operator."""
     values: dict[str, list[Tensor]] = defaultdict(list)
 
     class NodeOutputs(fx.Interpreter):
@@ -265,7 +269,7 @@ def _values(graph: fx.GraphModule, tensors: Sequence[Tensor]) -> dict[str, list[
 
 
 def _outputs(model: nn.Module, example: Example, tensors: Sequence[Tensor]) -> Iterator[tuple[str, Any]]:
-    """What each module yields when it is first called, in that order."""
+    """Yields the output of each module's first call, in the order of the calls."""
     seen: dict[str, Any] = {}
     handles = [
         module.register_forward_hook(lambda _m, _x, y, path=path: seen.setdefault(path, y))

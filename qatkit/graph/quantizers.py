@@ -1,7 +1,7 @@
-"""Where values of the graph get their quantization: the quantizers before an operator, after it, and all by name.
+"""Finds quantizers in the graph: the one before an operator, the one after it, and all of them by name.
 
-The node of an activation's quantizer holds in its meta, under `QUANTIZES`, the site of the tensor that it quantizes:
-the name by which caches, reports and people call the range.
+The node of an activation's quantizer holds in its meta, under `QUANTIZES`, the site of the tensor that it quantizes.
+Caches, reports and users refer to the range by this name.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ QUANTIZES = "quantizes"
 
 
 def is_quantizer(node: fx.Node) -> bool:
-    """Whether `node` is a FakeQuantize."""
+    """Returns whether `node` is a FakeQuantize."""
     return node.op == "call_module" and isinstance(module_of(node), FakeQuantize)
 
 
 def quantizer_of(node: Any) -> fx.Node | None:
-    """The FakeQuantize node whose range the value of `node` has, looking back through value-moving operators."""
+    """Returns the FakeQuantize node whose range `node`'s value has, looking back through value-moving operators."""
     while isinstance(node, fx.Node):
         if is_quantizer(node):
             return node
@@ -38,13 +38,13 @@ def quantizer_of(node: Any) -> fx.Node | None:
 
 
 def quantizer_after(node: fx.Node) -> fx.Node | None:
-    """The FakeQuantize that alone reads `node`."""
+    """Returns the FakeQuantize that is the only reader of `node`."""
     after = next(iter(node.users)) if len(node.users) == 1 else None
     return after if after is not None and is_quantizer(after) else None
 
 
 def fake_quantizers(graph_module: fx.GraphModule) -> dict[str, FakeQuantize]:
-    """The quantizers of activations by the site of what they quantize, in graph order."""
+    """Returns the quantizers of activations by the site of the tensor that they quantize, in graph order."""
     return {
         str(node.meta[QUANTIZES]): cast(FakeQuantize, module_of(node))
         for node in graph_module.graph.nodes
@@ -55,7 +55,7 @@ def fake_quantizers(graph_module: fx.GraphModule) -> dict[str, FakeQuantize]:
 def quantized_operators(
     graph_module: fx.GraphModule,
 ) -> list[tuple[fx.Node, QATOperator, WeightFakeQuantize]]:
-    """The Convs and Linears whose weight is quantized, each with its quantizer, in graph order."""
+    """Returns the Convs and Linears with quantized weights, each with its quantizer, in graph order."""
     found = []
     for node in graph_module.graph.nodes:
         module = module_of(node) if node.op == "call_module" else None
@@ -67,10 +67,10 @@ def quantized_operators(
 def sorted_out(
     graph_module: fx.GraphModule, why_not: Callable[[QATOperator, Counter[int]], str | None]
 ) -> tuple[dict[str, QATOperator], list[tuple[str, str]]]:
-    """The `quantized_operators` that an algorithm may change, by site, and (site, why not) of the others.
+    """Returns the `quantized_operators` that an algorithm may change, by site, and (site, why not) of the others.
 
     Args:
-        why_not: of an operator and `parameter_reads`; None of one that may be changed.
+        why_not: takes an operator and `parameter_reads`; returns None for an operator that may be changed.
     """
     reads = parameter_reads(graph_module.graph)
     chosen, skipped = dict[str, QATOperator](), list[tuple[str, str]]()
@@ -83,8 +83,10 @@ def sorted_out(
 
 
 def quantized_weights(graph_module: fx.GraphModule) -> list[tuple[str, nn.Module, WeightFakeQuantize]]:
-    """(path, operator, quantizer of its weight) of every Conv, Linear and Embedding with one, and of every weight of an
-    LSTM, GRU or RNN (path.NAME), in the modules' order.
+    """Returns (path, operator, quantizer) of every quantized weight, in the modules' order.
+
+    Included are every Conv, Linear and Embedding with a quantizer, and every weight of an LSTM, GRU or RNN
+    (path.NAME).
     """
     found: list[tuple[str, nn.Module, WeightFakeQuantize]] = []
     for path, module in graph_module.named_modules():
@@ -99,14 +101,14 @@ def quantized_weights(graph_module: fx.GraphModule) -> list[tuple[str, nn.Module
 
 
 def weight_name(operator: nn.Module, fake: WeightFakeQuantize) -> str:
-    """What the operator calls the weight that `fake` quantizes."""
+    """Returns the attribute name of the weight that `fake` quantizes."""
     if not isinstance(operator, QATRecurrent):
         return "weight"
     return next(name for name, one in operator.weight_fake_quants.items() if one is fake)
 
 
 def inference_weight(operator: nn.Module, fake: WeightFakeQuantize) -> Tensor:
-    """The weight that `fake` quantizes as inference uses it, before quantization."""
+    """Returns the weight that `fake` quantizes, as inference uses it, before quantization."""
     if isinstance(operator, QATOperator):
         return operator.effective()[0]
     weight: Tensor = getattr(operator, weight_name(operator, fake))
@@ -114,10 +116,10 @@ def inference_weight(operator: nn.Module, fake: WeightFakeQuantize) -> Tensor:
 
 
 def clip_weights(graph_module: fx.GraphModule, levels: int = 256) -> None:
-    """Ranges of quantized weights with the least squared error, as they are now.
+    """Sets the ranges of quantized weights to those with the least squared error for the current weights.
 
     Args:
-        levels: of weights with no more integers.
+        levels: the largest number of integers of a weight; the range of a weight with more stays as it is.
     """
     for _, operator, fake in quantized_weights(graph_module):
         if fake.spec.form is None and fake.spec.quant_max - fake.spec.quant_min < levels:

@@ -1,9 +1,9 @@
-"""Rows: a Linear reads [rows, channels], and between two of them nobody needs more axes.
+"""Removes needless changes of shape around Linears, which read [rows, channels].
 
     Linear → reshape → GELU → flatten → Linear   →  Linear → GELU → Linear
     index_select → reshape → flatten → Linear    →  index_select → flatten → Linear
 
-A change of shape that leaves the last axis leaves the rows too, and their order.
+A change of shape that keeps the last axis keeps the rows too, and their order.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _POINTWISE = frozenset({"gelu", "silu", "relu", "relu6", "leaky_relu", "sigmoid"
 
 
 def rows_of(x: fx.Node) -> fx.Node:
-    """The node whose rows are those of `x` [..., channels], before changes of shape that nobody needs.
+    """Returns the node whose rows are those of `x` [..., channels], before needless changes of shape.
 
-    A pointwise operator that only the caller reads is changed in place: it then reads what stands before them.
+    A pointwise operator that only the caller reads is changed in place: it then reads the node before them.
     """
     x = _before_reshapes(x)
     if op_class(x) in _POINTWISE and len(x.users) == 1:

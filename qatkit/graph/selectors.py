@@ -1,8 +1,8 @@
-"""Which operators and tensors of a graph a selector chooses (`qatkit.config.selectors`, `docs/overrides.md`).
+"""Resolves selectors to operators and tensors of a graph (`qatkit.config.selectors`, `docs/overrides.md`).
 
-An operator has the name of its module or call (`site`); one of a given ONNX file has its node's name too, and all that
-is recorded inside of one node answers to it. An exact name wins over every other reading of a selector, so names with
-brackets, colons or a prefix of ours need no quoting here.
+An operator has the name of its module or call (`site`). One of an imported ONNX file also has its node's name, which
+stands for everything that is recorded inside that node. An exact name wins over every other reading of a selector, so
+names with brackets, colons or one of our prefixes need no quoting here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from qatkit.graph.signature import unique
 from qatkit_verify.errors import ConfigError, did_you_mean, near_matches
 
 FILE_NODES = "file_nodes"  # in a graph's meta: by path of a module, the node of a given file that it is
-IN_INT8 = "in_int8"  # beside it: by selector, the sites of the SiLUs that were opened
+IN_INT8 = "in_int8"  # key next to it: by selector, the sites of the SiLUs that were opened
 _OPERATORS = ("call_module", "call_function", "call_method")
 _SHOWN = 5
 
@@ -61,7 +61,7 @@ def file_node(node: fx.Node) -> FileNode | None:
     known = getattr(node.graph.owning_module, "meta", {}).get(FILE_NODES, {})
     path = owner(node) or site(node)
     while known and path not in known and "." in path:
-        path = path.rpartition(".")[0]  # what a pass made of it is called NAME.WHAT
+        path = path.rpartition(".")[0]  # a node that a pass made from it is called NAME.WHAT
     found: FileNode | None = known.get(path)
     return found
 
@@ -118,14 +118,14 @@ def _names(node: fx.Node) -> tuple[str, ...]:
 
 
 def _types(node: fx.Node) -> set[str]:
-    """The classes and types that `op/` names an operator by."""
+    """Returns the classes and types that `op/` names an operator by."""
     known = {record.name for record in operators.operators()}
     of_file = file_node(node)
     return ({op_class(node)} & known) | ({of_file.op_type} if of_file is not None else set())
 
 
 def _reader(selector: str) -> Callable[[str], Any]:
-    """Returns what tells whether a name is one that a regular expression or a glob means."""
+    """Returns a function that tells whether a name matches a regular expression or a glob."""
     if selector.startswith(EXPRESSION):
         return re.compile(selector.removeprefix(EXPRESSION)).fullmatch
     return lambda name: fnmatch.fnmatchcase(name, selector)
@@ -139,7 +139,7 @@ def _near(selector: str, calls: Iterable[fx.Node]) -> str:
 
 
 def _ends_one(node: fx.Node, inside: Collection[fx.Node]) -> bool:
-    """Whether it is an activation that the quantization of the operator before it stands for, or does nothing."""
+    """Returns whether a node is an activation absorbed by the quantization of the operator before it, or a no-op."""
     kind = facts(node)
     ends = kind.activation is not None or kind.name in ("pass", "outputs")
     return ends and bool(node.all_input_nodes) and node.all_input_nodes[0] in inside
@@ -183,7 +183,7 @@ def _reached(start: Iterable[fx.Node], step: Callable[[fx.Node], Iterable[fx.Nod
 
 @dataclass(frozen=True)
 class Tensors:
-    """What a selector of tensors chooses.
+    """The tensors that a selector chooses.
 
     Attributes:
         makers: nodes whose outputs are the tensors: operators and inputs of the model.
@@ -233,7 +233,7 @@ def _by_name(graph: fx.Graph, selector: str, name: str, key: str) -> Tensors:
 
 
 def _made_by(node: fx.Node) -> str:
-    """The name of the tensor that a node makes."""
+    """Returns the name of the tensor that a node computes."""
     of_file = file_node(node)
     if of_file is None or not of_file.outputs:
         return site(node)
@@ -241,7 +241,7 @@ def _made_by(node: fx.Node) -> str:
 
 
 def _weight_of(node: fx.Node) -> str:
-    """The name of an operator's weight."""
+    """Returns the name of an operator's weight."""
     of_file = file_node(node)
     if of_file is None:
         return f"{site(node)}.weight"
@@ -249,7 +249,7 @@ def _weight_of(node: fx.Node) -> str:
 
 
 def _input_of(graph: fx.Graph, node: fx.Node, number: int, key: str, selector: str) -> fx.Node:
-    """The node that makes an input of an operator; the operator itself where that input is its weight."""
+    """Returns the node that computes an input of an operator; the operator itself if that input is its weight."""
     of_file, weighted = file_node(node), facts(node).weighted
     if of_file is None:
         given: list[fx.Node] = []
@@ -277,6 +277,6 @@ def _input_of(graph: fx.Graph, node: fx.Node, number: int, key: str, selector: s
 
 
 def record_of(selector: str, settings: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Returns what a report says of a selector: what it sets, and the operators or makers of tensors that it chose."""
+    """Returns a report's record of a selector: its settings, and the operators or makers of tensors that it chose."""
     listed = list(dict.fromkeys(names))
     return {"selector": shown(selector), "settings": settings, "count": len(listed), "names": listed}

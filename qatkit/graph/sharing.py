@@ -1,6 +1,4 @@
-"""Copies of modules that share large tensors with the original: a second copy of a model's weights costs as much memory
-as the model.
-"""
+"""Copies modules that share large tensors with the original, since a second copy of the weights costs much memory."""
 
 from __future__ import annotations
 
@@ -33,10 +31,10 @@ def large_tensors(module: nn.Module) -> dict[int, Any]:
 
 
 def own_unlike(module: nn.Module, others: Mapping[str, Any]) -> None:
-    """Gives a module memory of its own for the parameters that are about to become other values.
+    """Gives a module memory of its own for the parameters whose values are about to change.
 
     Args:
-        module: one whose parameters another one has, too.
+        module: a module that shares its parameters with another one.
         others: values by the names of the parameters, as in a state_dict.
     """
     for name, one in module.named_parameters():

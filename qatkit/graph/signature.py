@@ -1,4 +1,4 @@
-"""What a model is called with and what it yields, as flat tuples of named tensors: the graph's inputs and outputs.
+"""Describes a model's inputs and outputs as flat tuples of named tensors: the graph's inputs and outputs.
 
     example                      call                     tensors of the graph
     x                            model(x)                 (x,)                   "input"
@@ -6,7 +6,7 @@
     {"ids": ids, "mask": mask}   model(ids=.., mask=..)   (ids, mask)            "ids", "mask"
     ({"left": a, "right": b},)   model({..})              (a, b)                 "pair_left", "pair_right"
 
-Tensors may stand anywhere in lists, tuples, mappings and dataclasses; what is no tensor (a flag, None) is constant.
+Tensors may be anywhere in lists, tuples, mappings and dataclasses; anything else (a flag, None) is constant.
 A batch is anything of the example's form: `flatten` gives the tensors in the graph's order.
 """
 
@@ -28,7 +28,7 @@ Path = tuple[str, ...]
 
 
 def arguments_of(example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments of the call that `example` stands for."""
+    """Returns positional and keyword arguments of the call that `example` stands for."""
     if isinstance(example, Tensor):
         return (example,), {}
     if isinstance(example, Mapping):
@@ -37,42 +37,42 @@ def arguments_of(example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def call(model: Callable[..., Any], example: Example) -> Any:
-    """`model` called with `example`."""
+    """Calls `model` with `example`."""
     args, kwargs = arguments_of(example)
     return model(*args, **kwargs)
 
 
 def flatten(example: Example) -> tuple[Tensor, ...]:
-    """The tensors of an example or a batch, in the order of the graph's inputs."""
+    """Returns the tensors of an example or a batch, in the order of the graph's inputs."""
     return tuple(tensor for _, tensor in leaves(arguments_of(example)) if isinstance(tensor, Tensor))
 
 
 def in_float32(example: Example) -> Example:
-    """`example` with its floating-point tensors in float32."""
+    """Returns `example` with its floating-point tensors in float32."""
     return unflatten(example, [t.float() if t.is_floating_point() else t for t in flatten(example)])
 
 
 def unflatten(example: Example, tensors: Sequence[Tensor]) -> Example:
-    """`example` with other tensors, in the order of `flatten`."""
+    """Returns `example` with other tensors, in the order of `flatten`."""
     left = iter(tensors)
     new = _mapped(example, lambda value: next(left) if isinstance(value, Tensor) else value)
     return cast(Example, new)
 
 
 def example_of(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Example:
-    """The example that stands for a call; positional and keyword arguments together become a mapping by name."""
+    """Returns the example for a call; positional and keyword arguments together become a mapping by name."""
     if not kwargs:
         return args[0] if len(args) == 1 and isinstance(args[0], Tensor) else args
     return arguments_by_name(signature.bind(*args, **kwargs)) if args else dict(kwargs)
 
 
 def like(example: Example, batch: Any, names: Sequence[str] = ("input",)) -> tuple[Tensor, ...]:
-    """The tensors of `batch` in the order of `example`: of its form (mappings in any order), or flat.
+    """Returns the tensors of `batch` in the order of `example`: of its form (mappings in any order), or flat.
 
     Args:
-        example: what the graph was made with.
-        batch: of the same form, a sequence of all tensors, or a mapping by `names`. What is no tensor is not looked
-            at; a tensor where `example` has none (labels, a mask that it was called without) is refused.
+        example: the example that the graph was made with.
+        batch: of the same form, a sequence of all tensors, or a mapping by `names`. Values other than tensors are
+            ignored; a tensor where `example` has none (labels, a mask that it was called without) is rejected.
         names: of the graph's inputs.
 
     Raises:
@@ -90,7 +90,7 @@ def like(example: Example, batch: Any, names: Sequence[str] = ("input",)) -> tup
 
 
 def _paired(example: Any, batch: Any) -> list[Any] | None:
-    """What stands in `batch` where `example` has a tensor; None where it has no such place."""
+    """Returns the values of `batch` in the places of `example`'s tensors; None if a place is missing."""
     if isinstance(example, Tensor):
         return [batch] if isinstance(batch, Tensor) else None
     parts, given = _parts(example), _parts(batch)
@@ -105,7 +105,7 @@ def _paired(example: Any, batch: Any) -> list[Any] | None:
 
 
 def inputs_of(graph_module: fx.GraphModule, batch: Any) -> tuple[Tensor, ...]:
-    """The tensors of `batch` in the order of the graph's inputs: by their names from a mapping, else as they come.
+    """Returns the tensors of `batch` in the order of the graph's inputs: by name from a mapping, else in given order.
 
     Raises:
         ConfigError: another number of tensors than the graph has inputs.
@@ -122,33 +122,33 @@ def inputs_of(graph_module: fx.GraphModule, batch: Any) -> tuple[Tensor, ...]:
 
 
 def graph_inputs(graph_module: nn.Module) -> tuple[str, ...]:
-    """The names of a graph's inputs."""
+    """Returns the names of a graph's inputs."""
     return tuple(getattr(graph_module, "meta", {}).get("inputs", ("input",)))
 
 
 def graph_axes(graph_module: nn.Module, tensors: Sequence[Tensor]) -> tuple[int | None, ...]:
-    """The batch axis of each of a graph's inputs, as its capture found them; else judged by `tensors`."""
+    """Returns the batch axis of each of a graph's inputs, as its capture found them; else guessed from `tensors`."""
     found = getattr(graph_module, "meta", {}).get("batch_axes")
     return batch_axes(tensors) if found is None else tuple(found)
 
 
 def batch_multiple(graph_module: nn.Module) -> int:
-    """The number of which the sizes of a graph's batches are multiples."""
+    """Returns the number that the sizes of a graph's batches must be multiples of."""
     return int(getattr(graph_module, "meta", {}).get("batch_multiple", 1))
 
 
 def on(device: torch.device, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """`tensors` on a device."""
+    """Moves `tensors` to a device."""
     return tuple(tensor.to(device) for tensor in tensors)
 
 
 def on_device(batch: Example, device: torch.device) -> Example:
-    """A batch on a device, in its form."""
+    """Moves a batch to a device, keeping its form."""
     return unflatten(batch, on(device, flatten(batch)))
 
 
 def input_names(model: nn.Module, example: Example) -> tuple[str, ...]:
-    """Names of the tensors of `example` for `model`: "input" for a lone image, else those of forward's arguments.
+    """Returns names of `example`'s tensors for `model`: "input" for a lone image, else those of forward's arguments.
 
     Raises:
         ConfigError: `example` is no call of `model.forward`, or holds no tensor.
@@ -170,7 +170,7 @@ def input_names(model: nn.Module, example: Example) -> tuple[str, ...]:
 
 
 def arguments_by_name(bound: inspect.BoundArguments) -> dict[str, Any]:
-    """The bound arguments by name; those of **kwargs by their own."""
+    """Returns the bound arguments by name; those of **kwargs by their own."""
     found: dict[str, Any] = {}
     for name, value in bound.arguments.items():
         if bound.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
@@ -181,7 +181,7 @@ def arguments_by_name(bound: inspect.BoundArguments) -> dict[str, Any]:
 
 
 def _form(example: Any) -> str:
-    """The example's form for people: what is where, and of which shape."""
+    """Describes the example's form for messages: each value's place and shape."""
     if isinstance(example, Tensor):
         return f"Tensor{list(example.shape)}"
     if isinstance(example, Mapping):
@@ -192,7 +192,7 @@ def _form(example: Any) -> str:
 
 
 def output_leaves(result: Any) -> tuple[tuple[str, ...], tuple[Tensor, ...], tuple[str, ...]]:
-    """Names and tensors of what a model yields, and where it yields something else than tensors and None."""
+    """Returns names and tensors of a model's outputs, and the places of outputs other than tensors and None."""
     if isinstance(result, Tensor):
         return ("output",), (result,), ()
     found = [(path, value) for path, value in leaves(result) if value is not None]
@@ -204,12 +204,12 @@ def output_leaves(result: Any) -> tuple[tuple[str, ...], tuple[Tensor, ...], tup
 
 
 def leaf_names(paths: Iterable[Path]) -> tuple[str, ...]:
-    """Names of several outputs by where they stand: "scores", "maps_levels_0", "output_1"."""
+    """Returns names of several outputs by their places: "scores", "maps_levels_0", "output_1"."""
     return unique("_".join(path if not path[0].isdigit() else ("output", *path)) for path in paths)
 
 
 def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """(path, leaf) of nested lists, tuples, mappings and dataclasses; a named tuple's fields by their names."""
+    """Yields (path, leaf) of nested lists, tuples, mappings and dataclasses; a named tuple's fields by their names."""
     parts = _parts(value)
     if parts is None:
         yield path, value
@@ -233,7 +233,7 @@ def _parts(value: Any) -> list[tuple[str, Any]] | None:
 
 
 def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """`value` with every leaf changed, the containers of their own types."""
+    """Returns `value` with every leaf changed and the types of its containers kept."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, Mapping):
@@ -250,7 +250,7 @@ def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def unique(names: Iterable[str]) -> tuple[str, ...]:
-    """Names that may stand in a file, each once: what is no letter or digit becomes "_"."""
+    """Returns unique names that a file may hold: characters other than letters and digits become "_"."""
     found: list[str] = []
     for name in names:
         plain = re.sub(r"\W", "_", name) or "_"
@@ -259,7 +259,7 @@ def unique(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def batch_axes(tensors: Sequence[Tensor]) -> tuple[int | None, ...]:
-    """The axis of the images in each: the first one, where it is as long as that of the first tensor with axes.
+    """Returns the batch axis of each tensor: the first one, if it is as long as that of the first tensor with axes.
 
     A tensor without that length (a mask of positions, a temperature) has none.
     """
@@ -268,7 +268,9 @@ def batch_axes(tensors: Sequence[Tensor]) -> tuple[int | None, ...]:
 
 
 def batch_size(tensors: Sequence[Tensor], axes: Sequence[int | None] | None = None) -> int:
-    """How many images `tensors` hold, along the first of `axes` that is one; 1 if no tensor has an axis."""
+    """Returns the number of images in `tensors`, along the first of `axes` that is not None; 1 if no tensor
+    has an axis.
+    """
     chosen = [None] * len(tensors) if axes is None else axes
     along = (t.shape[axis] for t, axis in zip(tensors, chosen, strict=True) if axis is not None)
     return next(along, next((len(tensor) for tensor in tensors if tensor.ndim), 1))
@@ -277,7 +279,7 @@ def batch_size(tensors: Sequence[Tensor], axes: Sequence[int | None] | None = No
 def resized(
     tensors: Sequence[Tensor], size: int, axes: Sequence[int | None] | None = None
 ) -> tuple[Tensor, ...]:
-    """`tensors` with `size` rows along their batch axes, the given rows repeated."""
+    """Returns `tensors` with `size` rows along their batch axes, the given rows repeated."""
     chosen = batch_axes(tensors) if axes is None else axes
     return tuple(
         tensor if axis is None else tensor.index_select(axis, _rows(size, tensor.shape[axis], tensor.device))
@@ -290,11 +292,11 @@ def _rows(size: int, given: int, device: torch.device) -> Tensor:
 
 
 def other_values(tensors: Sequence[Tensor], seed: int, *, whole: bool = True) -> tuple[Tensor, ...]:
-    """Tensors of the same shapes with other values of the same kind.
+    """Returns tensors of the same shapes with other values of the same kind.
 
     Floats get noise of their own spread. Whole numbers (integers, booleans, floats that count or name something) are
-    shuffled, each tensor for itself, so all lie in the range that the example has; where a model does not take them in
-    any order (columns that index tables of different sizes, offsets that have to rise), `whole` is False.
+    shuffled within each tensor, so all lie in the range of the example. If a model does not accept them in any order
+    (columns that index tables of different sizes, offsets that have to rise), `whole` is False.
 
     Args:
         tensors: as given.
@@ -325,4 +327,4 @@ def is_whole(tensor: Tensor) -> bool:
     return bool((tensor == tensor.round()).all()) and len(tensor.unique()) > _FLAGS
 
 
-_FLAGS = 2  # floats of two values alone (an empty image, a mask) get noise as others do
+_FLAGS = 2  # floats with only two values (an empty image, a mask) get noise like other floats

@@ -1,10 +1,11 @@
-"""A model of another floating-point type (half, bfloat16, double) as one of float32, whatever types its code names.
+"""Turns a model of another floating-point type (half, bfloat16, double) into one of float32.
 
     model.half(), and x.to(torch.float16), x.half(), torch.zeros(..., dtype=torch.float16) inside of it
-    → a float32 copy whose forward reads each of these as float32
+    → a float32 copy whose forward reads each of these types as float32
 
-Its parameters alone would not do: a model that casts what it gets meets its own float32 weights with halves. So what
-a call yields in such a type all the same (of a NumPy array of doubles, say) is float32 too.
+Converting only its parameters would not be enough: a model that casts its inputs would combine its float32
+weights with halves. A result that still has such a type (from a NumPy array of doubles, say) is converted to
+float32 too.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ _OLD_NAMES = {"Half": torch.float16, "BFloat16": torch.bfloat16, "Double": torch
 
 
 def in_single_precision(model: nn.Module) -> tuple[nn.Module, list[torch.dtype]]:
-    """A float32 copy of `model`, and which types its parameters and buffers had; `model` itself if they are float32.
+    """Returns a float32 copy of `model` and the types of its parameters and buffers; `model` itself if they
+    are float32.
 
-    Buffers of doubles alone (tables that were computed exactly) make no model of doubles.
+    A model whose only doubles are buffers (tables that were computed exactly) does not count as a model of doubles.
     """
     found = {one.dtype for one in model.parameters() if one.is_floating_point()}
     found |= {one.dtype for one in model.buffers() if one.dtype in _SHORT}
@@ -56,7 +58,7 @@ def in_single_precision(model: nn.Module) -> tuple[nn.Module, list[torch.dtype]]
 
 
 class _Single(TorchFunctionMode):
-    """These types are float32 wherever a call names them."""
+    """A mode that reads these types as float32 in every call."""
 
     def __init__(self, types: Set[torch.dtype]) -> None:
         super().__init__()

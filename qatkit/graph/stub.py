@@ -93,7 +93,9 @@ def _open_gated(gate: Callable[[Tensor], Tensor]) -> Callable[[fx.Node], str | N
 
 
 def _merge_patches(node: fx.Node) -> str | None:
-    """Every second row and column into channels: four strided slices and a Cat, or one permute."""
+    """Rewrites the merging of every second row and column into channels: four strided slices and a Cat, or
+    one permute.
+    """
     shape = shape_of(node.args[0])
     if shape is None or len(shape) < 4 or shape[-3] % 2 or shape[-2] % 2 or has_free_axes(node):
         return ""
@@ -115,7 +117,7 @@ def _merge_patches(node: fx.Node) -> str | None:
 
 
 def _drop_empty_pad(node: fx.Node) -> str | None:
-    """Padding up to a multiple that the example has already (the patches of clips)."""
+    """Drops a padding up to a multiple that the example has already (the patches of clips)."""
     given = arguments(node, F.pad)
     computed = has_free_axes(node) and any(isinstance(amount, fx.Node) for amount in given["pad"])
     if not node.all_input_nodes or computed or any(known(amount) != 0 for amount in given["pad"]):
@@ -126,7 +128,7 @@ def _drop_empty_pad(node: fx.Node) -> str | None:
 
 
 def _drop_second_clamp(node: fx.Node) -> str | None:
-    """relu(relu(x)), relu(relu6(x)) and relu6(relu(x)): one clamp, which a quantized range can take the place of."""
+    """Merges relu(relu(x)), relu(relu6(x)) and relu6(relu(x)) into one clamp, which a quantized range can replace."""
     before = node.all_input_nodes[0]
     if op_class(before) not in ("relu", "relu6"):
         return ""
@@ -139,7 +141,7 @@ def _drop_second_clamp(node: fx.Node) -> str | None:
 
 
 def _drop_neutral(number: int) -> Callable[[fx.Node], str | None]:
-    """An Add of 0 or a Mul by 1, such as Python's `sum` begins with: a node between an operator and its activation."""
+    """Returns a rule that drops an Add of 0 or a Mul by 1 (Python's `sum` starts with one) before an activation."""
 
     def rule(node: fx.Node) -> str | None:
         values = [arg for arg in node.args if not (isinstance(arg, int | float) and arg == number)]
@@ -202,7 +204,7 @@ def _einsum_to_matmul(node: fx.Node) -> str | None:
 
 
 def _layer_norm_module(node: fx.Node) -> str | None:
-    """A LayerNorm called as a function becomes a module, which the exporter knows how to name and translate."""
+    """Turns a LayerNorm called as a function into a module, which the exporter can name and translate."""
     if node.op != "call_function":
         return _keep_norm_from_transposes(node)
     given = arguments(node, F.layer_norm)
@@ -231,8 +233,9 @@ def _layer_norm_module(node: fx.Node) -> str | None:
 
 
 def _keep_norm_from_transposes(node: fx.Node) -> str | None:
-    """Between two Transposes that cancel, ONNX Runtime moves a norm to another axis, where it has no kernel; a
-    Reshape, which is free, keeps it from that.
+    """Inserts a Reshape, which is free, around a norm between two Transposes that cancel.
+
+    Otherwise ONNX Runtime moves the norm to another axis, where it has no kernel.
     """
     x, shape, norm = node.args[0], shape_of(node), module_of(node)
     if shape is None or not isinstance(norm, nn.LayerNorm) or not isinstance(x, fx.Node):
@@ -271,8 +274,10 @@ def _is_turn(x: fx.Node) -> bool:
 
 
 def _behind_a_turn(x: fx.Node) -> bool:
-    """Whether nothing but changes of shape, concatenations and what does nothing in inference stands between an
-    exchange of axes and who reads `x`; or `x` is the sum behind one, as where tokens are mixed.
+    """Returns whether only shape changes, concatenations and no-ops are between an exchange of axes and the
+    readers of `x`.
+
+    Also true if `x` is the sum after an exchange of axes, as where tokens are mixed.
     """
     if op_class(x) == "shape" and turns_axes(x):
         return True
@@ -282,7 +287,7 @@ def _behind_a_turn(x: fx.Node) -> bool:
 
 
 def _turned(node: fx.Node) -> bool:
-    """Whether an operator that reads `node` exchanges its axes."""
+    """Returns whether an operator that reads `node` exchanges its axes."""
     return any(turns_axes(u) or (called(u) == "_squeeze" and _turned(u)) for u in node.users)
 
 

@@ -1,7 +1,8 @@
-"""Names of tensors for the quantizers of a prepared graph, by which encodings from elsewhere are matched.
+"""Names of tensors for the quantizers of a prepared graph, by which external encodings are matched.
 
-Of a PyTorch model an activation is called by its site, and a weight by its path in the model ("layer1.0.conv1.weight").
-Of a given ONNX file the file's own names count (`qatkit.importing.tensor_names`).
+In a PyTorch model an activation is called by its site, and a weight by its path in the model
+("layer1.0.conv1.weight"). For an imported ONNX file the file's own names are used
+(`qatkit.importing.tensor_names`).
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ def names_of_graph(graph_module: fx.GraphModule) -> TensorNames:
 
 
 def best_first(found: Iterable[tuple[bool, int, str]]) -> list[str]:
-    """Names in order: where the range ends before those that only move its values, behind an absorbed node first.
+    """Returns names in order: where the range ends before those that only move its values, after an absorbed
+    node first.
 
     Args:
         found: whether values were moved, how many nodes were absorbed, and the name.

@@ -1,4 +1,4 @@
-"""From an nn.Module to the one graph: torch.fx with the model's own modules as nodes.
+"""Traces an nn.Module into the one graph: torch.fx with the model's own modules as nodes.
 
 Every node gets a `site`, the name by which overrides, reports and ONNX tensors call it: the module's path
 for modules ("layer1.0.conv1"), the enclosing module's path and the operator for functions
@@ -32,9 +32,9 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 def trace(model: nn.Module, example: Example, dynamic_axes: Wanted = "none") -> fx.GraphModule:
-    """The graph of a copy of `model`, recorded as it runs on `example` (`qatkit.graph.capture`).
+    """Returns the graph of a copy of `model`, recorded as it runs on `example` (`qatkit.graph.capture`).
 
-    A graph of ours is returned as it is.
+    A graph of ours is returned unchanged.
 
     Args:
         dynamic_axes: as `qatkit.graph.capture.model.capture`.
@@ -46,11 +46,11 @@ def trace(model: nn.Module, example: Example, dynamic_axes: Wanted = "none") -> 
 
 
 def is_traced(model: nn.Module) -> bool:
-    """Whether `model` is a graph of ours; one of others (a feature extractor) is a model like any other."""
+    """Returns whether `model` is a graph of ours; other graphs (a feature extractor) are models like any other."""
     return isinstance(model, fx.GraphModule) and "outputs" in getattr(model, "meta", {})
 
 
-@torch.inference_mode(False)  # whatever the caller is in: what is made here will be trained
+@torch.inference_mode(False)  # whatever mode the caller is in: the tensors made here will be trained
 def _captured(model: nn.Module, example: Example, dynamic_axes: Wanted) -> fx.GraphModule:
     duplicate = with_twins(copy_of(model))
     graph_module = capture(duplicate, example, dynamic_axes)
@@ -71,9 +71,10 @@ def _captured(model: nn.Module, example: Example, dynamic_axes: Wanted) -> fx.Gr
 
 
 def copy_of(model: nn.Module) -> nn.Module:
-    """A copy; computed tensors (of weight_norm's hook, in a cache) are copied as values, what can't be is shared.
+    """Returns a copy of a model.
 
-    Its hooks, and the functions that it holds otherwise, refer to the copy.
+    Computed tensors (of weight_norm's hook, in a cache) are copied as values, and objects that can't be copied
+    are shared. The copy's hooks, and the functions that it holds otherwise, refer to the copy.
     """
     memo = what_copies_share(model)
     copied = copy.deepcopy(model, memo)
@@ -82,7 +83,7 @@ def copy_of(model: nn.Module) -> nn.Module:
 
 
 def what_copies_share(model: nn.Module) -> dict[int, Any]:
-    """The memo that `copy.deepcopy` copies a model with (`copy_of`)."""
+    """Returns the memo that `copy.deepcopy` copies a model with (`copy_of`)."""
     memo: dict[int, Any] = {}
     for module in model.modules():
         for value in attributes_of(module).values():
@@ -93,7 +94,7 @@ def what_copies_share(model: nn.Module) -> dict[int, Any]:
 
 
 def _can_be_copied(value: Any, memo: dict[int, Any]) -> bool:
-    """Not a scripted function, a lock, a generator, whatever their own copy raises."""
+    """Returns False for a scripted function, a lock, a generator and anything else whose copy raises."""
     try:
         copy.deepcopy(value, dict(memo))
     except Exception:
@@ -102,8 +103,10 @@ def _can_be_copied(value: Any, memo: dict[int, Any]) -> bool:
 
 
 def _call_batch_norms(graph: fx.Graph, model: nn.Module, home: nn.Module) -> None:
-    """F.batch_norm with the statistics of a BatchNorm whose type has a forward of its own (timm's calls its
-    activation): that module of `model`, as the plain BatchNorm that it is derived from, is called instead, in `home`.
+    """Replaces F.batch_norm with the statistics of a BatchNorm that has a forward of its own (timm's) by a
+    module call.
+
+    The called module, in `home`, is that BatchNorm of `model` as the plain type that it is derived from.
     """
     for node in [n for n in graph.nodes if n.target is F.batch_norm]:
         mean = node.args[1] if len(node.args) > 1 else node.kwargs.get("running_mean")
@@ -130,12 +133,12 @@ def _gather_outputs(graph_module: fx.GraphModule, kept: int) -> None:
 
 
 def name_sites(graph: fx.Graph, prefix: str = "") -> None:
-    """Writes `site` into the meta of every node that has none, and the module that is one operator of a file (a type
-    with `one_operator = True`) into the meta of the nodes inside: its first node has its name.
+    """Writes `site` into the meta of every node that has none, and `OWNER` if it is inside a one-operator module.
 
-    The tracer's own record of modules goes: torch.export would read it, and it is wrong after `inline`.
+    A one-operator module is of a type with `one_operator = True`: its first node has its name. The tracer's own
+    record of modules is removed: torch.export would read it, and it is wrong after `inline`.
     """
-    # A module's path is its first call's name, whatever functions and second calls come before it.
+    # A module's path is its first call's name, even if functions and second calls come before it.
     paths = [str(node.target).split(".") for node in graph.nodes if node.op == "call_module"]
     taken = {prefix + ".".join(parts[: i + 1]) for parts in paths for i in range(len(parts))}
     called_once: set[str] = set()
@@ -167,14 +170,15 @@ def _is_one_operator(kind: Any) -> bool:
 
 
 def _numbered(name: str) -> Iterator[str]:
-    """`name`, `name`_1, `name`_2, ..."""
+    """Yields `name`, `name`_1, `name`_2, ..."""
     yield name
     yield from (f"{name}_{i}" for i in itertools.count(1))
 
 
 def propagate(graph_module: fx.GraphModule, example: Example) -> None:
-    """Runs `example` in inference mode and leaves each node's result, on "meta", in its meta: shapes and types alone,
-    so Convs and Linears need not be computed (`qatkit.graph.capture.sizes`).
+    """Runs `example` in inference mode and stores each node's result, on "meta", in its meta.
+
+    Only shapes and types are kept, so Convs and Linears need not be computed (`qatkit.graph.capture.sizes`).
     """
 
     class MetaRecorder(fx.Interpreter):
@@ -197,8 +201,8 @@ def propagate(graph_module: fx.GraphModule, example: Example) -> None:
 
 
 def tidy(graph_module: fx.GraphModule) -> None:
-    """Drops dead nodes and the modules nobody calls, and writes the code again."""
-    for node in reversed(list(graph_module.graph.nodes)):  # first what was read of a module that was replaced
+    """Removes dead nodes and modules that are not called, and generates the code again."""
+    for node in reversed(list(graph_module.graph.nodes)):  # readers of a replaced module first
         pure = node.op == "get_attr" or (node.op in ("call_function", "call_method") and not node.is_impure())
         if pure and not node.users:
             graph_module.graph.erase_node(node)

@@ -11,9 +11,9 @@ from qatkit.quant.qat_layers import QATOperator
 
 @torch.no_grad()
 def transplant(source: fx.GraphModule, target: fx.GraphModule) -> list[str]:
-    """Gives a graph what another one has, by name; returns the quantizers that only `target` has.
+    """Copies state by name from one graph into another; returns the quantizers that only `target` has.
 
-    An operator that is float in `target` gets its float bias: what makes up for quantization is left out.
+    An operator that is float in `target` gets its float bias, without the correction for quantization.
     """
     state = dict(source.state_dict())
     operators = dict(target.named_modules())

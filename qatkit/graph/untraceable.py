@@ -1,4 +1,4 @@
-"""Twins: modules that nothing could look into, replaced before tracing by plain equals with the same parameters.
+"""Replaces modules that can't be traced by equivalent plain ones with the same parameters.
 
     TransformerEncoderLayer   its inference shortcut branches on the input; here attention, norms and Linears
     TransformerEncoder        the same, around a loop over its layers
@@ -6,7 +6,7 @@
     other BatchNorms          `qatkit.graph.norms`
     Bilinear, LSTMCell, ...   products inside a leaf: `qatkit.graph.open_modules`
 
-Paths and names of parameters stay as they are.
+Paths and names of parameters stay the same.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class _Encoder(nn.TransformerEncoder):
 
 
 def _with_forward_of(twin: type[nn.Module]) -> Callable[[nn.Module], nn.Module]:
-    """A rule: `module` of a type derived from `twin`, the rest of its own type's methods kept."""
+    """Returns a rule that gives a module derived from `twin` the twin's forward and keeps its type's other methods."""
 
     def replace(module: nn.Module) -> nn.Module:
         kind = type(type(module).__name__, (twin, type(module)), {"__module__": twin.__module__})
@@ -69,7 +69,7 @@ def _thaw(module: nn.Module) -> nn.Module:
     return norm.requires_grad_(False).eval()
 
 
-# By the forward that is replaced: a derived module with another one is not meant.
+# Keyed by the forward that is replaced: a derived module with another forward is left alone.
 _RULES: dict[type[nn.Module], Callable[[nn.Module], nn.Module]] = {
     nn.TransformerEncoderLayer: _with_forward_of(_EncoderLayer),
     nn.TransformerEncoder: _with_forward_of(_Encoder),
@@ -82,7 +82,7 @@ _RULES: dict[type[nn.Module], Callable[[nn.Module], nn.Module]] = {
 
 
 def with_twins(model: nn.Module) -> nn.Module:
-    """`model`, changed in place, with every module that has a twin replaced by it."""
+    """Replaces every module of `model` that has a twin by it, in place; returns the model."""
     for path, module in list(model.named_modules()):
         rule = next(
             (r for t, r in _RULES.items() if isinstance(module, t) and _plain(module, t)), as_batch_norm

@@ -1,4 +1,6 @@
-"""What has no int8 kernel in ONNX Runtime and large weights: int8 in the file, one scale per row, computed in float.
+"""Quantizes large weights of operators without an int8 kernel in ONNX Runtime.
+
+They are int8 in the file with one scale per row, and the operators compute in float:
 
     Embedding          its table; rows of bytes are looked up
     LSTM, GRU, RNN     the weights of every layer and direction
@@ -37,10 +39,10 @@ _SAID = {
 def quantize_weights_alone(
     graph_module: fx.GraphModule, chosen: Overrides, backend: Backend, quantizers: Quantizers
 ) -> list[tuple[str, str]]:
-    """Gives these operators quantized weights, but for those that an override leaves float.
+    """Gives these operators quantized weights, except those that an override leaves float.
 
     Returns:
-        (site, what became of it).
+        (site, note on its quantization) of each operator to report.
     """
     notes, known = [], constants(graph_module.graph)
     guarded = {
@@ -73,7 +75,7 @@ def _spec(module: nn.Module, spec: QuantSpec, backend: Backend, guarded: Collect
         return replace(spec, granularity=PerChannel(0), pairs=_shares_guarded(module, guarded))
     if isinstance(module, nn.Embedding):
         return spec
-    # Fewer bits would be held in bytes as well.
+    # Fewer bits would be stored in bytes as well.
     return QuantSpec("int8", symmetric=True, granularity=PerChannel(0))
 
 
@@ -83,7 +85,7 @@ def is_recurrent(node: fx.Node) -> bool:
 
 
 def _shares_guarded(module: nn.Module, guarded: Collection[object]) -> bool:
-    """Whether the table of an Embedding is the weight of an operator whose products must not saturate."""
+    """Returns whether the table of an Embedding is the weight of an operator whose products must not saturate."""
     return isinstance(module, nn.Embedding) and identity_of(module, "weight") in guarded
 
 
@@ -102,7 +104,7 @@ def _why_not(module: nn.Module, backend: Backend) -> str:
 def _quantized(
     module: nn.Module, kind: type[nn.Module], spec: QuantSpec, quantizers: Quantizers
 ) -> nn.Module:
-    """`module` as one of `kind`, with the same parameters."""
+    """Returns `module` as one of `kind`, with the same parameters."""
     new = with_the_same_parameters(module, kind)
 
     def quantizer(name: str) -> WeightFakeQuantize:

@@ -1,1 +1,1 @@
-"""What opens attention, and the twins that take its place."""
+"""Opens attention into operators that can be quantized, and defines the modules that replace it."""

@@ -26,7 +26,7 @@ def multi_head_attention(  # noqa: PLR0913, PLR0917  those of the module's forwa
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """What `module` yields for the same arguments."""
+    """Returns the outputs of `module` for the same arguments."""
     alone = query.ndim == 2
     if alone:
         query, key, value = (t.unsqueeze(0 if module.batch_first else 1) for t in (query, key, value))
@@ -76,7 +76,7 @@ def _projections(
 
 
 def _mask(mask: Tensor | None, like: Tensor, extra: int) -> Tensor | None:
-    """[T, S] or [N·heads, T, S], booleans that hide or floats that are added, as floats to add."""
+    """Returns a mask as floats to add to the scores; given as [T, S] or [N·heads, T, S], as booleans or floats."""
     if mask is None:
         return None
     mask = _as_float(mask, like)
@@ -85,7 +85,7 @@ def _mask(mask: Tensor | None, like: Tensor, extra: int) -> Tensor | None:
 
 
 def _padding(mask: Tensor | None, like: Tensor, extra: int) -> Tensor | None:
-    """[N, S] → [N, 1, 1, S]."""
+    """Returns a padding mask [N, S] as floats to add, [N, 1, 1, S]."""
     if mask is None:
         return None
     mask = _as_float(mask, like)

@@ -1,10 +1,11 @@
-"""A twin of the relative positions of MViT V2, built of operators that ONNX has.
+"""Replaces the relative positions of MViT V2 by operators that ONNX has.
 
     score[q, k] += q·R_t[t_q, t_k] + q·R_h[h_q, h_k] + q·R_w[w_q, w_k]
 
 for the patches q and k of a clip at (t, h, w), not for the class token. torchvision's `_add_rel_pos` writes the
 sum into a slice of the scores, which in ONNX is a ScatterND over all of them; here it is padded with zeros and
-added. The tables R depend on parameters alone: they are computed once, at `convert`.
+added. The tables R depend only on parameters: they are computed once, at `convert`.
+
 Source: Li et al., "MViTv2: Improved Multiscale Vision Transformers", 2022, section 4.1.
 """
 
@@ -31,10 +32,17 @@ class RelativePositions(nn.Module):
             self.register_buffer(f"distance_{axis}", distances(q, k), persistent=False)
 
     def forward(self, scores: Tensor, q: Tensor, table_t: Tensor, table_h: Tensor, table_w: Tensor) -> Tensor:
-        """scores: [N, heads, 1 + T·H·W, 1 + keys], q: [N, heads, 1 + T·H·W, width], tables: [distances, width]."""
+        """Adds the relative positions to `scores`.
+
+        Args:
+            scores: [N, heads, 1 + T·H·W, 1 + keys].
+            q: [N, heads, 1 + T·H·W, width].
+            table_t, table_h, table_w: [distances, width].
+        """
         (t, h, w), (keys_t, keys_h, keys_w) = self.queries, self.keys
         patches = q[:, :, 1:].unflatten(2, (t, h, w))
-        # A MatMul per place along one axis, which must stand third from the end: […, places, others, width].
+        # A MatMul per position along one axis, which must be third from the end: […, positions, others,
+        # width].
         by_t = torch.matmul(patches.transpose(2, 3), self._table(table_t, "t")).transpose(2, 3)
         by_h = torch.matmul(patches, self._table(table_h, "h"))
         by_w = torch.matmul(patches.transpose(3, 4), self._table(table_w, "w")).transpose(3, 4)
@@ -44,17 +52,17 @@ class RelativePositions(nn.Module):
         return scores + F.pad(total.flatten(3), (1, 0, 1, 0))
 
     def _table(self, table: Tensor, axis: str) -> Tensor:
-        """[queries, width, keys]: the row of the table for the distance of every query and key."""
+        """Returns the row of the table for the distance of every query and key, [queries, width, keys]."""
         index: Tensor = getattr(self, f"distance_{axis}")
         return resized(table, self.queries["thw".index(axis)], self.keys["thw".index(axis)])[index].mT
 
 
 def distances(queries: int, keys: int) -> Tensor:
-    """[queries, keys]: distances along one axis in steps of the finer side, the smallest 0."""
+    """Returns the distances along one axis in steps of the finer side, the smallest 0: [queries, keys]."""
     q_step, k_step = max(keys / queries, 1.0), max(queries / keys, 1.0)
     return (torch.arange(queries)[:, None] * q_step - (torch.arange(keys) + (1.0 - keys)) * k_step).long()
 
 
 def resized(table: Tensor, queries: int, keys: int) -> Tensor:
-    """[2·max(queries, keys) - 1, width]: a table that was made for another size, interpolated."""
+    """Interpolates a table that was made for another size: [2·max(queries, keys) - 1, width]."""
     return F.interpolate(table.T.unsqueeze(0), size=2 * max(queries, keys) - 1, mode="linear").squeeze(0).T

@@ -22,7 +22,7 @@ _SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale"
 
 
 def open_attention(node: fx.Node) -> str | None:
-    """nn.MultiheadAttention of a tensor with itself becomes `self_attention.SelfAttention`.
+    """Replaces nn.MultiheadAttention of a tensor with itself by `self_attention.SelfAttention`.
 
     Other calls are written out as the graph is recorded (`qatkit.graph.capture`).
     """
@@ -36,11 +36,13 @@ def open_attention(node: fx.Node) -> str | None:
 
 
 def open_dot_product(node: fx.Node) -> str | None:
-    """softmax(q·kᵀ·scale + mask)·v for q, k, v [..., tokens, width]; heads may share keys, masks be causal."""
+    """Opens softmax(q·kᵀ·scale + mask)·v for q, k, v [..., tokens, width]; heads may share keys, masks may be
+    causal.
+    """
     given = dict(zip(_SDPA, node.args, strict=False)) | node.kwargs
     shape, keys = shape_of(given["query"]), shape_of(given["key"])
     computed = any(isinstance(given.get(name), fx.Node) for name in ("dropout_p", "scale"))
-    # A graph is captured in inference mode, and remembers the rate of training.
+    # A graph is captured in inference mode, and remembers the dropout rate of training.
     rate = cast(float, node.meta.get("dropout", given.get("dropout_p", 0.0)))
     if shape is None or keys is None or computed:
         reason = (
@@ -64,7 +66,7 @@ def open_dot_product(node: fx.Node) -> str | None:
         elif hidden is not None:
             steps["mask"] = y = graph.call_method("masked_fill", (y, hidden, _HIDDEN))
         steps["softmax"] = y = graph.call_function(torch.softmax, (y, -1))
-        if hidden is not None:  # a query that may see nothing at all gets nothing
+        if hidden is not None:  # the output of a query that may attend to nothing is zero
             steps["seen"] = y = graph.call_method("masked_fill", (y, hidden, 0.0))
         if rate:
             cast(fx.GraphModule, graph.owning_module).add_submodule(path, nn.Dropout(rate))
@@ -100,7 +102,9 @@ def _mask(node: fx.Node, given: Mapping[str, Any], size: tuple[int, int]) -> tup
 
 
 def _for_every_head(node: fx.Node, query: tuple[int, ...]) -> fx.Node:
-    """[..., few, tokens, width] → [..., heads, tokens, width], each repeated for the heads that share it."""
+    """Repeats keys or values for the heads that share them: [..., few, tokens, width] → [..., heads, tokens,
+    width].
+    """
     shape, graph = cast("tuple[int, ...]", shape_of(node)), node.graph
     apart = graph.call_method("unsqueeze", (node, -3))
     sizes = [-1] * len(shape)
@@ -113,7 +117,9 @@ def _for_every_head(node: fx.Node, query: tuple[int, ...]) -> fx.Node:
 
 
 def open_window_attention(node: fx.Node) -> str | None:
-    """Torchvision's function for Swin (2-D, V1 and V2, and 3-D) becomes a module of `qatkit.graph.attention.swin`."""
+    """Replaces torchvision's function for Swin (2-D, V1 and V2, and 3-D) by a module of
+    `qatkit.graph.attention.swin`.
+    """
     given = {"logit_scale": None} | arguments(node, cast(Callable[..., Any], node.target))
     shape = shape_of(given["input"])
     if shape is None:
@@ -141,7 +147,7 @@ def open_window_attention(node: fx.Node) -> str | None:
 
 
 def open_relative_positions(node: fx.Node) -> str | None:
-    """MViT's relative positions become `multiscale.RelativePositions`."""
+    """Replaces MViT's relative positions by `multiscale.RelativePositions`."""
     given = {k: known(v) for k, v in arguments(node, cast(Callable[..., Any], node.target)).items()}
     sizes = [tuple(known(size) for size in given[key]) for key in ("q_thw", "k_thw")]
     tables = [given[f"rel_pos_{axis}"] for axis in "thw"]
@@ -158,7 +164,7 @@ def open_relative_positions(node: fx.Node) -> str | None:
 
 
 def open_shortcut(node: fx.Node) -> str | None:
-    """X + shortcut, with zero for the class token where that has no part in it."""
+    """Opens x + shortcut, with zero for the class token if the shortcut leaves it out."""
     x, shortcut, with_class = node.args
     graph, name = node.graph, site(node)
     with graph.inserting_before(node):
@@ -184,16 +190,16 @@ def _linear(weight: nn.Parameter, bias: nn.Parameter | None) -> nn.Linear:
 
 
 class _Tracer(fx.Tracer):
-    """Leaves: torch.nn's modules, and what is one of them in all but its constructor."""
+    """A tracer whose leaves are torch.nn's modules and subclasses that differ from them only in the constructor."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return known_type(m) is not None or super().is_leaf_module(m, module_qualified_name)
 
 
 def _inline(node: fx.Node, module: nn.Module, path: str = "", inputs: Sequence[Any] = ()) -> fx.Node:
-    """Replaces a call of a leaf by the traced body of `module`, whose submodules live at the leaf's path.
+    """Replaces a call of a leaf by the traced body of `module`, whose submodules are put at the leaf's path.
 
-    For a function `path` says where they live, beside what is there, and `inputs` what `module` is called with.
+    For a function, `path` is the path to put them at, next to what is there, and `inputs` are `module`'s arguments.
     """
     owner = node.graph.owning_module
     assert owner is not None
@@ -224,7 +230,7 @@ def _inline(node: fx.Node, module: nn.Module, path: str = "", inputs: Sequence[A
 
 
 def _add_all(home: nn.Module, module: nn.Module) -> None:
-    """Hangs the children and buffers of `module` into `home`."""
+    """Adds the children and buffers of `module` to `home`."""
     for name, child in module.named_children():
         home.add_module(name, child)
     for name, value in module.named_buffers(recurse=False):

@@ -45,7 +45,7 @@ class SelfAttention(nn.Module):
         self.train(original.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [N, T, E] (or [T, N, E] with batch_first=False); the same shape comes back."""
+        """Computes self-attention of x [N, T, E] (or [T, N, E] with batch_first=False); returns the same shape."""
         if not self.batch_first:
             x = x.transpose(0, 1)
         q, k, v = split_heads(self.qkv(x), self.heads)
@@ -56,7 +56,7 @@ class SelfAttention(nn.Module):
 
 
 def why_not(module: nn.MultiheadAttention) -> str | None:
-    """Why a MultiheadAttention has no twin here; None when it has one."""
+    """Returns why a MultiheadAttention can't be replaced; None if it can."""
     if module.in_proj_weight is None:
         return "keys and values of another width than the queries"
     if module.bias_k is not None or module.add_zero_attn:
@@ -65,7 +65,7 @@ def why_not(module: nn.MultiheadAttention) -> str | None:
 
 
 def unusual_call(node: fx.Node) -> str | None:
-    """Why a call of a MultiheadAttention is not that of a tensor with itself; None when it is."""
+    """Returns why a call of a MultiheadAttention is not self-attention; None if it is."""
     given = dict(zip(_ATTENTION_ARGUMENTS, node.args, strict=False)) | node.kwargs
     if sum(n.op == "call_module" and n.target == node.target for n in node.graph.nodes) > 1:
         return "it is called more than once"
@@ -79,9 +79,9 @@ def unusual_call(node: fx.Node) -> str | None:
 
 
 def split_heads(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """[N, T, 3·E] → q, k, v, each [1, N·heads, T, E/heads].
+    """Splits qkv [N, T, 3·E] into q, k, v, each [1, N·heads, T, E/heads].
 
-    One Transpose of all three before they are parted, which then are three blocks of memory: a Split of every row
+    All three are transposed together before they are separated into three blocks of memory: a Split of every row
     and three Transposes take longer (docs/decisions/0028-file-level-costs.md).
     """
     parts = qkv.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4).flatten(1, 2).chunk(3)
@@ -89,16 +89,16 @@ def split_heads(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def similarity(q: Tensor, k: Tensor, scale: float | None = None) -> Tensor:
-    """q·kᵀ, times `scale`: [1, N·heads, T, T].
+    """Returns q·kᵀ, times `scale`: [1, N·heads, T, T].
 
-    ONNX Runtime's matrix product takes over what stands right before and behind it: a Transpose of the keys alone
-    (not one that another Transpose was merged into) and a number to multiply with.
+    ONNX Runtime's matrix product absorbs its direct neighbours: a Transpose of the keys only (not one that another
+    Transpose was merged into) and a number to multiply with.
     """
     scores: Tensor = torch.matmul(q, k.transpose(-2, -1))
     return scores if scale is None else scores * scale
 
 
 def per_image(x: Tensor, heads: int) -> Tensor:
-    """[1, N·heads, ...] → [N, heads, ...]."""
+    """Reshapes [1, N·heads, ...] → [N, heads, ...]."""
     apart: Tensor = x.flatten(0, 1).unflatten(0, (-1, heads))
     return apart

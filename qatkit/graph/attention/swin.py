@@ -26,7 +26,7 @@ from qatkit.graph.attention.self_attention import per_image, similarity, split_h
 
 @dataclass(frozen=True)
 class Windows:
-    """How a map [N, *size, C] is cut into windows.
+    """The partition of a map [N, *size, C] into windows.
 
     Attributes:
         size: of the map: rows and columns, or frames, rows and columns.
@@ -39,12 +39,12 @@ class Windows:
 
     @property
     def padded(self) -> tuple[int, ...]:
-        """The size, up to multiples of the window."""
+        """The size, rounded up to multiples of the window."""
         return tuple(-(-s // w) * w for s, w in zip(self.size, self.window, strict=True))
 
     @property
     def grid(self) -> tuple[int, ...]:
-        """Windows along every axis."""
+        """The number of windows along every axis."""
         return tuple(p // w for p, w in zip(self.padded, self.window, strict=True))
 
     @property
@@ -53,7 +53,7 @@ class Windows:
 
     @property
     def padding(self) -> tuple[int, ...]:
-        """As `F.pad` takes it: the last axis, which is the channels, first."""
+        """The padding in the order of `F.pad`: the last axis, the channels, first."""
         missing = [p - s for p, s in zip(self.padded, self.size, strict=True)]
         return (0, 0, *(end for m in reversed(missing) for end in (0, m)))
 
@@ -62,24 +62,24 @@ class Windows:
         return math.prod(self.grid)
 
     def cut(self, grid: Tensor) -> Tensor:
-        """[*padded] → [windows, tokens]."""
+        """Cuts a grid [*padded] into [windows, tokens]."""
         axes = range(2 * len(self.size))
         sides = itertools.chain.from_iterable(zip(self.grid, self.window, strict=True))
         apart = grid.reshape(tuple(sides)).permute(*axes[::2], *axes[1::2])
         return apart.reshape(self.count, self.tokens)
 
     def order(self) -> Tensor:
-        """Which token of the padded map, counted row by row, comes where: [windows · tokens]."""
+        """Returns the source token of each place, as row-major indices into the padded map: [windows · tokens]."""
         grid = torch.arange(math.prod(self.padded)).reshape(self.padded)
         return self.cut(grid.roll([-s for s in self.shift], tuple(range(grid.ndim)))).reshape(-1)
 
     def back(self) -> Tensor:
-        """Where each token of the map, counted row by row, went: [prod(size)]."""
+        """Returns the place of each token of the map, in row-major order: [prod(size)]."""
         places = torch.argsort(self.order()).reshape(self.padded)
         return places[tuple(slice(n) for n in self.size)].reshape(-1)
 
     def regions(self) -> Tensor:
-        """[windows, tokens]: numbers that differ between tokens that the shift alone has brought together."""
+        """Returns numbers that differ between tokens that only the shift has brought together: [windows, tokens]."""
         spans = [
             (slice(0, -w), slice(-w, -s), slice(-s, None)) if s else (slice(None),)
             for w, s in zip(self.window, self.shift, strict=True)
@@ -123,19 +123,19 @@ class WindowAttention(nn.Module):
             self.register_buffer("regions", windows.regions(), persistent=False)
 
     def mask(self) -> Tensor:
-        """[windows, 1, tokens, tokens]: -100 between tokens of different regions.
+        """Returns -100 between tokens of different regions, else 0: [windows, 1, tokens, tokens].
 
-        Computed in the graph, as on clips it is hundreds of times what it is made of.
+        It is computed in the graph, since on clips it is hundreds of times larger than its source.
         """
         apart = self.regions.unsqueeze(1) != self.regions.unsqueeze(2)
         return (apart * -100.0).unsqueeze(1)
 
     def scores(self, q: Tensor, k: Tensor, *_: Tensor) -> Tensor:
-        """q, k: [1, windows·heads, tokens, width]; [windows, heads, tokens, tokens] comes back."""
+        """Returns the scores of q, k [1, windows·heads, tokens, width]: [windows, heads, tokens, tokens]."""
         return per_image(similarity(q, k, q_scale(self.qkv, self.heads)), self.heads)
 
     def attend(self, x: Tensor, bias: Tensor, *extra: Tensor) -> Tensor:
-        """x: [N, *size, C], bias: [1, heads, tokens, tokens]; [N, *size, C] comes back."""
+        """Computes attention of x [N, *size, C] with bias [1, heads, tokens, tokens]; returns [N, *size, C]."""
         windows, channels, heads = self.windows, self.qkv.in_features, self.heads
         tokens = windows.tokens
         if any(windows.padding):
@@ -172,7 +172,7 @@ class CosineWindowAttention(WindowAttention):
             qkv.bias.register_hook(lambda grad: grad * keep.to(grad.device))
 
     def scores(self, q: Tensor, k: Tensor, *extra: Tensor) -> Tensor:
-        """The same; extra: log of the scale [heads, 1, 1]."""
+        """Returns the scores; `extra` holds the log of the scale [heads, 1, 1]."""
         cosine = per_image(similarity(F.normalize(q, dim=-1), F.normalize(k, dim=-1)), self.heads)
         return cosine * torch.clamp(extra[0], max=math.log(100.0)).exp()
 
@@ -181,5 +181,5 @@ class CosineWindowAttention(WindowAttention):
 
 
 def q_scale(qkv: nn.Linear, heads: int) -> float:
-    """1 / sqrt(width of a head)."""
+    """Returns 1 / sqrt(width of a head)."""
     return float((qkv.in_features // heads) ** -0.5)

@@ -1,1 +1,1 @@
-"""From an nn.Module to a torch.fx graph, by running it: what is called is recorded, what is computed is known."""
+"""Captures an nn.Module as a torch.fx graph by running it and recording its calls."""

@@ -1,11 +1,11 @@
-"""Views and in-place changes, followed: which node holds what a tensor object holds now.
+"""Follows views and in-place changes: which node holds the current values of a tensor object.
 
-A view knows its parent and the nodes that made it. What changes a tensor bumps the version that all views of its
-memory share, and the change goes
+A view knows its parent and the nodes that made it. An in-place change bumps the version that all views of the memory
+share, and is passed on
 
-    up:    the parent is the old parent with the changed part put in its place (a Cat of what lies before, the part,
-           and what lies behind; a reshape or permute back), and so on to the memory's owner;
-    down:  any other view of it, when it is next read, is made again from its parent.
+    up:    the parent becomes the old parent with the changed part in its place (a Cat of the values before it, the
+           part, and the values after it; a reshape or permute back), and so on to the memory's owner;
+    down:  any other view, when it is next read, is computed again from its parent.
 
 So `x[:, 1:] += y`, `q, k = x.chunk(2, 1); q.mul_(s); f(x)` and writing into slices of a fresh tensor are functional.
 """
@@ -24,7 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 @dataclass
 class Value:
-    """What the graph knows of one tensor object.
+    """The graph's record of one tensor object.
 
     Attributes:
         node: holds its values as of `version`.
@@ -58,7 +58,7 @@ class Aliases:
         self.values = WeakTensorKeyDictionary()
 
     def node_of(self, tensor: Tensor) -> fx.Node:
-        """The node that holds what `tensor` holds now."""
+        """Returns the node that holds the current values of `tensor`."""
         value: Value | None = self.values.get(tensor)
         if value is None:
             value = self.values[tensor] = Value(self.first(tensor), tensor._version)
@@ -70,7 +70,9 @@ class Aliases:
             for step in value.chain:
                 node, before = self._again(step, before, node), step
             value.node, value.version = node, tensor._version
-        value.node.meta.setdefault("shape", tuple(tensor.shape))  # a change in place has no result of its own
+        value.node.meta.setdefault(
+            "shape", tuple(tensor.shape)
+        )  # an in-place change has no result of its own
         return value.node
 
     def _again(self, step: fx.Node, old: Any, new: fx.Node) -> fx.Node:
@@ -78,16 +80,19 @@ class Aliases:
         return self.emit(step.op, step.target, args, kwargs)
 
     def bind(self, tensor: Tensor, chain: tuple[fx.Node, ...], sources: Sequence[Tensor]) -> None:
-        """A new tensor, the result of the last node of `chain`; a view of that of `sources` whose memory it shares."""
+        """Binds a new tensor to the last node of `chain`; it is a view of the one of `sources` whose memory
+        it shares.
+        """
         parent = next((s for s in sources if s is not tensor and shares_memory(s, tensor)), None)
         if parent is None or self.values[parent].node is not chain[0].args[0]:
-            # No view, or not one of its first argument: then a change of it is refused where it would be read.
+            # Not a view, or not one of the first argument: a change of it is then rejected where it would be
+            # read.
             self.values[tensor] = Value(chain[-1], tensor._version)
         else:
             self.values[tensor] = Value(chain[-1], tensor._version, parent, chain)
 
     def changed(self, tensor: Tensor, node: fx.Node) -> None:
-        """`tensor` was changed in place, and holds what `node` yields."""
+        """Records that `tensor` was changed in place and holds the output of `node`."""
         value: Value = self.values[tensor]
         value.node, value.version = node, tensor._version
         if value.parent is not None:
@@ -95,7 +100,9 @@ class Aliases:
             self.changed(value.parent, self._put(above.node, value, node))
 
     def moved(self, tensor: Tensor, node: fx.Node) -> None:
-        """`tensor` lies in other memory from now on, and holds what `node` yields; its views stay where they were."""
+        """Records that `tensor` was moved to other memory and holds the output of `node`; its views stay
+        where they were.
+        """
         own: Value = self.values[tensor]
         children = [view for view, value in self.values.items() if value.parent is tensor]
         for view in children:
@@ -106,7 +113,7 @@ class Aliases:
         self.values[tensor] = Value(node, tensor._version)
 
     def _put(self, whole: fx.Node, view: Value, part: fx.Node) -> fx.Node:
-        """`whole` with `part` where `view` is."""
+        """Returns `whole` with `part` in the place of `view`."""
         parent = view.parent
         assert parent is not None
         first = view.chain[0]
@@ -137,7 +144,9 @@ class Aliases:
         raise self.refuse(f"a view made by {name} is changed in place, which can't be followed")
 
     def _on_diagonal(self, whole: fx.Node, parent: Tensor, view: fx.Node, part: fx.Node) -> fx.Node:
-        """`whole` with `part` on a diagonal: where an eye is true, row i of a matrix gets the value of its place."""
+        """Returns `whole` with `part` on a diagonal: where an eye is true, row i of a matrix gets the value
+        of its place.
+        """
         given: dict[str, Any] = dict(zip(("offset", "dim1", "dim2"), view.args[1:], strict=False))
         given |= view.kwargs
         offset, axes = given.get("offset", 0), [given.get(f"dim{i}", i - 1) % parent.ndim for i in (1, 2)]
@@ -158,7 +167,7 @@ class Aliases:
         return self.emit("call_method", "permute", (new, *back), {}) if turned else new
 
     def _put_piece(self, whole: fx.Node, view: Value, part: fx.Node, name: str) -> fx.Node:
-        """A piece of chunk, split or unbind put back among the others."""
+        """Puts a piece of chunk, split or unbind back among the others."""
         first, last = view.chain
         if (
             name not in ("chunk", "split", "unbind", "tensor_split", "split_with_sizes")
@@ -184,9 +193,9 @@ class Aliases:
         return self.emit("call_function", joined, (pieces, axis), {})
 
     def assign(self, whole: fx.Node, shape: Sequence[int], index: Any, part: Any) -> fx.Node:
-        """`whole` [shape] after `whole[index] = part`; `part` a node of the part's own shape, or a number.
+        """Returns `whole` [shape] after `whole[index] = part`; `part` is a node of the part's own shape, or a number.
 
-        Slices and integers become a Cat of what lies before, the part and what lies behind, axis by axis.
+        Slices and integers become a Cat of the values before, the part and the values after, axis by axis.
         """
         steps = _axes(index, len(shape))
         if steps is None:
@@ -221,7 +230,7 @@ class Aliases:
         return middle if len(pieces) == 1 else self.emit("call_function", torch.cat, (pieces, axis), {})
 
     def _strided(self, whole: fx.Node, shape: list[int], steps: list[Any], part: Any, axis: int) -> fx.Node:
-        """Every n-th element: only as the last index that is not a whole slice."""
+        """Assigns to every n-th element; supported only as the last index that is not a whole slice."""
         start, stop, stride = steps[axis].indices(shape[axis])
         index = (*[slice(None)] * axis, steps[axis])
         inner = self.emit("call_function", operator.getitem, (whole, index), {})
@@ -239,7 +248,7 @@ class Aliases:
 
 
 def shares_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors lie in one storage."""
+    """Returns whether two tensors share one storage."""
     try:
         return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):  # a tensor without storage
@@ -247,7 +256,7 @@ def shares_memory(a: Tensor, b: Tensor) -> bool:
 
 
 def _run(node: fx.Node, tensor: Tensor) -> Any:
-    """What the function or method of `node` makes of `tensor`."""
+    """Applies the function or method of `node` to `tensor`."""
     target: Any = node.target
     with torch._C.DisableTorchFunction():
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: tensor)
@@ -259,7 +268,7 @@ def _run(node: fx.Node, tensor: Tensor) -> Any:
 
 
 def _axes(index: Any, ndim: int) -> list[Any] | None:
-    """One slice or integer an axis; None for an index of another kind."""
+    """Returns one slice or integer per axis; None for an index of another kind."""
     parts = list(index) if isinstance(index, tuple) else [index]
     if any(part is None or not (part is Ellipsis or isinstance(part, (int, slice))) for part in parts):
         return None
@@ -276,7 +285,7 @@ def _is_whole(step: Any, size: int) -> bool:
 
 
 def _as_index(node: fx.Node, name: str) -> tuple[Any, ...]:
-    """`select(axis, i)` and `narrow(axis, start, length)` as an index."""
+    """Returns `select(axis, i)` and `narrow(axis, start, length)` as an index."""
     names = ("self", "dim", "at", "length")
     given: dict[str, Any] = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
     start = given.get("at", given.get("index", given.get("start")))
@@ -288,7 +297,7 @@ def _as_index(node: fx.Node, name: str) -> tuple[Any, ...]:
 
 
 def _way_back(node: fx.Node, ndim: int) -> list[int]:
-    """The permutation that undoes a node which exchanges axes, found by trying it on a tensor of no two equal sizes."""
+    """Returns the permutation that undoes an exchange of axes, found by trying it on a tensor with distinct sizes."""
     with torch._C.DisableTorchFunction():
         probe = torch.empty([i + 2 for i in range(ndim)], device="meta")
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: probe)

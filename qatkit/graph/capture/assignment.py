@@ -1,4 +1,4 @@
-"""`x[index] = value` as nodes that make a new tensor: for slices, integers, lists, masks and tensors of indices."""
+"""Records `x[index] = value` as nodes of a new tensor: for slices, integers, lists, masks and index tensors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def assign(recorder: Recorder, whole: Tensor, index: Any, value: Any) -> None:
 
 
 def places(recorder: Recorder, index: Any) -> Any:
-    """An index that is read: a mask that is known now becomes the places of its ones."""
+    """Returns an index for reading: a mask that is known now becomes the indices of its ones."""
     parts = index if isinstance(index, tuple) else (index,)
     parts = tuple(torch.as_tensor(part) if isinstance(part, np.ndarray) else part for part in parts)
     if not any(isinstance(part, Tensor) and part.dtype in _MASKS for part in parts):
@@ -54,7 +54,7 @@ def _places(recorder: Recorder, parts: Sequence[Any]) -> list[Any]:
 
 
 def spread(recorder: Recorder, node: Any, value: Any, over: Tensor) -> Any:
-    """The node of `value`, of the shape and type of `over`."""
+    """Returns the node of `value` in the shape and type of `over`."""
     if not isinstance(value, Tensor):
         return recorder.emit("call_function", torch.full, (tuple(over.shape), node), {"dtype": over.dtype})
     if value.dtype != over.dtype:
@@ -67,7 +67,7 @@ def spread(recorder: Recorder, node: Any, value: Any, over: Tensor) -> Any:
 
 
 def _part(recorder: Recorder, part: Any) -> Any:
-    """A part of an index: an integer, a slice, None, Ellipsis or a tensor."""
+    """Returns a part of an index: an integer, a slice, None, Ellipsis or a tensor."""
     if isinstance(part, (list, np.ndarray)):
         part = torch.as_tensor(part)
     if isinstance(part, np.integer):
@@ -79,7 +79,7 @@ def _part(recorder: Recorder, part: Any) -> Any:
 
 
 def _every_axis(parts: Sequence[Any], ndim: int) -> list[Any]:
-    """`parts` with slices for the axes that they leave out."""
+    """Adds slices for the axes that `parts` leave out."""
     taken = sum(
         part.ndim if isinstance(part, Tensor) and part.dtype in _MASKS else 1
         for part in parts
@@ -102,7 +102,7 @@ def _by_slices(
 
 
 def _by_tensors(recorder: Recorder, old: fx.Node, whole: Tensor, parts: list[Any], value: Any) -> fx.Node:
-    """Slices first: within what they leave, the tensors choose along whole axes."""
+    """Takes the slices first; then the tensors choose along whole axes of the result."""
     if None in [part for part in parts if not isinstance(part, Tensor)]:
         raise recorder.not_followed("an assignment to new axes and tensors of indices can't be followed")
     slices: list[Any] = []
@@ -135,7 +135,7 @@ def _where(
     behind: int,
     picked: fx.Node | None,
 ) -> fx.Node:
-    """Where `mask` is true, `value`, or what is there in `picked`; there are `behind` axes more."""
+    """Returns `value`, or the values in `picked`, where `mask` is true; the mask lacks the last `behind` axes."""
     condition = recorder.node_of(mask)
     for _ in range(behind):
         condition = recorder.emit("call_method", "unsqueeze", (condition, -1), {})
@@ -145,7 +145,7 @@ def _where(
             if value.dtype == whole.dtype
             else recorder.emit("call_method", "to", (picked, whole.dtype), {})
         )
-    elif isinstance(value, Tensor) and value.numel() > 1:  # a row for every place: it is spread by where
+    elif isinstance(value, Tensor) and value.numel() > 1:  # a row for every place: `where` broadcasts it
         new = recorder.node_of(value)
         new = (
             new if value.dtype == whole.dtype else recorder.emit("call_method", "to", (new, whole.dtype), {})
@@ -157,7 +157,7 @@ def _where(
 
 
 def _index_put(recorder: Recorder, old: fx.Node, whole: Tensor, parts: list[Any], value: Any) -> fx.Node:
-    """With the axes that are chosen from in front."""
+    """Assigns by index tensors, with the indexed axes moved to the front."""
     axes = [i for i, part in enumerate(parts) if not isinstance(part, slice)]
     rest = [i for i in range(whole.ndim) if i not in axes]
     indices = [torch.as_tensor(parts[i]) for i in axes]

@@ -1,12 +1,12 @@
-"""Runs with batches of different size become one graph for any: what differs is a function of the size.
+"""Merges runs with different batch sizes into one graph for any size: differing numbers become functions of the size.
 
-Each run knows its sizes as plain numbers, 2·49 in one and 3·49 in the other. The graphs have the same nodes, or the
-batch decides what is computed, which is refused. Where a number differs it is written as `size · a + b`, in
+Each run knows its sizes as plain numbers, 2·49 in one and 3·49 in the other. The graphs must have the same nodes; else
+the batch decides what is computed, which is rejected. A number that differs is written as `size · a + b`, in
 `reshape` and `view` as -1. Runs whose other axes differ too (`qatkit.graph.capture.free_axes`) are merged in the same
 way, with another function for numbers.
 
 A model that cuts the batch into halves (`x.chunk(2)`, `x[: len(x) // 2]`) is recorded with 2·2 and 3·2 images: its
-numbers are functions of the size's half, and batches are multiples of two.
+numbers are functions of half the size, and batches are multiples of two.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _HOW_MANY = "the size of the batch decides what is computed"
 def merge(
     one: Recording, other: Recording, sizes: tuple[int, int], axis: tuple[int, int], factor: int = 1
 ) -> bool:
-    """Makes the graph of `one` right for any size of the batch; returns whether it takes multiples of `factor` alone.
+    """Makes the graph of `one` right for any batch size; returns whether it accepts only multiples of `factor`.
 
     Args:
-        sizes: of the batch in the two runs, by `factor`.
+        sizes: of the batch in the two runs, divided by `factor`.
         axis: which input has the batch, and along which of its axes.
-        factor: of which the size is a multiple.
+        factor: the size is a multiple of it.
 
     Raises:
-        UntraceableError: what can't be written as a function of the size.
+        UntraceableError: a number can't be written as a function of the size.
     """
     numbers = _OfTheBatch(one.graph, sizes, axis, factor)
     merging = _Merge(one, [other], numbers, _HOW_MANY)
@@ -94,7 +94,7 @@ class _Merge:
                 self._slice(node, *pieces)
 
     def _slice(self, node: fx.Node, axis: int, ends: Sequence[tuple[int, ...]]) -> None:
-        """The pieces of the batch as slices: torch's exporter would count them."""
+        """Writes the pieces of the batch as slices, since torch's exporter would fix their number."""
         try:
             stops = [self._number(node, *values) for values in ends]
         except UntraceableError:
@@ -107,7 +107,7 @@ class _Merge:
             piece.args = (node.args[0], (*[slice(None)] * axis, slice(start, stop)))
 
     def _turn(self, node: fx.Node, axis: int, first: tuple[int, int]) -> None:
-        """`roll` by a share of the batch as a Cat of two slices."""
+        """Writes `roll` by a fraction of the batch as a Cat of two slices."""
         place, whole = self._number(node, *first), (slice(None),) * axis
         with self.one.graph.inserting_before(node):
             ends = [slice(place, None), slice(None, place)]
@@ -138,10 +138,10 @@ class _Merge:
                 )
 
     def _reshape(self, node: fx.Node, others: Sequence[fx.Node]) -> None:
-        """One size that differs is -1, whatever was given; the others are numbers, or nodes that compute them.
+        """Writes one differing size as -1, whatever was given; the others are numbers, or nodes that compute them.
 
         A -1 for a size that is the same in all runs becomes a number: torch's exporter infers it from the shape of the
-        input, and has a wrong one behind a bidirectional LSTM.
+        input, and infers a wrong one after a bidirectional LSTM.
         """
         shapes = [node.meta["shape"], *(other.meta["shape"] for other in others)]
         if len(node.args) > 1 and isinstance(node.args[1], torch.dtype):
@@ -191,7 +191,7 @@ class _Merge:
 
 
 def _given_shape(node: fx.Node) -> dict[int, Any]:
-    """The shape that a `view` or `reshape` asks for, by axis."""
+    """Returns the shape that a `view` or `reshape` asks for, by axis."""
     given = node.args[1:] or tuple(node.kwargs.values())[:1]
     shape = given[0] if len(given) == 1 and isinstance(given[0], (tuple, list)) else given
     return dict(enumerate(shape))
@@ -210,7 +210,7 @@ class _OfTheBatch:
         return None if rest else self._expression(slope, values[0] - slope * self.sizes[0])
 
     def _expression(self, slope: int, constant: int) -> fx.Node:
-        """`size · slope / factor + constant`, once a graph, right behind the inputs."""
+        """Returns the node of `size · slope / factor + constant`, made once per graph, right after the inputs."""
         if (slope, constant) in self.expressions:
             return self.expressions[slope, constant]
         graph = self.graph

@@ -1,8 +1,9 @@
-"""The batch axis of each input: the one along which samples are independent.
+"""Finds the batch axis of each input: the one along which samples are independent.
 
-The first axis is, as a rule. Sequences [T, N, F], states [layers, N, hidden] and the like have it elsewhere, and a run
-with another number of frames may work as well as one with another number of samples. So a model of sequences, or of
-several inputs, is run twice with a batch of two, of which the last sample changes: no answer for the others may.
+Usually that is the first axis. Sequences [T, N, F], states [layers, N, hidden] and the like have it elsewhere, and a
+run with another number of frames may work as well as one with another number of samples. So a model of sequences, or
+of several inputs, is run twice with a batch of two, of which only the last sample changes: the outputs of the other
+samples must not change.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ def independent_axes(
 
 
 def _choices(tensors: Sequence[Tensor], first: int, most: int) -> Iterator[Axes]:
-    """One of so many axes of the first input, and one as long of every other input that has any."""
+    """Yields combinations of an axis of the first input (up to `most`) and one as long of every other input
+    that has any.
+    """
     for axis in range(min(tensors[first].ndim, most)):
         size = tensors[first].shape[axis]
         options: list[list[int | None]] = [
@@ -69,7 +72,7 @@ def _independent(
     )
     try:
         before, after = run(given), run(changed)
-    except Exception:  # whatever a forward raises: it takes no other batch along these axes
+    except Exception:  # a forward may raise anything: it accepts no other batch along these axes
         return False
     return len(before) > 0 and all(_last_alone(*pair, count) for pair in zip(before, after, strict=True))
 

@@ -1,4 +1,4 @@
-"""What a call under the recorder is in the graph: which node, what it reads, and what must be refused."""
+"""Classifies a call under the recorder: its node in the graph, the values it reads, and the reasons for a refusal."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-# What reads values out of a tensor: Python goes on with them, so they can't be part of a graph.
+# Functions that read values out of a tensor: Python continues with them, so they can't be part of a graph.
 VALUE_READS = frozenset(
     ("item", "__bool__", "__int__", "__float__", "__index__", "__complex__", "tolist", "numpy", "__array__",
      "is_nonzero", "equal", "allclose", "__contains__")
 )  # fmt: skip
-# Their result's shape is found in the values.
+# Functions whose result's shape depends on values.
 VALUE_SHAPES = frozenset(("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount"))
-# Their values say nothing of those of their inputs: only shape, type and device are taken from them.
+# Functions that use only shape, type and device of their inputs, not their values.
 SHAPE_ONLY = frozenset(
     ("zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty")
 )
@@ -56,7 +56,7 @@ _REFLECTED: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 _HERE, _TORCH = str(Path(__file__).parent), str(Path(torch.__file__).parent)
 
-# What to do about a refusal.
+# Advice for a refusal.
 WITHOUT_VALUES = "write that line with torch functions of tensors (torch.where for a choice)"
 OUT_OF_PLACE = "use the form that makes a new tensor"
 WHOLE_BATCH = "compute the whole batch at once, without branches and loops over its size"
@@ -66,7 +66,7 @@ Call = tuple[str, Any, tuple[Any, ...], dict[str, Any]]
 
 
 def as_node(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    """Op, target, arguments of the node for a call of a torch function or a method of Tensor."""
+    """Returns op, target and arguments of the node for a call of a torch function or a method of Tensor."""
     name = func.__name__
     if name in ("clamp", "clip"):
         args, kwargs = _bounds_of_one_type(args, kwargs)
@@ -82,7 +82,9 @@ def as_node(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 def _bounds_of_one_type(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """`clamp(x, -1, 1.5)` with two floats: torch's exporter knows no clamp of an integer and a float."""
+    """Returns the arguments of `clamp(x, -1, 1.5)` with two floats: torch's exporter rejects an integer and a
+    float.
+    """
     given = [*args[1:], *kwargs.values()]
     if not any(type(bound) is float for bound in given):
         return args, kwargs
@@ -94,7 +96,7 @@ def _bounds_of_one_type(
 
 
 def out_of_place(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
-    """The call that yields what an in-place one leaves in its first argument; None if there is no such call."""
+    """Returns the out-of-place call with the result of an in-place one; None if there is no such call."""
     name = func.__name__
     if name in ("copy_", "fill_", "zero_", "set_", "resize_") or name in RANDOM:
         return None
@@ -114,7 +116,7 @@ def out_of_place(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
 
 
 def values_read(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Those of the arguments whose values Python goes on with, or which make the shape of the result."""
+    """Returns the arguments whose values Python continues with, or which determine the shape of the result."""
     if name in VALUE_READS or name in VALUE_SHAPES or (name == "where" and len(args) + len(kwargs) == 1):
         return args, kwargs
     if name in ("arange", "range", "linspace"):
@@ -139,7 +141,7 @@ def _named(method: str) -> Callable[..., Any]:
 
 
 def where() -> tuple[str, int]:
-    """File and line of the model's code that is running."""
+    """Returns file and line of the model's code that is running."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         file = frame.f_code.co_filename
@@ -150,14 +152,14 @@ def where() -> tuple[str, int]:
 
 
 def dropout_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of a functional dropout by name."""
+    """Returns the arguments of a functional dropout by name."""
     named = {"training" if name == "train" else name: value for name, value in kwargs.items()}
     by_place = dict(zip(("input", "p", "training", "inplace"), args, strict=False))
     return {"p": 0.5, "training": True} | by_place | named
 
 
 def is_random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call draws random numbers."""
+    """Returns whether a call draws random numbers."""
     if func is F.scaled_dot_product_attention:
         return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
     if func in (F.rrelu, F.rrelu_):
@@ -166,7 +168,7 @@ def is_random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in nested arguments."""
+    """Yields the tensors in nested arguments."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -179,7 +181,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 class UntraceableError(Exception):
-    """A model's line that can't be part of a graph, why, and what to do."""
+    """An error for a model's line that can't be part of a graph: the line, the reason, and advice."""
 
     def __init__(self, reason: str, place: tuple[str, int], module: str, hint: str) -> None:
         super().__init__(reason)

@@ -1,4 +1,4 @@
-"""Arithmetic of complex numbers in their parts: sums, products, powers, and what the polar form gives."""
+"""Rules that write arithmetic of complex numbers in real and imaginary parts: sums, products, powers, polar forms."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ def operands(node: fx.Node, count: int) -> list[Any] | None:
 
 
 def turned(w: PairWriter, length: Any, angle: fx.Node) -> Pair:
-    """A number of this absolute value and angle."""
+    """Returns a number with this absolute value and angle."""
     return Pair(*(_times(w, length, w.call(turn, angle)) for turn in (torch.cos, torch.sin)))
 
 
 def length(w: PairWriter, z: Any) -> fx.Node:
-    """The absolute value."""
+    """Returns the absolute value."""
     both = w.call(torch.stack, list(w.nodes(z)), -1)
     return w.call(torch.linalg.vector_norm, both, dim=-1)  # its gradient at 0 is 0
 
 
 def negative(w: PairWriter, part: Any) -> Any:
-    """The negative of a part."""
+    """Returns the negative of a part."""
     return w.call(operator.neg, part) if isinstance(part, fx.Node) else -part
 
 
 def _times(w: PairWriter, a: Any, b: Any) -> Any:
-    """The product of parts; a number that is 0 or 1 takes no node."""
+    """Returns the product of parts; a number that is 0 or 1 needs no node."""
     for one, other in ((a, b), (b, a)):
         if not isinstance(one, fx.Node) and one in (0, 1):
             return other if one == 1 else 0.0
@@ -49,7 +49,7 @@ def _times(w: PairWriter, a: Any, b: Any) -> Any:
 
 
 def _plus(w: PairWriter, a: Any, b: Any, function: Any = operator.add) -> Any:
-    """The sum (or difference) of parts of one shape; 0 takes no node."""
+    """Returns the sum (or difference) of parts of one shape; 0 needs no node."""
     if not isinstance(b, fx.Node) and b == 0:
         return a
     if not isinstance(a, fx.Node) and a == 0:
@@ -82,7 +82,7 @@ def sum_of(function: Any) -> Rule:
 
 
 def _product(w: PairWriter, given: Sequence[Any], call: Callable[[list[Any]], Any]) -> Pair:
-    """A function that is linear in each operand: the sum over the parts of each, of which i·i is -1."""
+    """Returns a function that is linear in each operand: the sum over the parts of each, with i·i = -1."""
     turning = [place for place, one in enumerate(given) if w.is_complex(one)]
     sums: list[Any] = [0.0, 0.0]
     for choice in itertools.product((0, 1), repeat=len(turning)):
@@ -98,19 +98,19 @@ def _product(w: PairWriter, given: Sequence[Any], call: Callable[[list[Any]], An
 
 
 def multiplied(w: PairWriter, node: fx.Node) -> Found:
-    """The product of each value with its counterpart."""
+    """Returns the product of each value with its counterpart."""
     given = operands(node, 2)
     return None if given is None else _product(w, given, lambda parts: _times(w, *parts))
 
 
 def matrices(w: PairWriter, node: fx.Node) -> Found:
-    """A product of matrices or vectors."""
+    """Returns a product of matrices or vectors."""
     given = operands(node, 2)
     return None if given is None else _product(w, given, lambda parts: w.like(node, tuple(parts), {}))
 
 
 def einsum(w: PairWriter, node: fx.Node) -> Found:
-    """A sum of products, of any number of operands."""
+    """Returns a sum of products, of any number of operands."""
     equation, *given = node.args
     if len(given) == 1 and isinstance(given[0], (list, tuple)):
         given = list(given[0])
@@ -120,12 +120,12 @@ def einsum(w: PairWriter, node: fx.Node) -> Found:
 
 
 def _square(w: PairWriter, z: Any) -> Any:
-    """The squared absolute value."""
+    """Returns the squared absolute value."""
     return _plus(w, *(_times(w, part, part) for part in w.parts(z)))
 
 
 def divided(w: PairWriter, node: fx.Node) -> Found:
-    """A quotient: the product with the conjugate of the divisor, over its squared absolute value."""
+    """Returns the quotient: the product with the divisor's conjugate, over its squared absolute value."""
     given = operands(node, 2)
     if given is None:
         return None
@@ -139,7 +139,7 @@ def divided(w: PairWriter, node: fx.Node) -> Found:
 
 
 def _over(w: PairWriter, z: Pair, size: Any) -> Pair:
-    """Complex numbers divided by real ones."""
+    """Returns complex numbers divided by real ones."""
     return Pair(*(w.call(operator.truediv, p, size) if isinstance(p, fx.Node) or p else p for p in z))
 
 
@@ -149,19 +149,19 @@ def _pair_product(w: PairWriter, a: Pair, b: Pair) -> Pair:
 
 
 def inverse(w: PairWriter, node: fx.Node) -> Found:
-    """The reciprocal."""
+    """Returns the reciprocal."""
     re, im = w.parts(node.args[0])
     return _over(w, Pair(re, negative(w, im)), _square(w, node.args[0]))
 
 
 def sign(w: PairWriter, node: fx.Node) -> Found:
-    """The number over its absolute value; 0 of 0."""
+    """Returns the number over its absolute value; 0 for 0."""
     size = w.call(torch.clamp, length(w, node.args[0]), min=torch.finfo(torch.float32).tiny)
     return _over(w, w.parts(node.args[0]), size)
 
 
 def exponential(w: PairWriter, node: fx.Node) -> Found:
-    """The exponential: that of the real part, at the angle of the imaginary one."""
+    """Returns the exponential: that of the real part, at the angle of the imaginary one."""
     re, im = w.parts(node.args[0])
     if not isinstance(im, fx.Node):
         return None
@@ -169,13 +169,15 @@ def exponential(w: PairWriter, node: fx.Node) -> Found:
 
 
 def logarithm(w: PairWriter, node: fx.Node) -> Found:
-    """The natural logarithm: that of the absolute value, and the angle."""
+    """Returns the natural logarithm: that of the absolute value, and the angle."""
     re, im = w.nodes(node.args[0])
     return Pair(w.call(torch.log, length(w, node.args[0])), w.call(torch.atan2, im, re))
 
 
 def power(w: PairWriter, node: fx.Node) -> Found:
-    """A product for small whole numbers; else the power of the absolute value, at a multiple of the angle."""
+    """Returns a product for small whole exponents; else the power of the absolute value, at a multiple of the
+    angle.
+    """
     given = operands(node, 2)
     if given is None or not isinstance(given[1], (int, float)):
         return None
@@ -195,11 +197,11 @@ def _rooted(w: PairWriter, z: Any, power: float) -> Pair:
 
 
 def squared(w: PairWriter, node: fx.Node) -> Found:
-    """The square."""
+    """Returns the square."""
     z = w.parts(node.args[0])
     return _pair_product(w, z, z)
 
 
 def root(w: PairWriter, node: fx.Node) -> Found:
-    """The square root."""
+    """Returns the square root."""
     return _rooted(w, node.args[0], 0.5)

@@ -21,7 +21,7 @@ from qatkit.graph.capture.complex_writer import Pair, PairWriter
 
 
 def open_complex(graph_module: fx.GraphModule) -> None:
-    """Rewrites, in place, what computes with complex numbers.
+    """Rewrites, in place, the nodes that compute with complex numbers.
 
     Args:
         graph_module: as recorded; the meta of its nodes says which of them are complex, and of which shape.
@@ -52,7 +52,9 @@ def _open(writer: PairWriter, node: fx.Node) -> None:
 
 
 def _leave(writer: PairWriter, node: fx.Node) -> None:
-    """Leaves the node, whose complex arguments are made of their parts; if it is complex, its parts are read of it."""
+    """Leaves the node, with complex arguments composed of their parts; the parts of a complex result are read
+    from it.
+    """
 
     def joined(one: fx.Node) -> fx.Node:
         return writer.call(torch.complex, *writer.nodes(one)) if one in writer.pairs else one
@@ -68,7 +70,7 @@ def _leave(writer: PairWriter, node: fx.Node) -> None:
 
 
 def _split(writer: PairWriter, node: fx.Node, graph_module: fx.GraphModule) -> None:
-    """Makes two real ones of a complex parameter or buffer."""
+    """Splits a complex parameter or buffer into two real ones."""
     owner_path, _, name = str(node.target).rpartition(".")
     owner = graph_module.get_submodule(owner_path)
     tensor = getattr(owner, name)

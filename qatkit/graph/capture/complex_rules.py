@@ -13,7 +13,7 @@ from qatkit.graph.capture import complex_arithmetic as arithmetic
 from qatkit.graph.capture.complex_arithmetic import Found, Rule, length, negative, operands, turned
 from qatkit.graph.capture.complex_writer import Pair, PairWriter
 
-# Of each part they are what they are of real numbers.
+# Functions that apply to each part as they apply to real numbers.
 _BY_PART = (
     "T", "alias", "atleast_1d", "atleast_2d", "atleast_3d", "broadcast_to", "chunk", "clone", "contiguous", "cumsum",
     "detach", "diag", "diagonal", "diff", "expand", "expand_as", "flatten", "flip", "fliplr", "flipud", "gather",
@@ -44,7 +44,7 @@ def _by_part(w: PairWriter, node: fx.Node) -> Found:
 
 
 def _joined(w: PairWriter, node: fx.Node) -> Found:
-    """Cat and stack, of complex and of real tensors."""
+    """Rewrites cat and stack of complex and real tensors."""
     if not isinstance(node.args[0], (list, tuple)):
         return None
     pieces = zip(*(w.nodes(one) for one in node.args[0]), strict=True)
@@ -53,7 +53,7 @@ def _joined(w: PairWriter, node: fx.Node) -> Found:
 
 
 def _chosen(w: PairWriter, node: fx.Node) -> Found:
-    """`torch.where(mask, z, w)`, `z.where(mask, w)`, `z.masked_fill(mask, w)`."""
+    """Rewrites `torch.where(mask, z, w)`, `z.where(mask, w)` and `z.masked_fill(mask, w)`."""
     given = operands(node, 3)
     if given is None:
         return None
@@ -69,7 +69,7 @@ def _chosen(w: PairWriter, node: fx.Node) -> Found:
 
 
 def _typed(w: PairWriter, node: fx.Node) -> Found:
-    """A change of type, of device, or of neither."""
+    """Rewrites a change of type, of device, or of neither."""
     kind = _COMPLEX_METHODS.get(_name(node))
     if kind is not None:
         return Pair(*(_method(w, "to", part, kind) for part in w.nodes(node.args[0])))
@@ -80,7 +80,7 @@ def _typed(w: PairWriter, node: fx.Node) -> Found:
 
 
 def _made(w: PairWriter, node: fx.Node) -> Found:
-    """Zeros, ones and numbers of a complex type."""
+    """Rewrites zeros, ones and numbers of a complex type."""
     return Pair(w.by_part(node).re, 0.0) if node.meta.get("complex") else None
 
 

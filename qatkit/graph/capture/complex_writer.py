@@ -36,22 +36,22 @@ class PairWriter:
         self.place: fx.Node | None = None
 
     def marked(self, new: fx.Node) -> fx.Node:
-        """`new`, as a part of the module that is being rewritten."""
+        """Marks `new` as a part of the module that is being rewritten; returns it."""
         assert self.place is not None
         known = self.place.meta
         new.meta |= {key: known[key] for key in ("nn_module_stack", "where") if key in known}
         return new
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
-        """A node that calls a function."""
+        """Returns a node that calls a function."""
         return self.marked(self.graph.call_function(function, args, kwargs))
 
     def like(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
-        """A node that calls what `node` does, with other arguments."""
+        """Returns a node that calls what `node` calls, with other arguments."""
         return self.marked(self.graph.create_node(node.op, node.target, args, kwargs))
 
     def by_part(self, node: fx.Node) -> Pair:
-        """The call of `node` on the real, and on the imaginary parts of its arguments."""
+        """Returns the call of `node` on the real and on the imaginary parts of its arguments."""
         re, im = (self.like(node, self._of(node.args, i), self._of(node.kwargs, i)) for i in (0, 1))
         return Pair(re, im)
 
@@ -65,13 +65,13 @@ class PairWriter:
         return REAL_TYPES.get(value, value) if isinstance(value, torch.dtype) else value
 
     def parts(self, value: Any) -> Pair:
-        """The parts of an argument; the imaginary one of real numbers is 0."""
+        """Returns the parts of an argument; the imaginary part of real numbers is 0."""
         if isinstance(value, complex):
             return Pair(value.real, value.imag)
         return self.pairs.get(value, Pair(value, 0.0)) if isinstance(value, fx.Node) else Pair(value, 0.0)
 
     def nodes(self, value: Any) -> tuple[fx.Node, fx.Node]:
-        """The parts of a node as nodes."""
+        """Returns the parts of a node as nodes."""
         re, im = self.parts(value)
         if not isinstance(re, fx.Node):
             return self.call(torch.full_like, im, re), im

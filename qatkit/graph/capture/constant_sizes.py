@@ -1,6 +1,8 @@
-"""Sizes that a model computes as tensors of one number, from buffers and numbers alone: the padding of a convolution in
-an audio codec, the end of a slice. They are the same in every run, so the graph holds the numbers. torch's exporter
-treats a size that comes from a tensor as unknown, and refuses operators that need to know it.
+"""Replaces sizes that a model computes as one-element tensors, from buffers and numbers only, by numbers.
+
+Examples are the padding of a convolution in an audio codec and the end of a slice. They are the same in every run, so
+the graph holds the numbers. torch's exporter treats a size that comes from a tensor as unknown, and rejects operators
+that need to know it.
 """
 
 from __future__ import annotations

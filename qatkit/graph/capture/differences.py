@@ -1,4 +1,4 @@
-"""The distance between two answers, as captures and their proof judge it."""
+"""The distance between two outputs, as captures and their proof judge it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from torch import Tensor
 
 
 def relative_difference(expected: Tensor, found: Tensor) -> float:
-    """Returns the largest difference as a share of the largest value; infinite for another shape, or for NaN or an
-    infinity in place of a number; of whole numbers, 1 if any differs.
+    """Returns the largest difference relative to the largest value.
+
+    It is infinite for another shape, or for NaN or an infinity in place of a number. For whole numbers it is 1 if any
+    differs.
     """
     if expected.shape != found.shape:
         return float("inf")

@@ -1,11 +1,12 @@
-"""Axes beside the batch that a model leaves free: lengths, heights and widths, numbers of streams.
+"""Finds axes other than the batch that a model leaves free: lengths, heights and widths, numbers of streams.
 
     runs with other sizes, sizes traced    one axis after the other, then all together
-    → one graph                            what differs is computed from the sizes (`qatkit.graph.capture.traced_sizes`)
+    → one graph                            differing numbers are computed from sizes
+    (`qatkit.graph.capture.traced_sizes`)
     → a comparison                         of the graph and the model, at sizes that no run had
 
-An axis that decides what is computed, or for which the model has only so many weights, stays fixed, and a note names
-the line. A model that needs multiples (of 8 rows, say) has an axis that takes multiples alone.
+An axis that decides what is computed, or that fits only a fixed number of weights, stays fixed, and a note names the
+line. If a model needs multiples (of 8 rows, say), the axis accepts only multiples.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ _CLOSE = 1e-3  # of the largest output: another function, not another rounding
 
 @dataclass(frozen=True)
 class FreeAxis:
-    """An axis of one or more inputs that a graph takes any size of.
+    """An axis of one or more inputs for which a graph accepts any size.
 
     Attributes:
         name: of its size, in the file.
         places: inputs and their axes that have this size together.
         size: in the example.
-        others: sizes that the model was run with, beside the example's.
+        others: sizes that the model was run with, in addition to the example's.
         step: the size is a multiple of it.
         asked: whether it was asked for by its name.
     """
@@ -66,8 +67,8 @@ class FreeAxes:
         wanted: "auto", or names of axes by input, which have to be free.
         runs: of the model.
         opened: paths of attention modules that are no leaves.
-        batches: sizes of the batch in two runs; none for a model that takes the example's alone.
-        batch_axes: one an input.
+        batches: sizes of the batch in two runs; none for a model that accepts only the example's.
+        batch_axes: one per input.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class FreeAxes:
         return None, []
 
     def _each(self, check: Check) -> list[FreeAxis]:
-        """The axes that are free as far as `check` can tell, each alone."""
+        """Returns the axes that are free as far as `check` can tell, each tested alone."""
         found: list[FreeAxis] = []
         for number, groups in enumerate(self._candidates()):
             if any(place in axis.places for axis in found for place in groups[0]):
@@ -128,7 +129,11 @@ class FreeAxes:
         return found
 
     def _check_wanted(self) -> None:
-        """Refuses, by ConfigError, names of inputs and axes that the model does not have."""
+        """Rejects names of inputs and axes that the model does not have, and the batch axis.
+
+        Raises:
+            ConfigError: there is such a name.
+        """
         for name, axes in self.wanted.items() if not isinstance(self.wanted, str) else ():
             if name not in self.names:
                 raise ConfigError("export.dynamic_axes", name, f"one of the inputs {', '.join(self.names)}")
@@ -140,7 +145,9 @@ class FreeAxes:
                     raise ConfigError(f"export.dynamic_axes.{name}", axis, allowed)
 
     def _candidates(self) -> Iterator[list[tuple[Place, ...]]]:
-        """Places of one axis, and of those as long as it that may have to change with it; of given names, theirs."""
+        """Yields the places of one axis, and of equally long ones that may have to change with it; for given
+        names, theirs.
+        """
         if not isinstance(self.wanted, str):
             named: dict[str, list[Place]] = {}
             for input_name, axes in self.wanted.items():
@@ -216,7 +223,7 @@ class FreeAxes:
         self._merged([axis], compare=False)
 
     def _with_step(self, axis: FreeAxis, check: Check) -> FreeAxis:
-        """The axis with the smallest step that the model takes."""
+        """Returns the axis with the smallest step that the model accepts."""
         far = axis.others[0]
         for step in _STEPS:
             if axis.size % step or far % step:
@@ -236,10 +243,10 @@ class FreeAxes:
         raise _NotFreeError(f"the model takes {far} beside {axis.size}, but no size near it")
 
     def _merged(self, axes: Sequence[FreeAxis], *, compare: bool) -> Recording:
-        """The graph for sizes of all runs: the example's, all far ones, all near ones.
+        """Returns the graph for the sizes of all runs: the example's, all far ones, all near ones.
 
         Args:
-            compare: with the model, at a size that no run had.
+            compare: whether it is compared with the model, at a size that no run had.
         """
         batch, more = self.batches or (None, None)
         one = self._recorded({}, batch)
@@ -326,11 +333,11 @@ def _in_words(error: Exception) -> str:
 
 
 class _NotFreeError(Exception):
-    """A model that fails, or computes otherwise, with another size."""
+    """A model that fails, or computes something else, with another size."""
 
 
 class _HasWeightsError(_NotFreeError):
-    """An axis of features: a layer has weights for so many, which needs no note."""
+    """An axis of features, for which a layer has a fixed number of weights; it needs no note."""
 
     def __str__(self) -> str:
         return "a layer has weights for this size alone"
@@ -349,7 +356,7 @@ def _of_weights(error: Exception) -> bool:
 
 
 def with_sizes(tensors: Sequence[Tensor], sizes: Mapping[Place, int]) -> tuple[Tensor, ...]:
-    """Returns `tensors` with other sizes along axes; what they hold is repeated."""
+    """Returns `tensors` with other sizes along axes; their values are repeated."""
     found = list(tensors)
     for (i, axis), size in sizes.items():
         found[i] = resized((found[i],), size, (axis,))[0]
@@ -357,11 +364,11 @@ def with_sizes(tensors: Sequence[Tensor], sizes: Mapping[Place, int]) -> tuple[T
 
 
 def _far(size: int, number: int, rank: int) -> list[int]:
-    """Returns sizes to try: first those that differ from `size` behind every stride, each axis by another amount, then
-    nearer and smaller ones, for models with a table of positions.
+    """Returns sizes to try: first distant ones, then nearer and smaller ones, for models with a table of positions.
 
-    Behind the strides of a pyramid nearer sizes are the same. Of a clip the amounts are smaller, since a run with far
-    sizes of three axes takes many times as long.
+    The distant sizes differ from `size` after every stride, each axis by another amount; after the strides of a
+    pyramid nearer sizes are the same. For a clip the amounts are smaller, since a run with distant sizes on
+    three axes takes many times as long.
     """
     each = 8 if rank > 4 else 32
     unit = each * (number + 1)
@@ -372,7 +379,7 @@ def _far(size: int, number: int, rank: int) -> list[int]:
 
 
 def _between(axis: FreeAxis, number: int) -> int:
-    """A size that no run had, another one for each axis."""
+    """Returns a size that no run had, a different one for each axis."""
     far = max(axis.others[0], axis.size)
     steps = axis.step * (3 + 2 * number)
     return axis.size + steps if axis.size + steps <= far else max(axis.step, axis.size - steps)

@@ -1,9 +1,11 @@
-"""A convolution with a kernel for each image: the batch is folded into its groups, of which a file has one number.
+"""Rewrites convolutions with a kernel for each image.
+
+The batch is folded into the groups of such a convolution, and a file has a fixed number of groups.
 
     conv2d(x [1, B·C, H, W], w [B·D, C, k, k], groups=B)   →  w [B, D, C·k·k] @ unfold(x [B, C, H, W]), [1, B·D, …]
     conv_transpose2d(x, w [B·C, D, k, k], groups=B)        →  fold(w [B, C, D·k·k]ᵀ @ x [B, C, H·W])
 
-CondConv, StyleGAN2's modulated convolutions and the correlations of Siamese trackers are written so.
+CondConv, StyleGAN2's modulated convolutions and the correlations of Siamese trackers are written in this way.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ def open_image_kernels(graph: fx.Graph) -> int:
 
 
 class _Writer:
-    """Rewrites one convolution in front of its node."""
+    """A writer that rewrites one convolution in front of its node."""
 
     def __init__(
         self, node: fx.Node, given: dict[str, Any], x: tuple[int, ...], weight: tuple[int, ...]
@@ -85,7 +87,7 @@ class _Writer:
         return self.joined(y, outputs)
 
     def joined(self, y: fx.Node, outputs: int) -> fx.Node:
-        """[B, D, …] with the bias, as [1, B·D, …]."""
+        """Returns [B, D, …] with the bias, as [1, B·D, …]."""
         if self.given.get("bias") is not None:
             bias = self.call(
                 "reshape", self.given["bias"], -1, outputs, *[1] * (len(self.weight) - 1 - self.flat)
@@ -94,7 +96,7 @@ class _Writer:
         return self.call("reshape", y, 1, -1, *self.result[2:])
 
     def pair(self, value: Any, other: int) -> tuple[int, ...]:
-        """A number for each of two axes; of one that is not there, `other`."""
+        """Returns a number for each of two axes; `other` for an axis that does not exist."""
         found = (value,) * (len(self.x) - 2) if isinstance(value, int) else tuple(value)
         found = found * 2 if len(found) == 1 and not self.flat else found
         return (other, *found) if self.flat else found

@@ -1,4 +1,6 @@
-"""Sizes in the graphs of several runs: a number that differs is a size of a tensor, a size that does not a number."""
+"""Merges the sizes of several runs: a number that differs becomes a size of a tensor, a size that does not a
+number.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ class Shapes:
         return self._computed(*(exact or found)[0]) if found else None
 
     def _sizes(self, node: fx.Node) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """The axes of a tensor whose size differs, and the size in each run."""
+        """Yields the axes of a tensor whose size differs, and the size in each run."""
         shapes = [shape_in_run(node), *(shape_in_run(twin[node]) for twin in self._twins if node in twin)]
         if len(shapes) == self._runs and len({len(shape) for shape in shapes}) == 1:
             yield from (
@@ -74,10 +76,10 @@ def _factor(values: Sequence[int], sizes: Sequence[int]) -> int:
 
 
 def fold_fixed(graph: fx.Graph, values: Sequence[Mapping[fx.Node, int]]) -> None:
-    """Makes numbers of sizes that are the same in all runs (`values`), and asks for the others where a chain ends.
+    """Turns sizes that are the same in all runs (`values`) into numbers, and reads the others at the end of a chain.
 
-    A difference of two sizes that is 0 in all runs stays: at other sizes it may be another one. A convolution whose
-    size is asked for has a second reader, and no BatchNorm could be fused into it.
+    A difference of two sizes that is 0 in all runs stays: at other sizes it may differ. A convolution whose
+    size is read has a second reader, and no BatchNorm could be fused into it.
     """
     for (node, value), *same in zip(*(list(found.items()) for found in values), strict=False):
         if not any(isinstance(arg, fx.Node) and _is_size(arg) for arg in node.args) and all(
@@ -102,7 +104,7 @@ def fold_fixed(graph: fx.Graph, values: Sequence[Mapping[fx.Node, int]]) -> None
 
 
 def _is_size(node: fx.Node) -> bool:
-    """A node that computes a whole number from sizes."""
+    """Returns whether a node computes a whole number from sizes."""
     if node.op == "call_method" and node.target == "size":
         return len(node.args) == 2
     arithmetic = (operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod, operator.neg)
@@ -115,7 +117,11 @@ def _is_size(node: fx.Node) -> bool:
 
 
 def check_forms(one: fx.Graph, others: Sequence[fx.Graph]) -> None:
-    """Refuses, by UntraceableError, what is written for the sizes of the example: adaptive pools, windows of Swin."""
+    """Rejects operators that are written for the sizes of the example: adaptive pools, windows of Swin.
+
+    Raises:
+        UntraceableError: there is such an operator.
+    """
     for nodes in zip(one.nodes, *(other.nodes for other in others), strict=False):
         node, name = nodes[0], _name_of(nodes[0])
         if not name.lower().startswith((*_OF_ONE_SIZE, "adaptive")):
@@ -135,7 +141,7 @@ def check_forms(one: fx.Graph, others: Sequence[fx.Graph]) -> None:
 
 
 def _name_of(node: fx.Node) -> str:
-    """The function that a node calls, or the type of its module."""
+    """Returns the name of the function that a node calls, or the type of its module."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     if node.op == "call_module" and stack:
         return str(stack[-1][1].__name__)
@@ -143,7 +149,7 @@ def _name_of(node: fx.Node) -> str:
 
 
 def sizes_in_run(graph: fx.Graph) -> dict[fx.Node, int]:
-    """The value of each node that computes a size, in the run that the graph was recorded in."""
+    """Returns the value of each node that computes a size, in the run that the graph was recorded in."""
     found: dict[fx.Node, int] = {}
     for node in graph.nodes:
         if not _is_size(node):

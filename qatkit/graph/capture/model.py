@@ -1,9 +1,9 @@
-"""A model becomes a GraphModule that computes what it computes, for any size of the batch and any values.
+"""Captures a model as an equivalent GraphModule, for any size of the batch and any values.
 
 two runs under the recorder      batches of 2 and of 3, other values
 → one graph                      sizes that differ are functions of the batch's
-→ constants                      what depends on no input and no parameter is a buffer
-→ training                       functional dropout is a module, as one run in training mode says
+→ constants                      values that depend on no input and no parameter are buffers
+→ training                       functional dropout is a module, according to one run in training mode
 """
 
 from __future__ import annotations
@@ -35,18 +35,19 @@ _PARTS = "or quantize the parts around it (qatkit.Parts)"
 
 
 def capture(model: nn.Module, example: Example, dynamic_axes: Wanted = "none") -> fx.GraphModule:
-    """The graph of `model`, which is changed: hand over a copy.
+    """Returns the graph of `model`, which is changed: pass a copy.
 
-    Its meta has `inputs` and `outputs` (names), `batch_axes` (one an input; all None for a model that takes the
-    example's batch size alone), `free_axes` (those of `dynamic_axes` that are), `notes`, what a reader of the report
-    should know, and `read_values`, whether the graph depends on values that the model's tensors had.
+    Its meta has `inputs` and `outputs` (names), `batch_axes` (one per input; all None for a model that accepts
+    only the example's batch size), `free_axes` (those of `dynamic_axes` that are free), `notes` for the report,
+    and `read_values`, whether the graph depends on values that the model's tensors had.
 
     Args:
-        dynamic_axes: which axes beside the batch the graph takes other sizes of: "auto" for those that the model
-            leaves free, "none", or names of axes by input.
+        dynamic_axes: which axes other than the batch may have other sizes in the graph: "auto" for those that the
+            model leaves free, "none", or names of axes by input.
 
     Raises:
-        ConfigError: a line of the model depends on values of its inputs; names the module and the line. An axis that
+        ConfigError: a line of the model depends on values of its inputs; names the module and the line. Or an
+            axis that
             was asked for is not free.
     """
     _check(model)
@@ -116,7 +117,7 @@ def _captured(
         PATHS: paths.blocks,
         "read_values": one.read_values,
     }
-    for node in graph_module.graph.nodes:  # paths of this machine have no place in a checkpoint
+    for node in graph_module.graph.nodes:  # absolute paths do not belong into a checkpoint
         node.meta.pop("where", None)
     graph_module.recompile()
     return graph_module
@@ -135,7 +136,7 @@ def _module(model: nn.Module, one: Recording) -> fx.GraphModule:
 
 
 def _rename_reserved(model: nn.Module, graph: fx.Graph) -> None:
-    """A parameter or module of the root called as an attribute of GraphModule's own (`code`, `graph`) gets a "_"."""
+    """Appends "_" to a parameter or module of the root with the name of a GraphModule attribute (`code`, `graph`)."""
     reserved = set(dir(fx.GraphModule)) - set(dir(nn.Module)) | {"meta"}
     for node in graph.nodes:
         first, dot, rest = str(node.target).partition(".")
@@ -145,7 +146,9 @@ def _rename_reserved(model: nn.Module, graph: fx.Graph) -> None:
 
 
 def fold_constants(graph_module: fx.GraphModule) -> None:
-    """Computes once what depends on no input and no tensor of the model: positions, masks, tables of sizes."""
+    """Computes once the values that depend on no input and no tensor of the model: positions, masks, tables
+    of sizes.
+    """
     run, values = fx.Interpreter(graph_module), dict[fx.Node, Any]()
     for node in list(graph_module.graph.nodes):
         if not _is_constant(node, values):

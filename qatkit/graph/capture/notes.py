@@ -14,7 +14,9 @@ from qatkit.graph.nodes import is_opaque, module_of
 def notes_of(
     one: Recording, random: Sequence[tuple[str, int]], sizes: tuple[int, ...]
 ) -> list[tuple[str, str]]:
-    """Notes of what a recording left out, and of the batches that it holds for; `sizes` are those of its runs."""
+    """Returns notes on what a recording left out, and on the batches that it is valid for; `sizes` are those
+    of its runs.
+    """
     notes = [
         (
             code_at(place),
@@ -35,8 +37,9 @@ def notes_of(
 
 
 def notes_of_state(graph_module: fx.GraphModule, one: Recording, kept: set[str]) -> list[tuple[str, str]]:
-    """Notes of buffers that a call changes, and of which the outputs depend as they were before it; `kept` are those
-    that a call in training mode changes.
+    """Returns notes on buffers that a call changes and whose previous values the outputs depend on.
+
+    `kept` are the buffers that a call in training mode changes.
     """
     read = {str(node.target) for node in graph_module.graph.nodes if node.op == "get_attr"}
     reason = "changes with every call of the model: the graph starts from what it holds now, each time"
@@ -46,7 +49,7 @@ def notes_of_state(graph_module: fx.GraphModule, one: Recording, kept: set[str])
 
 
 def notes_of_opaque(graph_module: fx.GraphModule) -> list[tuple[str, str]]:
-    """Notes of modules that torch does not compute."""
+    """Returns notes on modules that torch does not compute."""
     modules = {
         str(node.target): module_of(node) for node in graph_module.graph.nodes if node.op == "call_module"
     }

@@ -1,11 +1,11 @@
-"""Values picked by a mask that is computed: `x[mask]`, whose size nobody knows before the values are there.
+"""Records values picked by a computed mask: `x[mask]`, whose size is unknown before the values are known.
 
-What is done to them element by element can be done to all of `x`, and what is put back where the mask is true:
+Elementwise operations on them can be applied to all of `x`, and the results are put back where the mask is true:
 
     x[mask] *= 2              →  x = where(mask, x · 2, x)
     x[mask] = y[mask].abs()   →  x = where(mask, |y|, x)
 
-So the graph's node of a picked tensor is that of the whole one. Any other use of it is refused, at the line where it
+So the graph's node of a picked tensor is that of the whole one. Any other use of it is rejected, at the line where it
 was picked.
 """
 
@@ -35,7 +35,7 @@ _BY_ELEMENT = frozenset(
 
 @dataclass
 class _Picked:
-    """What a picked tensor is part of: the whole tensor's node, the mask's, and how many axes lie behind the mask's."""
+    """The source of a picked tensor: the whole tensor's node, the mask's, and the number of axes after the mask's."""
 
     whole: fx.Node
     mask: fx.Node
@@ -51,7 +51,7 @@ class PickedValues:
         self.found = WeakTensorKeyDictionary()
 
     def concerns(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a call picks values, or computes with some that were picked."""
+        """Returns whether a call picks values, or computes with picked ones."""
         if name == "__getitem__" and self._mask(*args) is not None:
             return True
         if name == "__setitem__" or not self.found:
@@ -59,7 +59,7 @@ class PickedValues:
         return any(tensor in self.found for tensor in tensors_in((args, kwargs)))
 
     def _mask(self, source: Tensor, index: Any) -> Tensor | None:
-        """The mask of `source[index]`, where it depends on the inputs."""
+        """Returns the mask of `source[index]`, if it depends on the inputs."""
         mask = index[0] if isinstance(index, tuple) and len(index) == 1 else index
         if not isinstance(mask, Tensor) or mask.dtype != torch.bool or source in self.found or not mask.ndim:
             return None
@@ -77,12 +77,12 @@ class PickedValues:
         return result
 
     def check(self, tensor: Tensor) -> None:
-        """Refuses a tensor that was picked."""
+        """Rejects a tensor that was picked."""
         if tensor in self.found:
             raise self.found[tensor].error
 
     def value(self, tensor: Any, mask: Tensor, behind: int) -> fx.Node | None:
-        """The whole of which `tensor` is what `mask` picks; None if it isn't."""
+        """Returns the whole tensor that `mask` picks `tensor` from; None if it does not."""
         if not isinstance(tensor, Tensor) or tensor not in self.found:
             return None
         one: _Picked = self.found[tensor]
@@ -91,7 +91,7 @@ class PickedValues:
         return one.whole
 
     def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call that picks, or one on picked tensors as one on the whole ones."""
+        """Records a call that picks, or one on picked tensors as one on the whole ones."""
         if func.__name__ == "__getitem__" and (mask := self._mask(*args)) is not None:
             return self._pick(args[0], mask)
         given = list(tensors_in((args, kwargs)))
@@ -126,7 +126,7 @@ class PickedValues:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two nodes compute the same: `x[x < 0] = -x[x < 0]` has its mask twice."""
+    """Returns whether two nodes compute the same: `x[x < 0] = -x[x < 0]` computes its mask twice."""
     if one is other:
         return True
     if isinstance(one, fx.Node) and isinstance(other, fx.Node):

@@ -1,4 +1,4 @@
-"""Pieces of the batch: what a model cuts out of it, seen in two recorded runs."""
+"""Finds pieces that a model cuts out of the batch, from two recorded runs."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def cuts(*nodes: fx.Node) -> tuple[int, list[tuple[int, ...]]] | None:
 
 
 def _grows(size: Sequence[int], whole: Sequence[int]) -> bool:
-    """Returns whether a piece is the same share of the whole in all runs."""
+    """Returns whether a piece is the same fraction of the whole in all runs."""
     return all(part and part * whole[0] == size[0] * all_ for part, all_ in zip(size, whole, strict=True))
 
 
 def turns(node: fx.Node, other: fx.Node) -> tuple[int, tuple[int, int]] | None:
-    """Returns the axis along which a `roll` turns the batch by a share of it, and the first image in each run."""
+    """Returns the axis along which a `roll` turns the batch by a fraction of it, and the first image in each run."""
     axis = _batch_axis(node, other)
     given, theirs = (
         dict(zip(("shifts", "dims"), one.args[1:], strict=False)) | one.kwargs for one in (node, other)
@@ -76,20 +76,22 @@ def _name(node: fx.Node) -> str:
 
 
 def _shape(node: fx.Node) -> tuple[int, ...]:
-    """The shape of the first argument."""
+    """Returns the shape of the first argument."""
     first = node.args[0] if node.args else None
     return tuple(first.meta.get("shape", ())) if isinstance(first, fx.Node) else ()
 
 
 def _batch_axis(node: fx.Node, other: fx.Node) -> int | None:
-    """The axis along which the first argument differs between the runs."""
+    """Returns the axis along which the first argument differs between the runs."""
     mine, theirs = _shape(node), _shape(other)
     differing = [i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b]
     return differing[0] if len(differing) == 1 and len(mine) == len(theirs) else None
 
 
 def may_halve(one: Recording, other: Recording) -> bool:
-    """Returns whether a model may cut the batch at a share of its size: half of 2 and half of 3 images are both 1."""
+    """Returns whether a model may cut the batch at a fraction of its size: half of 2 and half of 3 images are
+    both 1.
+    """
     pairs = zip(one.graph.nodes, other.graph.nodes, strict=False)
     return any(_may_halve(node, its) for node, its in pairs)
 

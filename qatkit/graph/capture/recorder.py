@@ -1,9 +1,9 @@
-"""The recorder: runs a model and writes every torch call on the way into a torch.fx graph.
+"""The recorder: runs a model and writes every torch call into a torch.fx graph.
 
-A mode of torch's function dispatch sees each call with the tensors as they are, so sizes, types and devices are
-plain Python values, `isinstance(x, Tensor)` is true, and whatever depends on them alone is decided as the model
-decides it. Only reading values out of a tensor that depends on the inputs can't be followed. Modules of torch.nn and
-of the operators' table are leaves: they are nodes of the graph, and run with the mode off.
+A mode of torch's function dispatch sees each call with real tensors. So sizes, types and devices are plain Python
+values, `isinstance(x, Tensor)` is true, and decisions that depend only on them are taken as in the model. Only reading
+values out of a tensor that depends on the inputs can't be followed. Modules of torch.nn and of the operator table are
+leaves: they are nodes of the graph, and run with the mode off.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from qatkit.graph.capture.traced_sizes import Expression, Quotient, TracedSize, 
 from qatkit.graph.capture.written_out import written_out
 from qatkit.graph.nodes import classifies_in_training
 
-# Made of Python numbers: known now, and the same in every run.
+# Functions of Python numbers: known now, and the same in every run.
 _CONSTANTS = ("tensor", "as_tensor", "asarray", "frombuffer", "from_numpy")
 _NO_CHANGE = ("requires_grad_", "share_memory_", "retain_grad")
 
@@ -53,14 +53,14 @@ class Recorder(TorchFunctionMode):
     """Records the torch calls of one run.
 
     Args:
-        model: whose parameters and buffers are read by name.
-        trace_sizes: sizes of what depends on the inputs are computed in the graph (`TracedSize`), not numbers in it.
+        model: its parameters and buffers are read by name.
+        trace_sizes: sizes that depend on the inputs are computed in the graph (`TracedSize`) instead of being numbers.
 
     Attributes:
-        graph: what was recorded.
+        graph: the recorded graph.
         constants: by name, tensors that came from outside of torch's calls (NumPy, attributes of modules).
         random: nodes that draw random numbers.
-        read_values: whether Python went on with values of a tensor.
+        read_values: whether Python continued with values of a tensor.
     """
 
     def __init__(self, model: nn.Module, *, trace_sizes: bool = False) -> None:
@@ -82,7 +82,7 @@ class Recorder(TorchFunctionMode):
         self.picked = PickedValues(self)
 
     def placeholder(self, name: str, tensor: Tensor) -> None:
-        """An input of the graph."""
+        """Adds an input of the graph."""
         node = self.graph.placeholder(name)
         if not name.isidentifier() or keyword.iskeyword(name) or name == "self":
             node.target = node.name  # a parameter of the function that the graph becomes
@@ -101,19 +101,19 @@ class Recorder(TorchFunctionMode):
         return node
 
     def depend(self, args: Any) -> bool:
-        """Whether values of the inputs are in one of the tensors in `args`."""
+        """Returns whether one of the tensors in `args` depends on values of the inputs."""
         return any(self.aliases.node_of(tensor) in self.depends for tensor in tensors_in(args))
 
     def refuse(self, reason: str, hint: str = WITHOUT_VALUES) -> UntraceableError:
-        """The error for the line that is running."""
+        """Returns the error for the line that is running."""
         return UntraceableError(reason, where(), self.stack[-1][0] if self.stack else "", hint)
 
     def not_followed(self, reason: str) -> UntraceableError:
-        """The error for a change in place."""
+        """Returns the error for an in-place change."""
         return self.refuse(reason, OUT_OF_PLACE)
 
     def node_of(self, value: Any) -> Any:
-        """A node's argument for an argument of a call."""
+        """Returns a node's argument for an argument of a call."""
         if isinstance(value, Tensor):
             return self.aliases.node_of(value)
         if isinstance(value, (list, tuple)):
@@ -188,10 +188,10 @@ class Recorder(TorchFunctionMode):
         return self.record(func, args, kwargs)
 
     def record(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs a call; where it yields or changes tensors, it becomes a node."""
+        """Runs a call; if it returns or changes tensors, it becomes a node."""
         sources = list(tensors_in((args, kwargs)))
         for tensor in sources:
-            self.aliases.node_of(tensor)  # as of now: the call may change it
+            self.aliases.node_of(tensor)  # before the call, which may change it
         versions = [tensor._version for tensor in sources]
         nodes = (self.node_of(args), self.node_of(kwargs)) if sources else ((), {})
         with torch._C.DisableTorchFunction():
@@ -216,7 +216,7 @@ class Recorder(TorchFunctionMode):
     def record_leaf(
         self, run: Callable[..., Any], call: tuple[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Runs a module or function that is one node, whatever it calls."""
+        """Runs a module or function that becomes one node, including all calls inside it."""
         sources = list(tensors_in((args, kwargs)))
         nodes = self.node_of(args), self.node_of(kwargs)
         versions = [tensor._version for tensor in sources]
@@ -236,7 +236,7 @@ class Recorder(TorchFunctionMode):
     def bind(
         self, result: Any, node: fx.Node, sources: Sequence[Tensor], chain: tuple[fx.Node, ...] = ()
     ) -> None:
-        """Makes `node` what the tensors in `result` are; of several, each an element of it."""
+        """Binds the tensors in `result` to `node`; several tensors to one element of it each."""
         if isinstance(result, Tensor):
             node.meta |= {"shape": tuple(result.shape), "complex": result.is_complex()}
             self.aliases.bind(result, (*chain, node), sources)
@@ -249,7 +249,7 @@ class Recorder(TorchFunctionMode):
     def _changed(
         self, func: Any, args: Any, kwargs: Any, nodes: tuple[Any, Any], changed: Sequence[Tensor]
     ) -> None:
-        """A call that changed tensors in place: the graph gets the same call out of place."""
+        """Records a call that changed tensors in place as the same call out of place."""
         name, target = func.__name__, kwargs.get("out", args[0] if args else next(iter(changed), None))
         if name in ("set_", "resize_"):
             raise self.not_followed(f"{name} changes a tensor in place, which can't be followed")
@@ -270,7 +270,7 @@ class Recorder(TorchFunctionMode):
         self.aliases.changed(target, node)
 
     def _without_statistics(self, changed: Sequence[Tensor], args: tuple[Any, ...]) -> list[Tensor]:
-        """Without the buffers that a normalization keeps count in: no part of what it computes."""
+        """Leaves out the buffers in which a normalization counts: they are no part of its result."""
         kept = []
         for tensor in changed:
             if id(tensor) in self.names and not any(tensor is arg for arg in args[:1]):
@@ -280,14 +280,14 @@ class Recorder(TorchFunctionMode):
         return kept
 
     def _dropout(self, func: Any, args: Any, kwargs: Any) -> Tensor:
-        """Functional dropout, off: a module, which is on when the model is trained."""
+        """Records functional dropout, which is off, as a module, which is on when the model is trained."""
         given = dropout_arguments(func, args, kwargs)
         x: Tensor = given["input"]
         node = self.emit("call_function", func, (self.node_of(x), given["p"], False), {})
         return self.passed(x, node)
 
     def passed(self, x: Tensor, node: fx.Node) -> Tensor:
-        """Another tensor object of the same memory for the result of what yields its input."""
+        """Returns another tensor object of the same memory, for a call that returns its input."""
         with torch._C.DisableTorchFunction():
             result = x.view_as(x)
         self.aliases.bind(result, (node,), (x,))
@@ -313,7 +313,7 @@ class Recorder(TorchFunctionMode):
         return result
 
     def _sized(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-        """Sizes of a tensor that depends on the inputs as sizes that know it, where they are wanted."""
+        """Returns sizes of a tensor that depends on the inputs as traced sizes, if they are wanted."""
         if not self.trace_sizes or name not in ("shape", "size", "numel") or id(args[0]) in self.names:
             return result
         if args[0] not in self.aliases.values:
@@ -321,7 +321,7 @@ class Recorder(TorchFunctionMode):
         return traced(name, args, kwargs, self.aliases.node_of, result)
 
     def _set(self, func: Any, name: str, tensor: Tensor, value: Any) -> None:
-        """`x.data = y`, of which `x.data *= y` ends with an assignment of what is there already."""
+        """Records `x.data = y`; `x.data *= y` ends with such an assignment of the present value."""
         if name == "data":
             node = self.node_of(value)
             if not shares_memory(tensor, value):
@@ -333,7 +333,7 @@ class Recorder(TorchFunctionMode):
             func(tensor, value)
 
     def check_constant(self, name: str, values: Any) -> None:
-        """Refuses to read values that depend on the inputs."""
+        """Rejects reading values that depend on the inputs."""
         for tensor in tensors_in(values):
             self.read_values = True
             if self.aliases.node_of(tensor) in self.depends:
@@ -348,14 +348,14 @@ class Recorder(TorchFunctionMode):
 
 
 def _few_numbers(args: tuple[Any, ...]) -> bool:
-    """Whether a tensor is made of sizes, of which one may be the batch's."""
+    """Returns whether a tensor is made of sizes, one of which may be the batch's."""
     given = args[0] if args else ()
     data = list(given) if isinstance(given, (list, tuple)) else [given]
     return len(data) <= 8 and all(type(number) in (int, TracedSize) for number in data)
 
 
 def _renamed(func: Any, args: tuple[Any, ...], result: Any) -> bool:
-    """Whether a method changed its tensor's shape in place (`x.unsqueeze_(0)`), which bumps no version."""
+    """Returns whether a method changed its tensor's shape in place (`x.unsqueeze_(0)`), which bumps no version."""
     name: str = func.__name__
     in_place = name.endswith("_") and not name.endswith("__") and name not in _NO_CHANGE
     return bool(args) and result is args[0] and in_place

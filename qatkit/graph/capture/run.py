@@ -1,4 +1,4 @@
-"""One run of a model under the recorder: its modules' calls, its wrapped and scripted functions, its result."""
+"""Runs a model once under the recorder: its modules' calls, its wrapped and scripted functions, its result."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn
 
 @dataclass
 class Recording:
-    """What one run gave.
+    """The result of one run.
 
     Attributes:
         graph: of all calls, with its outputs.
@@ -33,13 +33,13 @@ class Recording:
         random: nodes that draw random numbers.
         outputs: names of the outputs.
         tensors: the outputs themselves.
-        dropped: where the model yields what is no tensor.
-        only_training: paths of modules that gave their input back.
+        dropped: places of outputs that are not tensors.
+        only_training: paths of modules that returned their input.
         contexts: names of contexts that the model enters and the graph leaves out.
-        changed: names of buffers that the run changed; they are as before.
+        changed: names of buffers that the run changed; they are restored.
         drawn: paths of modules whose outputs were drawn (`qatkit.graph.capture.sizes`).
         read_values: whether the graph depends on values that tensors of the model had.
-        shares: whether numbers of the graph are shares of the batch's size, or may be.
+        shares: whether numbers of the graph are fractions of the batch's size, or may be.
     """
 
     graph: fx.Graph
@@ -107,7 +107,7 @@ def record(
 
 @contextlib.contextmanager
 def kept_buffers(model: nn.Module) -> Iterator[set[str]]:
-    """Afterwards all buffers are as they were; the set that is given has the names of those that were not."""
+    """Restores all buffers afterwards, and fills the yielded set with the names of those that were changed."""
     before = [(module, dict(module._buffers)) for module in model.modules()]
     found = list(model.named_buffers())
     names = {id(buffer): name for name, buffer in found}
@@ -135,9 +135,9 @@ def _equal(buffer: Tensor, value: Tensor) -> bool:
 
 @contextlib.contextmanager
 def plain_contexts(found: set[str]) -> Iterator[None]:
-    """inference_mode and autocast that the model enters do nothing; the names of those that would have.
+    """Disables inference_mode and autocast contexts that the model enters; `found` gets their names.
 
-    What is made in inference mode doesn't tell that it was changed; autocast's types have no place in a graph that is
+    Tensors made in inference mode do not record changes; autocast's types do not belong into a graph that is
     quantized.
     """
     inference: Any = torch.inference_mode.__enter__
@@ -171,7 +171,7 @@ def plain_contexts(found: set[str]) -> Iterator[None]:
 
 
 class _Calls:
-    """What stands in for nn.Module.__call__ and for functions that are leaves, while a model is recorded."""
+    """The replacements for nn.Module.__call__ and for leaf functions while a model is recorded."""
 
     def __init__(self, model: nn.Module, recorder: Recorder, opened: frozenset[str]) -> None:
         self.recorder, self.opened = recorder, opened
@@ -182,7 +182,7 @@ class _Calls:
 
     @contextlib.contextmanager
     def patched(self) -> Iterator[None]:
-        """Patches, and puts everything back."""
+        """Applies the patches, and restores everything afterwards."""
         original, scripted = nn.Module.__call__, torch.jit.ScriptFunction.__call__
         functions = {key: frame[key[1]] for key, frame in _wrapped_fns_to_patch.items() if key[1] in frame}
         calls = self
@@ -218,7 +218,7 @@ class _Calls:
         return leaf
 
     def module(self, original: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call of a module: a leaf's is a node, another one's is followed."""
+        """Records the call of a module: a leaf becomes a node, any other module is followed."""
         path = self.paths.get(id(module))
         if self.within_leaf or path is None or not any(True for _ in tensors_in((args, kwargs))):
             return original(module, *args, **kwargs)
@@ -248,7 +248,10 @@ class _Calls:
         return result
 
     def _outputs(self, original: Any, module: nn.Module, path: str, *args: Any, **kwargs: Any) -> Any:
-        """What a leaf gives; where values of the inputs are in it, which nobody may read, drawn ones may do."""
+        """Returns a leaf's output.
+
+        If it depends on values of the inputs, which must not be read, it may be drawn at random instead of computed.
+        """
         drawn = drawn_output(module, args, kwargs) if self.recorder.depend(args) else None
         if drawn is None:
             return original(module, *args, **kwargs)
@@ -257,7 +260,7 @@ class _Calls:
 
     @contextlib.contextmanager
     def _leaf(self) -> Iterator[None]:
-        """What is called within is not recorded."""
+        """Turns recording off for calls inside a leaf."""
         self.within_leaf = True
         try:
             with torch._C.DisableTorchFunction():
@@ -266,7 +269,7 @@ class _Calls:
             self.within_leaf = False
 
     def _idle(self, module: nn.Module, before: int, args: tuple[Any, ...], result: Tensor) -> bool:
-        """Whether a module gave its input back in inference, as stochastic depth and noise of one's own do."""
+        """Returns whether a module returned its input in inference, like stochastic depth and custom noise modules."""
         return (
             bool(args)
             and result is args[0]
@@ -278,10 +281,10 @@ class _Calls:
 
 
 def is_leaf(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Modules of torch.nn without modules of their own, the types of the operators' table, and opaque ones.
+    """Returns whether a module is a leaf: one of torch.nn without children, of the operator table, or opaque.
 
-    One whose weight is computed by a parametrization or a hook is a leaf if `open_held` knows how; else what it
-    computes is part of the graph, like what other hooks do.
+    A module whose weight is computed by a parametrization or a hook is a leaf if `open_held` supports it;
+    otherwise the computation is part of the graph, like that of other hooks.
     """
     if is_held(module) or is_opaque(module):
         return True

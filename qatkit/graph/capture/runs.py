@@ -1,8 +1,8 @@
-"""The runs of one model under the recorder, from which a graph for any batch is made.
+"""Runs a model under the recorder, to make a graph for any batch.
 
 batches of two and of three            numbers that differ follow the batch's size
-else of multiples                      of a model that cuts its batch into parts
-else the example's                     of a model that takes this size alone
+else of multiples                      for a model that cuts its batch into parts
+else the example's                     for a model that accepts only this size
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ SIZES: tuple[int, int] = (2, 3)
 
 
 class ForAnyBatch(NamedTuple):
-    """A recording and the batches that its graph takes.
+    """A recording and the batches that its graph accepts.
 
     Attributes:
         one: the recording.
         opened: paths of attention modules that are no leaves.
-        sizes: of the batch in the two runs; none for a model that takes the example's alone.
-        axes: of the batch, one an input.
+        sizes: of the batch in the two runs; none for a model that accepts only the example's.
+        axes: of the batch, one per input.
     """
 
     one: Recording
@@ -83,8 +83,8 @@ class Runs:
         self.blocks = blocks
 
     def for_any_batch(self) -> ForAnyBatch:
-        """Returns the recording for any batch, else for multiples of a divisor of the example's, else for the
-        example's alone.
+        """Returns the recording for any batch, else for multiples of a divisor of the example's, else only
+        for the example's.
 
         Raises:
             UntraceableError: a line that can't be recorded.
@@ -134,8 +134,10 @@ class Runs:
         return found if isinstance(found, tuple) else (found,)
 
     def set_mode(self) -> None:
-        """Sets inference mode, but for blocks that are recorded as they train; torchvision's GoogLeNet and Inception
-        call their auxiliary heads in training alone.
+        """Sets inference mode, except for blocks that are recorded as they train.
+
+        torchvision's GoogLeNet and Inception call their auxiliary heads only in training, so they run in
+        training mode.
         """
         self.model.train()  # some drop what they keep for inference when they are put into training mode
         self.model.eval()
@@ -162,7 +164,7 @@ class Runs:
                 return self._along_axes(1)
 
     def _along_axes(self, factor: int) -> ForAnyBatch:
-        """The recording for batches of multiples of `factor`.
+        """Returns the recording for batches of multiples of `factor`.
 
         An axis that is as long as the batch by chance (of a mask of positions) is found by leaving it out.
         """
@@ -213,7 +215,9 @@ class Runs:
             return False
 
     def _first(self, axes: Axes, factor: int) -> tuple[Recording, frozenset[str], tuple[int, ...]]:
-        """The first run, with what attention had to be opened; no sizes if the model takes this batch alone."""
+        """Returns the first run, with the attention that had to be opened; no sizes if the model accepts only
+        this batch.
+        """
         sizes = tuple(factor * size for size in SIZES) if any(axis is not None for axis in axes) else ()
         given = resized(self.tensors, sizes[0], axes) if sizes else self.tensors
         try:
@@ -242,7 +246,9 @@ class Runs:
     def _second(
         self, tensors: tuple[Tensor, ...], opened: frozenset[str], *, whole: bool = True
     ) -> Recording | None:
-        """The run with other values, with the whole numbers given where it takes no others; None if it fails."""
+        """Returns the run with other values, or with the given whole numbers if it accepts no others; None if
+        it fails.
+        """
         self.set_mode()
         try:
             return self._record(other_values(tensors, seed=0, whole=whole), opened)
@@ -281,7 +287,7 @@ def _declared_axes(model: nn.Module, names: Sequence[str]) -> Axes:
 
 
 def _guesses(axes: Axes) -> list[Axes]:
-    """`axes`, all but one of them, and each alone."""
+    """Returns `axes`, all but one of them, and each alone."""
     given = [i for i, axis in enumerate(axes) if axis is not None]
     if len(given) < 2:
         return [axes]
@@ -293,7 +299,7 @@ def _guesses(axes: Axes) -> list[Axes]:
 
 @contextlib.contextmanager
 def _compiling() -> Iterator[None]:
-    """`torch.compiler.is_compiling()` is true, as it is while torch.compile follows a model."""
+    """Makes `torch.compiler.is_compiling()` true, as it is while torch.compile follows a model."""
     before = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = True
     try:

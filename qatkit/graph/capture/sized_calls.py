@@ -19,7 +19,7 @@ _POOL = re.compile("(avg|max)_pool([123])d")
 
 
 def for_any_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
-    """Returns what computes the same for any size; None for another function, and for plain numbers."""
+    """Returns a function that computes the same for any size; None for another function, and for plain numbers."""
     if func is torch.linspace:
         steps = kwargs.get("steps", args[2] if len(args) > 2 else None)
         ends = [args[i] if len(args) > i else kwargs.get(name) for i, name in enumerate(("start", "end"))]
@@ -66,7 +66,9 @@ def _linspace(
 
 
 def _affine_grid(theta: Tensor, size: Sequence[int], align_corners: bool | None = None) -> Tensor:
-    """Points of an image or a volume, [N, *sizes, axes], moved by the matrices `theta`, [N, axes, axes + 1]."""
+    """Returns points of an image or a volume, [N, *sizes, axes], moved by the matrices `theta`, [N, axes,
+    axes + 1].
+    """
     sizes, axes = size[2:], len(size) - 2
     kind: dict[str, Any] = {"dtype": theta.dtype, "device": theta.device}
     columns = []

@@ -1,8 +1,9 @@
-"""Outputs whose values nobody reads: where a graph is recorded or its shapes are asked for, what depends on values of
-the input is refused, so a convolution or a Linear, which is nearly all the time of such a run, need not be computed.
+"""Draws outputs whose values are never read, instead of computing them.
 
-Its output is drawn from a table of normal numbers instead (no zeros: code that divides by it, or looks things up with
-it, finds what it would find).
+While a graph is recorded or its shapes are computed, reading values that depend on the input is rejected. So a
+convolution or a Linear, which takes nearly all the time of such a run, need not be computed. Its output is
+drawn from a table of normal numbers instead (no zeros: code that divides by it, or looks things up with it,
+finds usual values).
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ _CONVOLUTIONS = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}
 
 
 def drawn_output(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """A tensor of the shape and type that `module` gives, or None where it has to be run (to refuse the call, too).
+    """Returns a tensor of the shape and type of `module`'s output; None if it has to be run (also to reject the call).
 
     Args:
-        module: with the weight as it is, of torch.nn's own type.
+        module: of torch.nn's own type, its weight unchanged.
         args, kwargs: of the call.
     """
     if kwargs or len(args) != 1 or not isinstance(args[0], Tensor):
@@ -65,7 +66,7 @@ def _of_convolution(module: nn.Module, x: Tensor, axes: int) -> tuple[int, ...] 
 
 
 def _drawn(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """Other values for another first size: what takes them for constants is found by comparing two runs."""
+    """Returns values that differ by the first size: comparing two runs reveals code that takes them for constants."""
     table, count = _table().to(like), math.prod(shape)
     start = 64 * shape[0] % 4096  # aligned, as `view_as_complex` wants it
     return table.repeat(1 - (-start - count) // len(table))[start : start + count].view(shape)

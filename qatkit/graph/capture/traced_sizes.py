@@ -53,7 +53,7 @@ class TracedSize(int):
 
 
 class Quotient(float):
-    """A size divided by a whole number, or a whole number by a size: rounded up or down it is a size again."""
+    """A size divided by a whole number, or a whole number by a size; rounded up or down it is a size again."""
 
     parts: tuple[Any, Any]
 
@@ -69,7 +69,7 @@ class Quotient(float):
 
     @property
     def expression(self) -> Expression:
-        """The division of the sizes."""
+        """The expression of the division."""
         return operator.truediv, *(getattr(part, "expression", part) for part in self.parts)
 
     def __ceil__(self) -> Any:
@@ -93,7 +93,7 @@ def _plain(value: Any) -> Any:
 
 
 def _applied(function: Callable[..., Any], *args: Any) -> Any:
-    """The result for the plain numbers, with its expression if it is a whole number."""
+    """Returns the result for the plain numbers, with its expression if it is a whole number."""
     try:
         value = function(*map(_plain, args))
     except TypeError:
@@ -119,10 +119,10 @@ for _name in ("add", "sub", "mul", "floordiv", "mod"):
 def traced(
     name: str, args: tuple[Any, ...], kwargs: dict[str, Any], node: Callable[[Tensor], fx.Node], result: Any
 ) -> Any:
-    """Returns what `tensor.shape`, `.size()`, `.size(axis)` or `.numel()` gave, with each size traced.
+    """Returns the result of `tensor.shape`, `.size()`, `.size(axis)` or `.numel()`, with each size traced.
 
     Args:
-        name: of what was called.
+        name: of the call.
         args, kwargs: of the call; the tensor comes first.
         node: returns the node of a tensor.
     """

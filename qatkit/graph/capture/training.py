@@ -1,8 +1,8 @@
-"""What a model does in training alone: dropout called as a function, noise and dropped paths of its own.
+"""Finds what a model does only in training: functional dropout, custom noise and dropped paths.
 
-The graph is recorded in inference mode, where functional dropout is off. One run in training mode says which of its
+The graph is recorded in inference mode, where functional dropout is off. One run in training mode shows which of its
 calls follow the mode of the model; these become modules of the graph, which are on when it is trained. Random numbers
-that a model draws in training elsewhere can't be part of the graph, and are named.
+that a model draws elsewhere in training can't be part of the graph, and are reported.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm
 
 
 class TrainingOnly(nn.Module):
-    """A module that gives its input back in inference (stochastic depth, noise of one's own)."""
+    """A module that returns its input in inference (stochastic depth, custom noise)."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -61,11 +61,15 @@ class _Watcher(TorchFunctionMode):
 def watch(
     model: nn.Module, example: Example, only_training: set[str], drawn: set[str]
 ) -> tuple[dict[Place, list[float]], list[Place], set[str], set[str]]:
-    """Runs `model` once in training mode: rates of functional dropouts, lines with random numbers, which of
-    `only_training` change the shape of what they get, and the names of buffers that code of the model changes.
+    """Runs `model` once in training mode.
 
-    Its state is as before. The values of `drawn` depend on the inputs, whatever the mode (`drawn_output`). A model
-    that can't be run so (it wants targets) has nothing to tell.
+    Its state is restored. The values of `drawn` depend on the inputs in either mode (`drawn_output`). A model
+    that can't be run in this way (it wants targets) contributes nothing.
+
+    Returns:
+        Rates of functional dropouts, lines with random numbers, those of `only_training` that change the
+        shape of their
+        input, and the names of buffers that code of the model changes.
     """
     watcher, reshaping = _Watcher(), set[str]()
     modes = [(module, module.training) for module in model.modules()]
@@ -85,7 +89,7 @@ def watch(
             watcher,
         ):
             call(model, example)
-    except Exception:  # whatever a forward raises without the targets it wants in training
+    except Exception:  # without the targets that it wants in training, a forward may raise anything
         return {}, [], reshaping, set()
     finally:
         for module, mode in modes:
@@ -97,9 +101,9 @@ def watch(
 
 @contextlib.contextmanager
 def _leaves_apart(quiet: Mapping[int, str], reshaping: set[str], valueless: set[int]) -> Iterator[None]:
-    """Calls of leaves, and of the modules `quiet`, are not watched: they stay modules.
+    """Leaves calls of leaves, and of the modules `quiet`, unwatched: they stay modules.
 
-    Those of the latter that yield another shape are added to `reshaping`.
+    Those of the latter that return another shape are added to `reshaping`.
     """
     original = nn.Module.__call__
 
@@ -121,7 +125,7 @@ def _leaves_apart(quiet: Mapping[int, str], reshaping: set[str], valueless: set[
 
 
 def drop_reshaping(graph_module: fx.GraphModule, reshaping: set[str]) -> list[tuple[str, str]]:
-    """Takes modules out that change the shape of what they get in training (dropped patches); what is said of them."""
+    """Removes modules that change their input's shape in training (dropped patches); returns notes on them."""
     for node in list(graph_module.graph.nodes):
         if node.op == "call_module" and node.target in reshaping:
             node.replace_all_uses_with(node.args[0])
@@ -133,9 +137,9 @@ def drop_reshaping(graph_module: fx.GraphModule, reshaping: set[str]) -> list[tu
 
 
 def follow_mode(graph_module: fx.GraphModule, rates: dict[Place, list[float]]) -> list[Place]:
-    """Makes modules of the functional dropouts; those that the run in training mode left off are dropped.
+    """Turns the functional dropouts into modules; those that the run in training mode left off are dropped.
 
-    Returns the lines of those that are called in training alone.
+    Returns the lines of those that are called only in training.
     """
     left = {place: list(found) for place, found in rates.items()}
     for node in list(graph_module.graph.nodes):
@@ -164,7 +168,7 @@ def follow_mode(graph_module: fx.GraphModule, rates: dict[Place, list[float]]) -
 
 
 def _free(graph_module: fx.GraphModule, path: str) -> str:
-    """`path`, or with a number, where the graph has no such module."""
+    """Returns `path`, with a number if the graph has such a module already."""
     taken, number, found = {name for name, _ in graph_module.named_modules()}, 0, path
     while found in taken:
         number += 1

@@ -1,4 +1,4 @@
-"""Blocks that train another path than they evaluate, and parameters that training alone reaches.
+"""Finds blocks that train another path than they evaluate, and parameters that are reached only in training.
 
 A re-parameterized block evaluates with a merged copy of its branches, which is often frozen (`eval_conv` of SPAN). A
 graph recorded in inference mode has the copy, and nothing would ever train the branches:
@@ -44,8 +44,8 @@ class TrainingPaths:
     """The findings of a run in training mode.
 
     Attributes:
-        around: by parameter that training mode alone reaches, the innermost module that inference mode calls too.
-        differences: by such a module, how far its two paths are apart, as a share of the output.
+        around: by parameter that only training mode reaches, the innermost module that inference mode calls too.
+        differences: by such a module, the relative difference between the outputs of its two paths.
         blocks: paths of the modules whose graph is to be recorded in training mode.
     """
 
@@ -55,7 +55,9 @@ class TrainingPaths:
 
 
 def missing_parameters(model: nn.Module, graph: fx.Graph) -> dict[str, nn.Parameter]:
-    """The parameters that require gradients, and that get none from the outputs of `graph`, recorded from `model`."""
+    """Returns the parameters that require gradients and get none from the outputs of `graph`, recorded from
+    `model`.
+    """
     read: set[int] = set()
     for node in _before(next(iter(reversed(graph.nodes)))):
         path = str(node.target)
@@ -68,7 +70,7 @@ def missing_parameters(model: nn.Module, graph: fx.Graph) -> dict[str, nn.Parame
 
 
 def _before(end: fx.Node) -> set[fx.Node]:
-    """The nodes that `end` gets a gradient to."""
+    """Returns the nodes that get a gradient from `end`."""
     found, left = set[fx.Node](), [end]
     while left:
         node = left.pop()
@@ -96,10 +98,10 @@ def training_paths(model: nn.Module, example: Example, missing: Mapping[str, nn.
 
 
 def follow_paths(model: nn.Module, blocks: Collection[str]) -> None:
-    """Puts the modules at `blocks` into training mode but for norms, and all modules inside of them into inference
-    mode.
+    """Puts the modules at `blocks`, except norms, into training mode, and all modules inside them into
+    inference mode.
     """
-    for path in sorted(blocks, key=len):  # an outer one before what it holds
+    for path in sorted(blocks, key=len):  # outer modules before the modules that they contain
         block = model.get_submodule(path).train()
         for module in block.modules():
             if module is not block or isinstance(module, _NORMS):
@@ -130,7 +132,7 @@ def notes_of_paths(model: nn.Module, paths: TrainingPaths, missing: Collection[s
 
 
 def listed(names: Sequence[str]) -> str:
-    """The first names, and how many more there are."""
+    """Returns the first names as text, and how many more there are."""
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + more
 
@@ -141,9 +143,9 @@ def _evaluate(model: nn.Module) -> None:
 
 
 def _reached(model: nn.Module, example: Example, missing: Mapping[str, nn.Parameter]) -> list[str]:
-    """The names of those of `missing` that get a gradient from the outputs of training mode.
+    """Returns the names of those of `missing` that get a gradient from the outputs of training mode.
 
-    A model that can't be run so (it wants targets) has nothing to tell.
+    A model that can't be run so (it wants targets) contributes none.
     """
     model.train()
     for module in model.modules():
@@ -154,13 +156,13 @@ def _reached(model: nn.Module, example: Example, missing: Mapping[str, nn.Parame
             outputs = _leaves(call(model, _copied(example)))
             total = sum(one.float().sum() for one in outputs if one.requires_grad)
             given = torch.autograd.grad(total, list(missing.values()), allow_unused=True)  # type: ignore[arg-type]
-    except Exception:  # whatever a forward raises without the targets it wants in training
+    except Exception:  # without the targets that it wants in training, a forward may raise anything
         return []
     return [name for name, one in zip(missing, given, strict=True) if one is not None]
 
 
 def _blocks(model: nn.Module, example: Example, names: Iterable[str]) -> dict[str, str]:
-    """By parameter, the path of the innermost module around it that inference mode calls."""
+    """Returns by parameter the path of the innermost module around it that inference mode calls."""
     called = {id(model)}
 
     def note(module: nn.Module, _: Any) -> None:
@@ -218,7 +220,7 @@ def _difference(model: nn.Module, path: str, args: Any, kwargs: Any, expected: A
 
 @contextlib.contextmanager
 def _apart(model: nn.Module) -> Iterator[None]:
-    """A run that leaves no trace: neither in buffers nor in random numbers."""
+    """Runs code without side effects: neither on buffers nor on random numbers."""
     with (
         torch.random.fork_rng(devices=[]),
         torch.compiler.set_stance("force_eager"),
@@ -233,7 +235,7 @@ def _copied(example: Example) -> Any:
 
 
 def _cloned(value: Any) -> Any:
-    """Copies of the tensors in `value`: what a module is given may be changed in place."""
+    """Copies the tensors in `value`, since a module may change its arguments in place."""
     return pytree.tree_map_only(Tensor, torch.clone, value)
 
 
@@ -242,7 +244,7 @@ def _leaves(value: Any) -> list[Tensor]:
 
 
 def _groups(model: nn.Module, names: Sequence[str]) -> list[str]:
-    """The outermost modules that have no other trainable parameters than these; else the parameters' own names."""
+    """Returns the outermost modules without other trainable parameters than these; else the parameters' own names."""
     others = [n for n, one in model.named_parameters() if one.requires_grad and n not in names]
     found = []
     for name in names:

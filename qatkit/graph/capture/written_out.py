@@ -1,8 +1,8 @@
-"""Functions of torch that hide products or changes, written as those that they are made of.
+"""Writes functions of torch that hide products or changes as the functions that they are composed of.
 
 They run with the recorder on, so each of their parts is a node: the Linears of an attention that is called as a
-function, the product with the weight of a bilinear form, the mask of a diagonal that is filled, the experts' Linears in
-a product of groups of rows.
+function, the product with the weight of a bilinear form, the mask of a filled diagonal, the experts' Linears in a
+product of groups of rows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from qatkit.graph.open_modules import bilinear
 
 
 def written_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
-    """What computes the same as `func` in parts; None for a function that is a node."""
+    """Returns a function that computes `func` in parts; None for a function that becomes a node."""
     if func is F.multi_head_attention_forward and not _static(args, kwargs):
         return _attention
     if func is F.bilinear:
@@ -34,7 +34,7 @@ def written_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cal
 
 
 def _static(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Keys or values that are there already."""
+    """Returns whether keys or values are given already."""
     given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
     return given.get("static_k") is not None or given.get("static_v") is not None
 
@@ -48,7 +48,7 @@ _ARGUMENTS = (
 
 
 def _attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    """`F.multi_head_attention_forward` as the module that has these parameters."""
+    """Computes `F.multi_head_attention_forward` by the module that has these parameters."""
     given = SimpleNamespace(**dict.fromkeys(_ARGUMENTS))
     for name, value in (dict(zip(_ARGUMENTS, args, strict=False)) | kwargs).items():
         setattr(given, name, value)
@@ -92,7 +92,7 @@ _GROUPED_OF_TRANSFORMERS = "transformers.grouped_mm_fallback"
 
 
 def _grouped(x: Tensor, weight: Tensor, offs: Tensor | None = None, **more: Any) -> Callable[..., Any] | None:
-    """Products that `F.grouped_mm` takes in inference, in the type of their inputs."""
+    """Returns the products that `F.grouped_mm` computes in inference, in the type of their inputs."""
     if any(value is not None for value in more.values()):
         return None
     if x.ndim == weight.ndim == 3 and offs is None:
@@ -105,12 +105,17 @@ def _stacked_groups(x: Tensor, weight: Tensor, **_: Any) -> Tensor:
 
 
 def _groups_of_rows(x: Tensor, weight: Tensor, offs: Tensor, **_: Any) -> Tensor:
-    """Each row times the matrix of its group: times all of them, in one product, of which one is kept.
+    """Multiplies each row by the matrix of its group.
+
+    All matrices are applied in one product, and the result of the row's own group is kept.
 
     Args:
         x: rows, [rows, inputs].
         weight: a matrix for each group, [groups, inputs, outputs].
         offs: where each group ends, [groups].
+
+    Returns:
+        [rows, outputs]
     """
     count = torch.ones_like(x[:, :1], dtype=torch.int32).cumsum(0)  # 1, 2, 3, ...; no size is read
     begun = count <= offs  # [rows, groups]: false, ..., true, ...

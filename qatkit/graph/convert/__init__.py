@@ -1,1 +1,1 @@
-"""From the prepared graph to integers: the converted modules, and a graph without what only training needs."""
+"""Converts the prepared graph to integers: the converted modules, and a graph without training-only operators."""

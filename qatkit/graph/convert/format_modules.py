@@ -1,8 +1,8 @@
-"""Modules of a converted graph whose numbers are of formats (`qatkit.quant.formats`).
+"""Modules of a converted graph whose numbers have number formats (`qatkit.quant.formats`).
 
-Weights are float32 numbers that their format holds; a Conv or Linear computes with them in float. An activation is
-rounded by one function of the file, in the domain `qatkit` and named after the format, whose body is in the file
-(`qatkit.export.format_functions`).
+Weights are float32 numbers that their format can represent; a Conv or Linear computes with them in float. An
+activation is rounded by a function in the file, in the domain `qatkit` and named after the format, whose body
+is in the file (`qatkit.export.format_functions`).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ DOMAIN = "qatkit"  # of the functions
 
 
 class RoundToFormat(nn.Module):
-    """x as its format holds it.
+    """Rounds x to the numbers of a format.
 
-    Buffers: scale [], the tensor's, where the format has one.
+    Buffers: scale [], the tensor's, if the format has one.
     """
 
     scale: Tensor | None
@@ -48,13 +48,13 @@ class RoundToFormat(nn.Module):
 
 @dataclass(frozen=True)
 class HeldWeight:
-    """What a rounded weight is made of, for a file that packs it.
+    """The parts of a rounded weight, for a file that packs it.
 
     Attributes:
         dtype: of `FORMATS`.
         axis: along which its blocks lie; 0 without blocks.
         values: float32, the weight.
-        scale: what its elements are multiplied by, of its granularity's shape.
+        scale: the factor of its elements, in the shape of its granularity.
         of_tensor: [], the part of `scale` that the whole tensor has; 1 where there is none.
     """
 

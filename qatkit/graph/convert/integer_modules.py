@@ -1,7 +1,7 @@
 """The modules of a converted graph.
 
 Each has two forms of one computation. Called, it does in float32 and float64 exactly what ONNX Runtime's
-8-bit kernel does, so that the converted module is a reference that the file can be held against bit for bit.
+8-bit kernel does, so that the converted module is a reference for comparing the file bit for bit.
 While it is exported (`torch.compiler.is_exporting`) it spells out dequantize → operator, which is QDQ.
 
 Source of the kernels' arithmetic: docs/onnxruntime-qdq.md, section 5.
@@ -28,7 +28,7 @@ _PIECE = 2**18
 
 @torch.library.custom_op("qatkit::barrier", mutates_args=())
 def barrier(x: Tensor) -> Tensor:
-    """The identity, exported as a single-input Sum, which ONNX Runtime's QDQ fusions do not look through."""
+    """Returns x; exported as a single-input Sum, which ONNX Runtime's QDQ fusions do not look through."""
     return x.clone()
 
 
@@ -64,7 +64,7 @@ class QuantizeDequantize(nn.Module):
 
 
 def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """a·b + c with one rounding to float32: the product of two float32 is exact in float64."""
+    """Computes a·b + c with one rounding to float32: the product of two float32 is exact in float64."""
     return (a.double() * b.double() + c.double()).float()
 
 
@@ -103,11 +103,11 @@ class QuantizedPair(nn.Module):
         return steps * self.scales[2]
 
     def plain(self, a: Tensor, b: Tensor) -> Tensor:
-        """The float operator."""
+        """Computes the float operator."""
         raise NotImplementedError
 
     def kernel(self, a: Tensor, b: Tensor) -> Tensor:
-        """From q - zero_point of both to the result's q before rounding."""
+        """Computes the result's q before rounding from q - zero_point of both operands."""
         raise NotImplementedError
 
 
@@ -249,10 +249,10 @@ class Quantized(nn.Module):
         return self._explicit(x) if torch.compiler.is_exporting() else self._integer(x)
 
     def widen(self, inputs: int, outputs: int) -> None:
-        """Appends channels to a convolution, whose weights and biases are 0; the other results stay what they are.
+        """Appends channels with weights and biases of 0 to a convolution; the other results stay the same.
 
         Args:
-            inputs, outputs: how many; of a depthwise convolution the same number.
+            inputs, outputs: how many; for a depthwise convolution the same number.
         """
         settings: Any = self.operator.bare
         settings.in_channels += inputs
@@ -271,20 +271,20 @@ class Quantized(nn.Module):
         self.weight = (counted + along(self.weight_zero_point, 0, counted.ndim)).to(kind)
 
     def _counted(self, kind: torch.dtype) -> Tensor:
-        """The integers of the weight, counted from the zero point."""
+        """Returns the integers of the weight, counted from the zero point."""
         weight = self.weight.to(kind)
         return weight - along(self.weight_zero_point, 0, weight.ndim) if self.has_zero_point else weight
 
     def _integer(self, x: Tensor) -> Tensor:
         channel = -1 if self.is_linear else 1
         whole, weight = x.div(self.input_scale).round_(), self._counted(x.dtype)
-        # Products of 16 bits, or with weights of one sign, add up to more than float32 counts.
+        # Sums of 16-bit products, or with weights of one sign, exceed float32's exact integers.
         wide = self.has_zero_point or self._wide
         wide = wide and float(weight.abs().flatten(1).sum(1).max()) * self.input_steps >= 2**24
         kind = torch.float64 if wide else x.dtype
         total = self.operator.infer(
             whole.to(kind), weight.to(kind), None
-        )  # nobody else has it: changed in place
+        )  # it is used only here, so it is changed in place
         if self.bias is not None:
             steps = self.bias.to(torch.int32)
             steps = steps if self.bias_multiplier is None else steps * self.bias_multiplier
@@ -337,7 +337,7 @@ class QuantizedEmbedding(nn.Module):
 
 
 class Settings:
-    """An operator's settings without its parameters; no Module, so it adds nothing to names or state."""
+    """An operator's settings without its parameters; not a Module, so it adds nothing to names or state."""
 
     def __init__(self, operator: QATOperator) -> None:
         self.bare = copy.copy(operator)
@@ -348,8 +348,10 @@ class Settings:
         return self.bare.run(x, weight, bias)
 
     def infer(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The same without a gradient: by oneDNN on the CPU, which torch leaves where it has one thread, a kernel of
-        1x1 and less than 16 images: for a way that takes twice as long.
+        """Computes the same without a gradient, on the CPU by oneDNN.
+
+        With one thread, a 1x1 kernel and fewer than 16 images, torch would choose an implementation that takes
+        twice as long.
         """
         bare: Any = self.bare
         plain = (

@@ -1,7 +1,8 @@
 """Operators that order values, with equal values in the order of ONNX: the one with the lower index first.
 
 torch leaves the order of equal values open, and quantized values are often equal. A converted module that ordered them
-otherwise than the file would differ in everything that is looked up by their indices, and hide real faults.
+differently from the file would differ in everything that is looked up by their indices, and hide real faults.
+
 Source: ONNX operators, TopK ("the element with the lower index will appear first").
 """
 

@@ -1,7 +1,7 @@
 """LSTM, GRU and RNN of a converted graph: int8 weights and one scale per row, as the file holds them.
 
-A layer is one call of `qatkit::recurrent`, exported as ONNX's operator of that name. Gates stand in ONNX's order, so
-that nothing lies between a weight and its reader but the product with its scale. Called, it computes in float with
+A layer is one call of `qatkit::recurrent`, exported as ONNX's operator of that name. Gates are in ONNX's order,
+so that only the product with its scale is between a weight and its reader. Called, it computes in float with
 exactly these weights, as ONNX Runtime does.
 """
 
@@ -30,18 +30,19 @@ def recurrent(
     mode: str,
     size: int,
 ) -> _Results:
-    """One layer in one direction or in both.
+    """Runs one layer in one direction or in both.
 
     Args:
         x: [steps, batch, inputs].
         weights: of the inputs, int8 [directions, gates · size, inputs], its scales [directions, gates · size, 1], its
-            zero points of that shape where there may be some, the same of the hidden state; gates in ONNX's order.
+            zero points of that shape if there are any, the same of the hidden state; gates in ONNX's order.
         bias: [directions, 2 · gates · size], of the inputs and of the hidden state.
         hidden, cell: initial states [directions, batch, size]; None: zeros.
         mode: as `nn.RNNBase.mode`.
 
     Returns:
-        [steps, batch, directions · size], the last hidden state, and that of the cell (but for LSTM: the same again).
+        [steps, batch, directions · size], the last hidden state, and that of the cell (the hidden state again except
+        for LSTM).
     """
     of_inputs, of_hidden = (_dequantized(*parts) for parts in of_each(weights))
     flat = []
@@ -67,7 +68,7 @@ def _(x: Tensor, weights: list[Tensor], *others: Any) -> _Results:
 
 
 def of_each(weights: list[Any]) -> tuple[list[Any], list[Any]]:
-    """The parts of the weight of the inputs, and of that of the hidden state."""
+    """Returns the parts of the weight of the inputs, and of that of the hidden state."""
     count = len(weights) // 2
     return weights[:count], weights[count:]
 
@@ -78,7 +79,7 @@ def _dequantized(q: Tensor, scale: Tensor, zero: Tensor | None = None) -> Tensor
 
 
 def _to_onnx(rows: Tensor, mode: str) -> Tensor:
-    """Rows [gates · size, ...] in the order of ONNX's gates."""
+    """Returns rows [gates · size, ...] in the order of ONNX's gates."""
     return torch.cat([rows.chunk(len(_ORDERS[mode]))[i] for i in _ORDERS[mode]])
 
 
@@ -127,7 +128,9 @@ class QuantizedRecurrent(nn.Module):
         return torch.stack(both)
 
     def forward(self, x: Tensor, hx: Any = None) -> Any:
-        """As torch's: (outputs, state), of an LSTM (outputs, (hidden, cell)); of one sequence without a batch, too."""
+        """Returns (outputs, state) as torch does, for an LSTM (outputs, (hidden, cell)); accepts unbatched
+        input too.
+        """
         batch = x.ndim == 3
         given = () if hx is None else hx if self.mode == "LSTM" else (hx,)
         axis = 0 if batch and self.batch_first else 1
@@ -139,7 +142,7 @@ class QuantizedRecurrent(nn.Module):
         return outputs, last if self.mode == "LSTM" else last[0]
 
     def _run(self, x: Tensor, states: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """All layers, on [steps, batch, inputs]."""
+        """Runs all layers, on [steps, batch, inputs]."""
         collected: list[tuple[Tensor, ...]] = []
         count = len(self.directions)
         for layer in range(self.layers):

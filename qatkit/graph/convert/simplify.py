@@ -1,9 +1,9 @@
-"""Simplify: what a graph in training has and inference needs not.
+"""Removes from the graph what only training needs.
 
-dropout, auxiliary heads              gone
-weights that are computed             parameters
-what depends on parameters alone      computed once
-γ · Linear(x), ConvNeXt's layer scale → Linear with γ in its rows: the integers stay, the scales change
+dropout, auxiliary heads               removed
+weights that are computed              parameters
+values that depend only on parameters  computed once
+γ · Linear(x), ConvNeXt's layer scale  → Linear with γ in its rows: the integers stay, the scales change
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from qatkit.quant.qat_layers import QATOperator, plain_operator
 from qatkit.quant.weight_fake_quantize import WeightFakeQuantize
 
 _MEGABYTE = 1 << 20
-# What stands in the arguments of a graph's nodes beside other nodes (and None, which means nothing here).
+# Types of arguments of a graph's nodes other than nodes (and None, which has no meaning here).
 _WRITTEN = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
 
 
 def simplify(graph_module: fx.GraphModule) -> None:
-    """Changes `graph_module`, in inference mode, in place."""
+    """Simplifies `graph_module`, in inference mode, in place."""
     _settle_weights(graph_module)
     _drop_passes(graph_module)
     _fold_constants(graph_module)
@@ -41,7 +41,7 @@ def simplify(graph_module: fx.GraphModule) -> None:
 
 
 def float_baseline(model: nn.Module, example: Example) -> fx.GraphModule:
-    """The float model as ONNX Runtime runs it fastest: BatchNorm folded, attention as in the INT8 file."""
+    """Returns the float model as ONNX Runtime runs it fastest: BatchNorm folded, attention as in the INT8 file."""
     model, _ = in_single_precision(model)
     example = in_float32(example)
     graph_module = stub(fuse(model, example).graph, example).graph.eval()
@@ -51,7 +51,7 @@ def float_baseline(model: nn.Module, example: Example) -> fx.GraphModule:
 
 
 def _settle_weights(graph_module: fx.GraphModule) -> None:
-    """Computed weights become parameters, and what was left out of quantization has its BatchNorm folded in."""
+    """Turns computed weights into parameters, and folds the BatchNorms of operators that are not quantized."""
     for path in dict.fromkeys(str(n.target) for n in graph_module.graph.nodes if n.op == "call_module"):
         module = settled(graph_module.get_submodule(path))
         if isinstance(module, QATOperator) and module.weight_fake_quant is None:
@@ -61,7 +61,7 @@ def _settle_weights(graph_module: fx.GraphModule) -> None:
 
 
 def _drop_passes(graph_module: fx.GraphModule) -> None:
-    """Dropout and its like are the identity in inference; outputs for training alone have no reader any more."""
+    """Removes dropout and the like, which are the identity in inference, and outputs for training only."""
     for node in list(graph_module.graph.nodes):
         if op_class(node) == "pass" and node.all_input_nodes:
             node.replace_all_uses_with(node.all_input_nodes[0])
@@ -74,11 +74,12 @@ def _drop_passes(graph_module: fx.GraphModule) -> None:
 
 
 def _fold_constants(graph_module: fx.GraphModule) -> None:
-    """Computes once what depends on parameters alone (Swin's relative position bias).
+    """Computes once the values that depend only on parameters (Swin's relative position bias).
 
-    Not what would make the file larger by a megabyte (the same for clips, which is a thousand times its table):
-    ONNX Runtime computes that when it loads the file. A value that is no tensor (a device, a size) goes into the
-    arguments of those who read it; a list of tensors is folded where one of them is taken out.
+    Values that would enlarge the file by more than a megabyte are left to ONNX Runtime, which computes them
+    when it loads the file (on clips the bias is a thousand times its table). A value that is not a tensor (a
+    device, a size) is written into its readers' arguments; a list of tensors is folded where one of them is
+    taken out.
     """
     constant = constants(graph_module.graph)
     values: dict[fx.Node, Any] = {}
@@ -103,7 +104,7 @@ def _fold_constants(graph_module: fx.GraphModule) -> None:
 
 
 def _is_small(value: Tensor, sources: set[fx.Node], values: dict[fx.Node, Any]) -> bool:
-    """Whether a value takes at most a megabyte more than the parameters that it is computed from."""
+    """Returns whether a value takes at most a megabyte more than the parameters that it is computed from."""
     parameters = [values[n] for n in sources if n.op == "get_attr"]
     return value.nbytes <= sum(p.nbytes for p in parameters if isinstance(p, Tensor)) + _MEGABYTE
 
@@ -120,7 +121,7 @@ def _write_out(node: fx.Node, value: Any, readers: list[fx.Node]) -> None:
 
 
 def _store(graph_module: fx.GraphModule, path: str, value: Tensor) -> str:
-    """Keeps a constant as a buffer of the module at its path, or of the graph itself where there is none; its name."""
+    """Stores a constant as a buffer of the module at its path, or of the graph if there is none; returns its name."""
     owner, _, name = path.rpartition(".")
     home = dict(graph_module.named_modules()).get(owner)
     if home is None:
@@ -154,7 +155,7 @@ def _fold_layer_scale(graph_module: fx.GraphModule) -> None:
 
 
 def _linear_below(node: fx.Node, factor: Tensor) -> fx.Node | None:
-    """The Linear whose last axis, permuted or not, `factor` is spread along; None if it is anything else."""
+    """Returns the Linear whose last axis, permuted or not, `factor` is spread along; None if there is none."""
     long = [axis - factor.ndim for axis, size in enumerate(factor.shape) if size > 1]
     if len(long) != 1:
         return None

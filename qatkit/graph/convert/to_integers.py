@@ -1,16 +1,18 @@
-"""Convert: from simulation to integers.
+"""Converts a prepared graph from simulation to integers.
 
 Weights become int8 buffers, biases int32 at scale s_x·s_w, and every FakeQuantize an explicit pair of
-quantize and dequantize. The result runs in PyTorch and is the reference that the ONNX file is held against.
-What ONNX Runtime wants beside that is written down here as graph rules, from docs/onnxruntime-qdq.md:
+quantize and dequantize. The result runs in PyTorch and is the reference that the ONNX file is compared with.
+
+Further requirements of ONNX Runtime are implemented here as graph rules, from docs/onnxruntime-qdq.md:
 
 - an operator that only moves values gets the same pair again after it, if an int8 operator reads it;
 - HardSigmoid becomes Add(x, 3) → quantize(6/255) → dequantize(1/255): its division is in the two scales;
 - a Linear sees 2-D inputs (Gemm), with the reshapes around it;
-- a float operator between a dequantize and a quantize, or behind a dequantize where ONNX Runtime would
-  otherwise miss a fusion, is set apart by a barrier (an ONNX Sum with one input);
-- channels of zeros fill up what its kernels want multiples of (`qatkit.graph.pad_channels`).
-Numbers of formats stay float (`format_modules`).
+- a float operator between a dequantize and a quantize, or after a dequantize where ONNX Runtime would
+  otherwise miss a fusion, is separated by a barrier (an ONNX Sum with one input);
+- channels are padded with zeros to the multiples that its kernels want (`qatkit.graph.pad_channels`).
+
+Numbers with number formats stay float (`format_modules`).
 A backend of another runtime (`Backend.for_onnxruntime`) gets float biases and none of these.
 Equal values are ordered as ONNX orders them (`qatkit.graph.convert.orders`), for any backend.
 """
@@ -56,9 +58,9 @@ from qatkit.quant.spec import WHOLE, WIDE, QuantSpec
 
 
 def convert(graph_module: fx.GraphModule) -> PassResult:
-    """A converted copy of a prepared graph, on the CPU in inference mode.
+    """Returns a converted copy of a prepared graph, on the CPU in inference mode.
 
-    `skipped` of the result tells what had to be repaired on the way.
+    `skipped` of the result lists what had to be repaired on the way.
     """
     converted = copy.deepcopy(graph_module, _packed_here(graph_module)).cpu().eval()
     result = PassResult(converted)
@@ -154,7 +156,7 @@ def _tell_few_bits(node: fx.Node, scale: Tensor, spec: QuantSpec, result: PassRe
 
 
 def _convert_recurrent(node: fx.Node) -> None:
-    """Below its path are also the quantizers of what is taken out of its results."""
+    """Replaces a recurrent layer; the quantizers of values taken out of its results stay below its path."""
     module = cast(QATRecurrent, module_of(node))
     new = QuantizedRecurrent(module)
     for name, child in module.named_children():
@@ -164,14 +166,14 @@ def _convert_recurrent(node: fx.Node) -> None:
 
 
 def _keep_activation_apart(node: fx.Node) -> None:
-    """A ReLU that stays float: ONNX Runtime would fuse the two, in float, before it looks for 8-bit kernels."""
+    """Separates a ReLU that stays float: ONNX Runtime would fuse it in float before it looks for 8-bit kernels."""
     for user in [u for u in node.users if facts(u).activation]:
         with node.graph.inserting_before(user):
             user.replace_input_with(node, node.graph.call_function(torch.ops.qatkit.barrier, (node,)))
 
 
 def _keep_float_readers(graph_module: fx.GraphModule) -> None:
-    """A Linear that is quantized for some of its readers: ONNX Runtime gives it an int8 kernel for none, or for all."""
+    """Separates the float readers of a Linear: ONNX Runtime quantizes it for all of its readers or for none."""
     for node in list(graph_module.graph.nodes):
         if (
             not _for_onnxruntime(node)
@@ -186,14 +188,17 @@ def _keep_float_readers(graph_module: fx.GraphModule) -> None:
 
 
 def _leads_to_quantizers(node: fx.Node) -> bool:
-    """Returns whether `node` is a quantizer, or changes a shape for quantizers alone."""
+    """Returns whether `node` is a quantizer, or changes a shape only for quantizers."""
     if is_quantizer(node):
         return True
     return op_class(node) == "shape" and bool(node.users) and all(map(_leads_to_quantizers, node.users))
 
 
 def _keep_from_shapes_and_pairs(node: fx.Node) -> None:
-    """LayerNorm and GELU read their input twice: a dequantize or a Transpose right before would be doubled."""
+    """Separates LayerNorm and GELU, which read their input twice, from a dequantize or Transpose before them.
+
+    ONNX Runtime would double that operator.
+    """
     before = node.all_input_nodes[0]
     if turns_axes(before) or quantizer_of(before) is not None:
         with node.graph.inserting_before(node):
@@ -201,7 +206,7 @@ def _keep_from_shapes_and_pairs(node: fx.Node) -> None:
 
 
 def _convert_arithmetic(node: fx.Node, kind: Any) -> None:
-    """An operator that the 8-bit kernel computes in a way of its own, with two inputs or with one."""
+    """Replaces an operator, with one input or two, that the 8-bit kernel computes in a way of its own."""
     if issubclass(kind, QuantizedPair):
         _convert_two_inputs(node, kind)
     elif (quantizer := quantizer_of(node.args[0])) is None or not _spec(quantizer).any_scale:
@@ -211,7 +216,7 @@ def _convert_arithmetic(node: fx.Node, kind: Any) -> None:
 
 
 def _convert_two_inputs(node: fx.Node, kind: type[QuantizedPair]) -> None:
-    """An Add or Mul between quantized tensors, in the kernel's arithmetic."""
+    """Replaces an Add or Mul between quantized tensors by one in the kernel's arithmetic."""
     quantizers, after = [quantizer_of(a) for a in node.args], quantizer_after(node)
     if node.kwargs or len(quantizers) != 2 or after is None or None in quantizers:
         return
@@ -223,7 +228,7 @@ def _convert_two_inputs(node: fx.Node, kind: type[QuantizedPair]) -> None:
 
 
 def _pair(quantizer: fx.Node) -> tuple[Tensor, Tensor]:
-    """Scale and zero_point of a FakeQuantize node."""
+    """Returns scale and zero_point of a FakeQuantize node."""
     return cast(FakeQuantize, module_of(quantizer)).shipped()
 
 
@@ -245,7 +250,7 @@ def _two_dimensional(node: fx.Node) -> None:
     free = _leading_sizes(node, shape)
     _read_rows(node)
     before = cast(fx.Node, node.args[0])
-    # Reshape in float, where it costs nothing, so that the pair stands right before the Gemm.
+    # Reshape in float, where it costs nothing, so that the pair comes right before the Gemm.
     reader = before if is_quantizer(before) and len(before.users) == 1 else node
     _read_rows(reader)
     with graph.inserting_before(reader):
@@ -260,7 +265,9 @@ def _two_dimensional(node: fx.Node) -> None:
 
 
 def _leading_sizes(node: fx.Node, shape: Sequence[int]) -> list[Any]:
-    """The shape to restore: -1 for the batch, which may come behind the sequences, and nodes for other free axes."""
+    """Returns the shape to restore: -1 for the batch, which may come after the sequences, nodes for other
+    free axes.
+    """
     sizes: list[Any] = list(shape)
     sizes[node.meta.get(BATCH_AXIS, 0)] = -1
     varying = [axis for axis in node.meta.get(VARYING_AXES, ()) if axis != node.meta.get(BATCH_AXIS)]
@@ -289,7 +296,7 @@ def _all_but(*kept: fx.Node) -> Callable[[fx.Node], bool]:
 
 
 def _is_int8_reader(node: fx.Node) -> bool:
-    """Whether a reader of a dequantized tensor computes in 8 bits, or hands it to one that does."""
+    """Returns whether a reader of a dequantized tensor computes in 8 bits, or passes it to one that does."""
     if _is_converted(node):
         return True
     if facts(node).keeps_range:
@@ -300,7 +307,7 @@ def _is_int8_reader(node: fx.Node) -> bool:
 
 
 def _repeat_pairs(graph_module: fx.GraphModule) -> None:
-    """Value-moving operators run in 8 bits when the same quantization follows them."""
+    """Repeats the pair after value-moving operators, which run in 8 bits when the same quantization follows them."""
     for node in list(graph_module.graph.nodes):
         if not facts(node).keeps_range or not isinstance(node.meta.get("value"), Tensor):
             continue
@@ -350,7 +357,7 @@ def _convert_pair(node: fx.Node) -> None:
 
 
 def _would_be_fused(node: fx.Node) -> bool:
-    """A float Conv or Linear before a quantize: ONNX Runtime would quantize its weight on its own.
+    """Returns whether a node is a float Conv or Linear before a quantize: ONNX Runtime would quantize its weight.
 
     Its optimizer moves the quantize up through activations and value-moving operators.
     """

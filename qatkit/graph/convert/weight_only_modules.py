@@ -1,17 +1,18 @@
-"""Operators of a converted graph whose weights alone are quantized: packed in the file, float between them.
+"""Operators of a converted graph with quantized weights only: packed in the file, with float activations.
 
     Linear, 4 bits or fewer    com.microsoft MatMulNBits, whose kernel multiplies by the packed weight
     Embedding                  rows of the packed table are looked up, and unpacked by operators of opset 13
-    every other                the weight is unpacked by these operators, of constants alone: ONNX Runtime computes them
-                               once, when it loads the file
+    every other                the weight is unpacked by these operators, with constant inputs only: ONNX Runtime
+                               computes them once, when it loads the file
 
 All hold a weight [out, inputs] as unsigned integers, block by block: u = q + 2^(bits - 1), where q counts as
-`WeightFakeQuantize` does; the lowest bits of a byte come first. A last block that is shorter is filled up with zeros,
-but for a row shorter than a block, which is as long as it is unless MatMulNBits reads it.
-3 bits are held in 4, since MatMulNBits has no kernel for them. For it, scales per output channel are repeated in blocks
-of 128. It does not get 8 bits, for which it takes many times as long as float does. Scales that are not held in float32
-(`qatkit.quant.held_scales`) are made so by a Cast and a Mul of constants, which ONNX Runtime computes when it loads the
-file.
+`WeightFakeQuantize` does; the lowest bits of a byte come first. A shorter last block is padded with zeros. A row
+shorter than a block keeps its length unless MatMulNBits reads it.
+
+3 bits are held in 4, since MatMulNBits has no kernel for them. For it, scales per output channel are repeated
+in blocks of 128. It does not get 8 bits, for which it takes many times as long as float does. Scales that are
+not held in float32 (`qatkit.quant.held_scales`) are converted by a Cast and a Mul of constants, which ONNX
+Runtime computes when it loads the file.
 
 Source: the definition of MatMulNBits in onnxruntime's docs/ContribOperators.md.
 """
@@ -45,7 +46,7 @@ def packed(integers: Tensor, bits: int) -> Tensor:
 
 
 def unpacked(held: Tensor, bits: int) -> Tensor:
-    """Returns what `packed` packed, [..., n], in float32; as many zeros behind it as bytes have room for."""
+    """Returns the integers [..., n] that `packed` packed, in float32, followed by zeros up to whole bytes."""
     each = 8 // bits
     places = torch.arange(each, dtype=torch.int32) * bits
     found: Tensor = (held.to(torch.int32)[..., None] >> places) & (2**bits - 1)

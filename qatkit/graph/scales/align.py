@@ -1,9 +1,9 @@
-"""Align: activation scales whose results never land near a rounding boundary.
+"""Aligns activation scales so that results never land near a rounding boundary.
 
 An 8-bit kernel rounds a sum of integers once: q_y = round(Σ·M). In floating point, which is how the simulation
 and an unoptimized runtime compute it, the same sum is off by a hundredth of an integer or so. Where Σ·M falls
-that close to k + ½ the two round apart: once in 10⁵ values, and a deep network makes another class of it in
-every 300th image. If M is a fraction p/q with q odd, p·Σ/q is never nearer to k + ½ than 1/(2q), and all
+that close to k + ½ the two round differently: once in 10⁵ values, which in a deep network changes the class of every
+300th image. If M is a fraction p/q with q odd, p·Σ/q is never nearer to k + ½ than 1/(2q), and all
 ways to compute it give the same byte, unless q is so large (thousands) that 1/(2q) is below a float32 sum's own
 error. So every scale moves up by a fraction of a percent:
 
@@ -13,14 +13,14 @@ error. So every scale moves up by a fraction of a percent:
     HardSigmoid       s_x/(6/255) = p/1021         moves s_x; its 3 is half a step off (127.5), and a prime
                                                    above 255 keeps all bytes but 0 off the whole steps
     Add, Cat          s_a/s_y = i/j, j odd         a common unit for all that meet in sums; where their ranges
-                                                   are too far apart (a deep residual stream), one unit a sum
+                                                   are too far apart (a deep residual stream), one unit per sum
     SiLU, Sigmoid     256 possible results         moves s_y, else s_x, until none of them is near a tie
 
-Before that, tensors that share a scale get one (`qatkit.graph.scales.shared`). Powers of two need none of these moves;
-where the backend's shifts have bounds, they are kept instead (`qatkit.graph.scales.shifts`).
+Before that, tensors that share a scale get one (`qatkit.graph.scales.shared`). Scales that are powers of two need none
+of these moves; if the backend bounds its shifts, the bounds are met instead (`qatkit.graph.scales.shifts`).
 
-Operators that have no quantizer in common are aligned at once, so that a call costs a few dozen operations on vectors
-however many scales there are: learned scales are aligned before every step. Measured: decisions 12 and 31.
+Learned scales are aligned before every step. So operators that have no quantizer in common are aligned together, and a
+call costs a few dozen vector operations whatever the number of scales. Measured: decisions 12 and 31.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ from qatkit.graph.scales.shared import settle_together, shared_groups
 from qatkit.graph.scales.shifts import ShiftBounds
 from qatkit.quant.fake_quantize import FakeQuantize
 
-# Whether a scale is settled, as far as the graph alone says so.
+# Whether a scale is settled, as far as the graph can tell.
 Known = bool | None
 
 
 def align(graph_module: fx.GraphModule) -> None:
     """Sets the scales of all activations from their observers' ranges, then moves them into place.
 
-    The outcome is a function of the ranges alone: a second call changes nothing.
+    The result depends only on the ranges: a second call changes nothing.
     """
     Alignment(graph_module)()
 
 
 class Alignment:
-    """What the scales of one graph have to do with each other, found once; each call moves them into place.
+    """The relations between the scales of one graph, found once; each call moves the scales into place.
 
-    It is of the quantizers as they were when it was made. A call reads no value on the host, but for the first one
-    after they have moved to another device.
+    It refers to the quantizers as they were when it was made. A call reads no value on the host, except the first one
+    after the quantizers have moved to another device.
     """
 
     def __init__(self, graph_module: fx.GraphModule) -> None:
@@ -113,8 +113,10 @@ class Alignment:
 
 
 def _least_scales(graph_module: fx.GraphModule, position: dict[int, int]) -> list[float]:
-    """Returns for each quantizer what its scale is at least: before a HardSigmoid two steps of the result, of powers of
-    two. Sixths of smaller ones can be ties, and 1/6 is rounded; the result takes three of its inputs to a step anyway.
+    """Returns the lower bound of each quantizer's scale.
+
+    Before a HardSigmoid with powers of two it is two steps of the result: sixths of smaller scales can be ties,
+    and 1/6 is rounded. The result takes three of its inputs to a step anyway.
     """
     least = [0.0] * (max(position.values()) + 1)
     for node in graph_module.graph.nodes:
@@ -127,7 +129,7 @@ def _least_scales(graph_module: fx.GraphModule, position: dict[int, int]) -> lis
 
 
 def _rules(graph_module: fx.GraphModule, position: dict[int, int], known: list[Known]) -> list[Rule]:
-    """What the operators ask, in the order of the graph; `known`, of each scale, is brought up to its end."""
+    """Returns the operators' rules in the order of the graph; `known` is updated to the state after the last one."""
     rules = []
     for node in graph_module.graph.nodes:
         kind = facts(node).align
@@ -148,7 +150,7 @@ def _rules(graph_module: fx.GraphModule, position: dict[int, int], known: list[K
 
 
 def _at_once(rules: Iterable[Rule]) -> list[list[Rule]]:
-    """Rules that are alike and have no quantizer in common; those that have one stay in the order of the graph."""
+    """Groups rules that are alike and have no quantizer in common; rules that share one stay in the graph's order."""
     last: dict[int, int] = {}
     found: dict[tuple[int, Hashable], list[Rule]] = {}
     for rule in rules:
@@ -164,22 +166,26 @@ def _unique(quantizers: Iterable[FakeQuantize]) -> list[FakeQuantize]:
 
 
 def _around(node: fx.Node) -> list[FakeQuantize] | None:
-    """The quantizers of all inputs and of the output; None where one has no integers of 8 bits: with 16 an operator
-    computes in float wherever the file runs, and no scale keeps a float sum away from ties so close to each other.
+    """Returns the quantizers of all inputs and of the output; None if one of them has no 8-bit integers.
+
+    With 16 bits an operator computes in float wherever the file runs, and no scale keeps a float sum away from ties
+    that are so close to each other.
     """
     found = [*map(quantizer_of, node.all_input_nodes), quantizer_after(node)]
     return _with_integers([None if n is None else cast(FakeQuantize, module_of(n)) for n in found])
 
 
 def _before(node: fx.Node) -> list[FakeQuantize] | None:
-    """The quantizer of the input, in place of that of the output too: the output's range is fixed."""
+    """Returns the quantizer of the input twice, also in place of the output's, whose range is fixed."""
     before = quantizer_of(node.args[0])
     return _with_integers([None if before is None else cast(FakeQuantize, module_of(before))] * 2)
 
 
 def _with_integers(found: list[FakeQuantize | None]) -> list[FakeQuantize] | None:
-    """Returns the quantizers; None where one is missing, has a number format, which rounds in no steps, 16 bits, or
-    scales of a type, which has no others (powers of two make sums exact, and their ties the same everywhere).
+    """Returns the quantizers; None if one can't be aligned.
+
+    That is one that is missing, that has a number format (without uniform steps) or 16 bits, or whose scale
+    type allows only some scales (powers of two make sums exact, and their ties the same everywhere).
     """
     whole = [one for one in found if one is not None and one.spec.form is None]
     known = [one for one in whole if not one.spec.wide and one.spec.any_scale]
@@ -187,7 +193,7 @@ def _with_integers(found: list[FakeQuantize | None]) -> list[FakeQuantize] | Non
 
 
 def _groups(graph_module: fx.GraphModule) -> list[list[FakeQuantize]]:
-    """The quantizers that meet in sums, directly or through other sums; each in one group."""
+    """Returns the quantizers that meet in sums, directly or through other sums; each in one group."""
     groups: list[list[FakeQuantize]] = []
     for node in graph_module.graph.nodes:
         if facts(node).align != "sum":
@@ -201,7 +207,7 @@ def _groups(graph_module: fx.GraphModule) -> list[list[FakeQuantize]]:
 
 
 def _window(node: fx.Node) -> int:
-    """How many values an average pool takes the mean of."""
+    """Returns the number of values that an average pool averages."""
     sizes = node.all_input_nodes[0].meta["value"].shape[2:]
     if op_class(node) == "global_pool":
         return math.prod(sizes)

@@ -1,4 +1,4 @@
-"""What the alignment of scales is made of (`qatkit.graph.scales.align`): scales of many operators, moved as one."""
+"""The moves of the alignment of scales (`qatkit.graph.scales.align`): each moves scales of many operators at once."""
 
 from __future__ import annotations
 
@@ -19,29 +19,31 @@ from qatkit.quant.numerics import odd_fraction
 _UNITS = 2047
 _PRIME = 1021
 _LARGEST_MOVE = 1.03
-# The fewest units a scale may have: a move to the next odd number is 2 units at most, 3 % of it.
+# The fewest units a scale may have: a move to the next odd number is at most 2 units, 3 % of it.
 _FINEST = 67
-# Of 256 results, how near to a tie the nearest may come, in steps; and what a scale is multiplied by to get there.
+# The least distance of 256 results from a tie, in steps, and the factors tried on a scale to reach it.
 _MARGIN, _TRIED = 1e-3, [1 + i / 4096 for i in range(41)]
 
 
 class Scales(NamedTuple):
-    """All scales of a graph on their way into place.
+    """All scales of a graph while they are moved into place.
 
     Attributes:
-        values: [quantizers], float64, of numbers that float32 has.
-        settled: [quantizers], whether the scale may move no more.
+        values: [quantizers], float64, of numbers that float32 can represent.
+        settled: [quantizers], bool: the scale may no longer move.
     """
 
     values: Tensor
     settled: Tensor
 
     def set(self, at: Tensor, to: Tensor, when: Tensor) -> None:
-        """Sets scales, all of one shape; a quantizer that is there twice gets the same value twice."""
+        """Sets scales, all of one shape; a quantizer that occurs twice gets the same value twice."""
         self.values[at] = torch.where(when, to.float().double(), self.values[at])
 
     def move(self, at: Tensor, to: Tensor, when: Tensor) -> None:
-        """To a coarser scale, unless that would cost a range too small for its neighbours much of its resolution."""
+        """Moves scales up, except where that would cost a range too small for its neighbours much of its
+        resolution.
+        """
         self.set(at, to, (to > 0) & (to <= _LARGEST_MOVE * self.values[at]) & when)
 
     def settle(self, *positions: Tensor) -> None:
@@ -54,13 +56,13 @@ Move = Callable[[Scales], None]
 
 @dataclass(frozen=True)
 class Rule:
-    """What one operator asks of the scales around it.
+    """The alignment rule of one operator for the scales around it.
 
     Attributes:
         kind: one of `qatkit.graph.operators.ALIGNMENTS`.
         inputs, after: positions of the quantizers of its inputs and of its output.
-        count: of how many values it takes the mean.
-        turns: of a table, whether the scale behind it, and the one before it, may have to move.
+        count: number of values that it averages.
+        turns: for a table, whether the scale after it, and the one before it, may have to move.
     """
 
     kind: str
@@ -72,21 +74,21 @@ class Rule:
 
     @property
     def likeness(self) -> Hashable:
-        """Two rules that are equal in this move scales by the same operations."""
+        """The key of rules that move scales by the same operations."""
         if self.kind == "table":
             return self.kind, self.turns, _function(self.node)
         return self.kind, len(self.inputs), len(set(self.inputs))
 
 
 def _odd(steps: Tensor) -> Tensor:
-    """The next odd number that is not below, but for rounding."""
+    """Returns the next odd number that is not below, except for rounding."""
     return torch.ceil((steps - 1) / 2 - 1e-6) * 2 + 1
 
 
 class OneUnit:
-    """Every scale of a group up to the next odd multiple of a common unit.
+    """Moves every scale of a group up to the next odd multiple of a common unit.
 
-    Unless one is settled, or they are too far apart.
+    Groups with a settled scale, or whose scales are too far apart, stay as they are.
     """
 
     def __init__(self, groups: Sequence[Sequence[int]], device: torch.device) -> None:
@@ -104,7 +106,7 @@ class OneUnit:
 
 
 class _Around:
-    """What rules that are alike have in common.
+    """Base class of the moves of rules that are alike.
 
     Attributes:
         inputs: [rules, inputs]
@@ -119,7 +121,7 @@ class _Around:
 
 
 class _Sums(_Around):
-    """The unit of one sum, from the input that is settled already, or from the widest."""
+    """Gives one sum a unit, taken from the input that is settled already, or from the widest."""
 
     def __call__(self, scales: Scales) -> None:
         given, target = scales.values[self.inputs], scales.values[self.after]
@@ -158,7 +160,7 @@ class _Fractions(_Around):
 
 
 class _HardSigmoids(_Around):
-    """Moves the scale before it."""
+    """Moves the scale before a HardSigmoid."""
 
     def __init__(
         self, rules: Sequence[Rule], quantizers: Sequence[FakeQuantize], device: torch.device
@@ -208,11 +210,12 @@ class _Tables(_Around):
         scales.set(at, candidates.gather(1, index[:, None]).squeeze(1), when)
 
     def _nearest_ties(self, q: Tensor, before: Tensor, after: Tensor) -> Tensor:
-        """How near any of the results comes to k + 1/2, in steps; zero, which no scale moves, aside.
+        """Returns the distance of the nearest result from k + 1/2, in steps; zero, which no scale moves, is excluded.
 
         Args:
-            q: integers less their zero point, [rules, integers].
-            before, after: scales of the input and of the output, [rules, candidates], or [rules, 1] of one that stays.
+            q: integers minus their zero point, [rules, integers].
+            before, after: scales of the input and of the output, [rules, candidates], or [rules, 1] for one
+                that stays.
 
         Returns:
             [rules, candidates]
@@ -223,7 +226,7 @@ class _Tables(_Around):
 
 
 def _apply(node: fx.Node, x: Tensor) -> Tensor:
-    """A unary operator on other values than its own."""
+    """Applies a unary operator to other values than its input."""
     result: Tensor = (
         module_of(node)(x)
         if node.op == "call_module"
@@ -235,7 +238,7 @@ def _apply(node: fx.Node, x: Tensor) -> Tensor:
 
 
 def _function(node: fx.Node) -> Hashable:
-    """Two unary operators that are equal in this, and their inputs' types, can be applied at once."""
+    """Returns the key of unary operators that, with equal input types, can be applied at once."""
     before = cast(FakeQuantize, module_of(cast(fx.Node, quantizer_of(node.all_input_nodes[0]))))
     if node.op != "call_module":
         return node.op, node.target, str(node.args[1:]), str(node.kwargs), before.spec.type_range

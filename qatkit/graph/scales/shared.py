@@ -1,8 +1,9 @@
-"""One scale for several tensors: around the operator classes of `Backend.aligned`, as hardware wants that moves bytes
-through a Concat or sums them in a pool without requantizing.
+"""Finds tensors that share one scale: those around the operator classes of `Backend.aligned`.
 
-Tensors that meet directly or through other such operators are one group, whose range is that of all of them. Behind
-operators that only pick or move values there is one quantizer anyway (`qatkit.graph.quantizers.quantizer_of`).
+Hardware that moves bytes through a Concat, or sums them in a pool, without requantizing needs this. Tensors
+that meet directly or through other such operators are one group, with a range that covers all of them.
+Operators that only select or move values share their input's quantizer anyway
+(`qatkit.graph.quantizers.quantizer_of`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Group = list[FakeQuantize]
 def shared_groups(graph_module: fx.GraphModule) -> list[Group]:
     """Returns the quantizers that have one scale, group by group; the first of each has an observer if any has.
 
-    Number types differ where an override says so: quantizers of another one are no part of a group.
+    Number types may differ because of an override: quantizers of another type are not part of a group.
     """
     backend = cast("Backend | None", graph_module.meta.get("backend"))
     groups: list[Group] = []
@@ -43,7 +44,7 @@ def shared_groups(graph_module: fx.GraphModule) -> list[Group]:
 
 
 def quantizers_around(node: fx.Node, backend: Backend) -> Group:
-    """Returns the quantizers of a node's inputs and, last, of its output, which may stand behind an activation."""
+    """Returns the quantizers of a node's inputs and, last, of its output, which may come after an activation."""
     after = quantizer_after(fused_activation(node, backend.fuses) or node)
     found = [*map(quantizer_of, node.all_input_nodes), after]
     return [cast(FakeQuantize, module_of(one)) for one in found if one is not None]
@@ -51,7 +52,7 @@ def quantizers_around(node: fx.Node, backend: Backend) -> Group:
 
 @torch.no_grad()
 def settle_together(group: Sequence[FakeQuantize]) -> None:
-    """Sets the scale of a group's first quantizer by the ranges of all; one that stands is that of all."""
+    """Sets the scale of a group's first quantizer from the ranges of all; a fixed scale applies to the whole group."""
     standing = next((one for one in group if one.frozen), None)
     if standing is not None:
         group[0].scale.copy_(standing.scale)
@@ -69,8 +70,8 @@ def settle_together(group: Sequence[FakeQuantize]) -> None:
 def choose_shared_ranges(graph_module: fx.GraphModule) -> None:
     """Gives each group the range with the least sum of relative squared errors over its tensors, by their histograms.
 
-    Of scales that are powers of two alone: a range that holds all tensors may cost the smaller ones several bits.
-    Nothing changes where an observer has no histogram.
+    This applies only to scales that are powers of two: a range that holds all tensors may cost the smaller ones
+    several bits. Nothing changes where an observer has no histogram.
     """
     for group in shared_groups(graph_module):
         observers = [one.observer for one in group if isinstance(one.observer, HistogramObserver)]

@@ -1,9 +1,10 @@
-"""Scales whose shifts hardware has (`qatkit.quant.backends.Shifts`), and what was moved for it.
+"""Moves scales so that their shifts are within the hardware's bounds (`qatkit.quant.backends.Shifts`), and reports it.
 
-With scales 2^-pos an operator requantizes by shifts, whose sizes are differences of positions. A sum first brings the
-coarser input to the finer one's position (read), then the result to the output's (write); a product goes straight to
-the output's. Where a size is out of bounds, the scale that costs least is moved. Shifts of convolutions are kept by
-their weights (`qatkit.quant.weight_fake_quantize.WeightFakeQuantize.bounded`).
+With scales 2^-pos an operator requantizes by shifts, whose sizes are differences of positions. A sum first
+brings the coarser input to the finer one's position (read), then the result to the output's (write). A product
+goes straight to the output's. Where a size is out of bounds, the scale that costs least is moved. The weights
+of convolutions keep their shifts within bounds
+(`qatkit.quant.weight_fake_quantize.WeightFakeQuantize.bounded`).
 
 Bounds: the refinement passes of AMD Quark's quantizer for NPUs (adjust_shift_cut, _read, _write).
 """
@@ -24,11 +25,11 @@ from qatkit.graph.scales.shared import quantizers_around, shared_groups
 from qatkit.quant.backends import Backend
 from qatkit.quant.fake_quantize import FakeQuantize
 
-_ROUNDS = 4  # a scale that is moved may move that of the operator behind
+_ROUNDS = 4  # moving a scale may require moving that of the next operator
 
 
 class ShiftBounds:
-    """Moves the scales around sums and products until their shifts are within bounds, as far as `_ROUNDS` go.
+    """Moves the scales around sums and products until their shifts are within bounds, in at most `_ROUNDS` rounds.
 
     Args:
         graph_module: with a backend that has bounds.
@@ -76,7 +77,7 @@ def _keep(values: Tensor, at: Tensor, unit: Tensor, bounds: tuple[int, int]) -> 
 
 
 def adjusted_scales(graph_module: fx.GraphModule) -> list[tuple[str, str]]:
-    """Returns (site, what became of its scale and why) of every scale that alignment or bounds of shifts have moved.
+    """Returns (site, the change of its scale and why) of every scale that alignment or bounds of shifts have moved.
 
     Args:
         graph_module: prepared and calibrated; its scales are in place.

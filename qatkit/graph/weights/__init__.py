@@ -1,1 +1,1 @@
-"""Weights wherever they are: see `qatkit.graph.weights.lift`."""
+"""Turns weights outside of modules into modules: see `qatkit.graph.weights.lift`."""

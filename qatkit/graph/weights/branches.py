@@ -1,14 +1,15 @@
-"""Branches of one input that are added up become one convolution, whose weight is computed from all of theirs.
+"""Merges branches of one input that are added up into one convolution with a weight computed from theirs.
 
     bn(conv3x3(x)) + bn(conv1x1(x)) + bn(x)       →  F.conv2d(x, w, b)      w, b: arithmetic on their parameters
     conv1x1(conv3x3(conv1x1(pad(x)))) + conv(x)   →  the same
 
-Deployment runs that one convolution, so it is the weight of it that is quantized, and gradients reach each branch
-through the arithmetic (`qatkit.graph.weights.lift` makes an operator of it). BatchNorms of the branches keep their
-statistics, since no branch runs on its own.
+Deployment runs that one convolution, so its weight is the one to quantize, and gradients reach each branch through the
+arithmetic (`qatkit.graph.weights.lift` makes an operator of it). BatchNorms of the branches keep their statistics,
+since no branch runs on its own.
 
-Merged is what a block that evaluates with a merged copy does in training (`qatkit.graph.capture.training_paths`), and
-elsewhere a sum of several operators of one input, where the convolution costs no more than they do.
+Two kinds of branches are merged: the training form of a block that evaluates with a merged copy
+(`qatkit.graph.capture.training_paths`), and elsewhere a sum of several operators of one input, if the
+convolution costs no more than they do.
 """
 
 from __future__ import annotations
@@ -49,10 +50,10 @@ _APART = "the branches, which evaluation merges, are in the file one by one: no 
 
 @dataclass(frozen=True)
 class Region:
-    """Nodes between one input and one output.
+    """The nodes between one input and one output.
 
     Attributes:
-        x: what they read.
+        x: the node that they read.
         nodes: in their order; the last one is the output.
     """
 
@@ -61,11 +62,12 @@ class Region:
 
 
 def merge_branches(graph_module: fx.GraphModule, *, fold: bool = False, merged: bool = False) -> PassResult:
-    """Changes `graph_module`, which is traced and propagated, in place; its meta holds no value for new nodes.
+    """Merges branches in place in `graph_module`, which is traced and propagated; new nodes have no value in
+    their meta.
 
     Args:
-        fold: BatchNorms of branches go into the weights of these now.
-        merged: the merged weights are parameters of their own, and the branches are gone.
+        fold: BatchNorms are folded into the weights of their branches now.
+        merged: the merged weights become parameters of their own, and the branches are removed.
     """
     merging = _Merging(graph_module, fold=fold, merged=merged)
     result, apart = PassResult(graph_module), list[str]()
@@ -78,7 +80,7 @@ def merge_branches(graph_module: fx.GraphModule, *, fold: bool = False, merged: 
     if apart:
         graph_module.meta["notes"] = [*graph_module.meta["notes"], (listed(apart), _APART)]
     for node in reversed(list(graph_module.graph.nodes)):
-        if _kind(node) == "add" and OWNER not in node.meta:  # a node of a given file stays one
+        if _kind(node) == "add" and OWNER not in node.meta:  # a node of an imported file stays one node
             result.changed += merging.merge(node)
     if result.changed:
         tidy(graph_module)
@@ -99,7 +101,7 @@ class _Merging:
         self.reads = parameter_reads(graph_module.graph)
 
     def merge(self, last: fx.Node, inside: Sequence[fx.Node] | None = None) -> bool:
-        """Replaces `last`, the end of branches, by a convolution of their input; says if it could.
+        """Replaces `last`, the end of branches, by a convolution of their input; returns whether it could.
 
         Args:
             inside: the nodes of the block that it belongs to, which are merged whatever that costs.
@@ -114,7 +116,7 @@ class _Merging:
         return False
 
     def _kernel(self, region: Region, *, bare: bool) -> Kernel | None:
-        """Returns a region as one convolution; None where it is none.
+        """Returns a region as one convolution; None if it is not one.
 
         Args:
             bare: whether the input itself may be one of the branches; else a BatchNorm has to follow, since a residual
@@ -158,7 +160,7 @@ class _Merging:
         )
 
     def _convolution(self, node: fx.Node) -> tuple[Source | None, Source | None, dict[str, Any]]:
-        """Weight, bias and settings of a call of a module or a function."""
+        """Returns weight, bias and settings of a call of a module or a function."""
         if node.op == "call_module":
             module: Any = module_of(node)
             bias = None if module.bias is None else f"{node.target}.bias"
@@ -195,13 +197,13 @@ class _Merging:
         return given
 
     def _tensor(self, source: Source) -> Tensor | None:
-        """The value of a tensor of the model, or of a constant of the graph."""
+        """Returns the value of a tensor of the model, or of a constant of the graph."""
         if isinstance(source, str):
             return tensor_at(self.graph_module, source)
         return self.constants.tensor(source)
 
     def _costs_no_more(self, kernel: Kernel, region: Region) -> bool:
-        """Says if there are no more products for each value of the result than the branches take."""
+        """Returns whether the convolution needs no more products per output value than the branches."""
         counts = [
             cast(Tensor, self._tensor(cast(Source, self._convolution(node)[0]))).numel()
             for node in region.nodes
@@ -229,7 +231,7 @@ class _Merging:
             last.graph.erase_node(node)
 
     def _emit(self, before: fx.Node, source: Any, made: dict[Any, fx.Node], path: str) -> Any:
-        """The node of a source, in front of `before`; numbers and None as they are."""
+        """Returns the node of a source, inserted before `before`; numbers and None are returned unchanged."""
         if not isinstance(source, str | Call | Settled):
             return source
         if source not in made:
@@ -259,7 +261,7 @@ class _Merging:
         return new
 
     def _free(self, path: str) -> str:
-        """A name for a parameter, in the innermost module of `path` that the graph has."""
+        """Returns a free parameter name in the innermost module of `path` that the graph has."""
         owner, _, name = path.rpartition(".")
         modules = dict(self.graph_module.named_modules())
         while owner not in modules:
@@ -268,7 +270,7 @@ class _Merging:
 
 
 def _regions(last: fx.Node, inside: Sequence[fx.Node] | None) -> list[Region]:
-    """Returns the regions that end with `last`: of a block the largest first, elsewhere the smallest alone."""
+    """Returns the regions that end with `last`: for a block the largest first, elsewhere only the smallest."""
     order = {node: i for i, node in enumerate(last.graph.nodes)}
     found, nodes, front = list[Region](), list[fx.Node](), {last}
     while front:
@@ -304,7 +306,7 @@ def _kind(node: fx.Node) -> str | None:
 
 
 def _inputs(node: fx.Node) -> list[fx.Node]:
-    """Returns the nodes that one of a known kind computes with, but for parameters."""
+    """Returns the inputs of a node of a known kind, without parameters."""
     return [a for a in node.args[: 2 if _kind(node) == "add" else 1] if isinstance(a, fx.Node)]
 
 

@@ -1,7 +1,7 @@
-"""A sum of products with a constant operand, whatever its axes, as a Linear or a convolution in groups.
+"""Rewrites a sum of products with a constant operand, whatever its axes, as a Linear or a grouped convolution.
 
-Axes are letters, as in einsum. With C what is summed over, G what both operands and the result have (a weight per
-head), F what only x has and M what only the weight has:
+Axes are letters, as in einsum. C are the axes that are summed over, G those that both operands and the result have (a
+weight per head), F those that only x has and M those that only the weight has:
 
     no G     x → […F, C] → Linear with [M, C] → […F, M] → the order that is asked for
     some G   x → [F0, G·C, F1…] → Conv1d in |G| groups with [G·M, C, 1] → [F0, G·M, F1…] → the order asked for
@@ -23,11 +23,11 @@ from qatkit.graph.weights.operator import OperatorBuilder
 
 @dataclass(frozen=True)
 class Contraction:
-    """One product, by the letters of its axes.
+    """A product of two operands, described by the letters of its axes.
 
     Attributes:
         x, weight, result: the letters of each; no letter twice in one of them.
-        sizes: of the letters of x and weight; the batch's is what the example has.
+        sizes: of the letters of x and weight; the batch has the example's size.
     """
 
     x: str
@@ -37,21 +37,22 @@ class Contraction:
 
     @property
     def summed(self) -> str:
-        """In the order of the weight's axes."""
+        """The axes that are summed over, in the order of the weight's axes."""
         return "".join(c for c in self.weight if c in self.x and c not in self.result)
 
     @property
     def groups(self) -> str:
-        """What both operands and the result have."""
+        """The axes that both operands and the result have."""
         return "".join(c for c in self.weight if c in self.x and c in self.result)
 
     def size(self, letters: str) -> int:
-        """How many values there are along these axes."""
+        """Returns the number of values along these axes."""
         return math.prod(self.sizes[c] for c in letters)
 
 
 def parse(equation: str, ranks: Sequence[int | None]) -> tuple[str, str, str] | None:
-    """The letters of both operands and of the result of an einsum of two; None for what has no such letters.
+    """Returns the letters of both operands and of the result of an einsum of two operands; None if it has no
+    such form.
 
     Args:
         ranks: of the operands, for an ellipsis; None where not known.
@@ -83,7 +84,7 @@ def parse(equation: str, ranks: Sequence[int | None]) -> tuple[str, str, str] | 
 
 
 def why_not(product: Contraction) -> str | None:
-    """Why it is no such product; "" where it multiplies element by element and nothing is summed."""
+    """Returns why a product can't be lowered; None if it can, "" if it is elementwise and nothing is summed."""
     alone = [c for c in product.weight if c not in product.x and c not in product.result]
     lost = [c for c in product.x if c not in product.weight and c not in product.result]
     if not product.summed:
@@ -98,7 +99,7 @@ def why_not(product: Contraction) -> str | None:
 def lower(
     builder: OperatorBuilder, node: fx.Node, x: fx.Node, weight: fx.Node, product: Contraction
 ) -> fx.Node:
-    """The result of `product` in front of `node`, with the operator in the middle of it."""
+    """Inserts the lowered `product` before `node`; returns its result."""
     free = "".join(c for c in product.x if c not in product.weight)
     made = "".join(c for c in product.weight if c not in product.x)
     lowered = _in_groups if product.groups else _linear
@@ -124,7 +125,7 @@ def _in_groups(
     turned = shaper.turn(x, product.x, first + groups + summed + rest)
     flat = shaper.join(turned, 1, len(groups + summed))
     flat = flat if rest else shaper.call("unsqueeze", flat, -1)
-    if len(rest) > 1:  # one axis; it would take a convolution with more, whose kernels are rare
+    if len(rest) > 1:  # as one axis: a convolution over more axes would need kernels that are rare
         flat = shaper.join(flat, 2, -1)
     y = builder.call(shaper.node, nn.Conv1d, flat, weight, groups=product.size(groups))
     y = y if rest else shaper.call("squeeze", y, -1)
@@ -136,7 +137,7 @@ def _in_groups(
 def _weight(
     builder: OperatorBuilder, node: fx.Node, weight: fx.Node, product: Contraction, made: str, groups: str
 ) -> fx.Node:
-    """The constant as [M, C] of a Linear, or [G·M, C, 1] of a Conv1d."""
+    """Returns the constant as [M, C] for a Linear, or [G·M, C, 1] for a Conv1d."""
     order = [product.weight.index(c) for c in groups + made + product.summed]
     shape = [product.size(groups + made), product.size(product.summed)] + [1] * bool(groups)
     if order != sorted(order):
@@ -148,7 +149,7 @@ def _weight(
 
 
 class _Shaper:
-    """Puts what moves axes in front of one node; what would change nothing is left out."""
+    """Inserts operators that move axes before one node; those that would change nothing are left out."""
 
     def __init__(self, node: fx.Node, product: Contraction) -> None:
         self.node, self.product = node, product
@@ -156,7 +157,9 @@ class _Shaper:
     def call(self, method: str, *args: object) -> fx.Node:
         with self.node.graph.inserting_before(self.node):
             new = self.node.graph.call_method(method, args)  # type: ignore[arg-type]
-        new.meta["site"] = f"{site(self.node)}_{method}"  # beside the operator, whose children go at convert
+        new.meta["site"] = (
+            f"{site(self.node)}_{method}"  # next to the operator, whose children are removed by convert
+        )
         return new
 
     def turn(self, x: fx.Node, letters: str, wanted: str) -> fx.Node:
@@ -165,11 +168,11 @@ class _Shaper:
         return self.call("permute", x, *(letters.index(c) for c in wanted))
 
     def join(self, x: fx.Node, first: int, last: int) -> fx.Node:
-        """Some axes as one."""
+        """Joins some axes into one."""
         return x if first == last else self.call("flatten", x, first, last)
 
     def split(self, y: fx.Node, axis: int, letters: str) -> fx.Node:
-        """One axis as those that it is made of."""
+        """Splits one axis into the axes that it was joined from."""
         if not letters:
             return self.call("squeeze", y, axis)
         if len(letters) == 1:

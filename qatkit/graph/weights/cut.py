@@ -1,4 +1,4 @@
-"""What a weight is made of: the part of the graph that computes it from parameters, cut out as a program."""
+"""Cuts out of the graph, as a program, the part that computes a weight from parameters."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from qatkit.quant.computed_weights import tensor_at
 
 @dataclass(frozen=True)
 class WeightOrigin:
-    """Where a weight or bias comes from.
+    """The origin of a weight or bias.
 
     Attributes:
-        value: as it is now.
+        value: the current value.
         leaves: names of the parameters and buffers that it depends on.
-        program: computes it from these; None where it is the one leaf itself, or depends on no parameter.
-        key: the same for the same computation of the same tensors.
+        program: computes it from these; None if it is the single leaf itself, or depends on no parameter.
+        key: equal for equal computations of the same tensors.
     """
 
     value: Tensor
@@ -33,7 +33,7 @@ class WeightOrigin:
 
 
 class Constants:
-    """The values of a graph that no input reaches, each computed once, when it is first asked for."""
+    """The values of a graph that depend on no input, each computed once, on demand."""
 
     def __init__(self, graph_module: fx.GraphModule) -> None:
         self.graph_module = graph_module
@@ -48,14 +48,14 @@ class Constants:
         return isinstance(node, fx.Node) and node in self.nodes
 
     def tensor(self, node: Any) -> Tensor | None:
-        """A constant floating-point tensor; None for anything else."""
+        """Returns a constant floating-point tensor; None for anything else."""
         if node not in self:
             return None
         value = self.value(node)
         return value if isinstance(value, Tensor) and value.is_floating_point() else None
 
     def value(self, node: fx.Node) -> Any:
-        """Of a node that is in here."""
+        """Returns the value of a constant node."""
         for one in self.behind(node):
             if one not in self._values:
                 self._values[one] = self._computed(one)
@@ -72,7 +72,7 @@ class Constants:
             return getattr(self._run, node.op)(node.target, args, kwargs)
 
     def add(self, before: fx.Node, what: str | Callable[..., Tensor], *args: Any) -> fx.Node:
-        """A new constant: a method of Tensor, or a function, called on one that is there, in front of `before`."""
+        """Inserts a new constant before `before`: a method of Tensor, or a function, called on existing constants."""
         with before.graph.inserting_before(before):
             call = before.graph.call_method if isinstance(what, str) else before.graph.call_function
             new = call(what, args)  # type: ignore[arg-type]
@@ -81,7 +81,7 @@ class Constants:
         return new
 
     def behind(self, node: fx.Node) -> list[fx.Node]:
-        """`node` and all that it depends on, each after its inputs."""
+        """Returns `node` and all nodes that it depends on, each after its inputs."""
         found: dict[fx.Node, None] = {}
         open_nodes = [(node, False)]
         while open_nodes:
@@ -94,13 +94,13 @@ class Constants:
         return list(found)
 
     def source(self, node: fx.Node) -> WeightOrigin:
-        """Where the value of a constant comes from."""
+        """Returns the origin of a constant's value."""
         value, behind = self.value(node), self.behind(node)
         leaves = [n for n in behind if n.op == "get_attr"]
         names = tuple(str(n.target) for n in self._inputs(leaves))
         direct = next((n for n in leaves if _same_memory(value, self._values[n])), None)
         if any(called(n) in ("detach", "detach_") for n in behind):
-            direct = None  # it gets no gradient, which the parameter itself would
+            direct = None  # it gets no gradient; the parameter itself would
         if direct is not None:
             return WeightOrigin(self._values[direct], (str(direct.target),), None, id(self._values[direct]))
         owned = [n for n in behind if n.op == "call_module"]
@@ -109,10 +109,10 @@ class Constants:
         return WeightOrigin(value, names, self._program(node, behind), self._key(node, behind))
 
     def _inputs(self, leaves: Iterable[fx.Node]) -> list[fx.Node]:
-        """One node for each tensor, in the order in which tensors were first met.
+        """Returns one node per tensor, in the order in which tensors were first met.
 
-        Two computations of the same tensors have it in common, and so have two runs: an optimizer's state, which a
-        checkpoint keeps by the order of parameters, is that of the same ones again.
+        Two computations of the same tensors agree on this order, and so do two runs: a checkpoint keeps an
+        optimizer's state by the order of parameters, and it has to belong to the same ones after a resume.
         """
         found = {id(self._values[n]): n for n in leaves}
         for tensor in found:
@@ -142,7 +142,7 @@ class Constants:
 
 
 def _same_memory(one: Tensor, other: Any) -> bool:
-    """Whether two tensors are the same numbers in the same places."""
+    """Returns whether two tensors are equal views of the same memory."""
     return isinstance(other, Tensor) and (
         one is other
         or (
@@ -156,7 +156,7 @@ def _same_memory(one: Tensor, other: Any) -> bool:
 
 
 def common_owner(names: Iterable[str]) -> str:
-    """The innermost module that holds all tensors of these names; "" is the model itself."""
+    """Returns the path of the innermost module that holds all the named tensors; "" is the model itself."""
     paths = [name.split(".")[:-1] for name in names]
     common: list[str] = []
     for parts in zip(*paths, strict=False):

@@ -1,4 +1,4 @@
-"""Modules of torch.nn whose weight is computed behind their backs: parametrizations, and hooks that set it.
+"""Rewrites modules of torch.nn whose weight is computed outside of forward: by parametrizations or by hooks.
 
     torch.nn.utils.parametrize, parametrizations.weight_norm, ...    a property of a class made for the one module
     torch.nn.utils.weight_norm, spectral_norm, prune                 a hook that sets the attribute before each call
@@ -23,12 +23,12 @@ from qatkit.quant.qat_layers import with_the_same_parameters
 
 
 class Hook(nn.Module):
-    """What a hook sets, as a program.
+    """A hook that sets a weight or bias, as a program.
 
     Args:
         hook: reads some tensors of a module and sets an attribute of it.
         name: of that attribute.
-        reads: names of the tensors, in the order in which the program is given them.
+        reads: names of the tensors, in the order of the program's arguments.
     """
 
     def __init__(self, hook: Any, name: str, reads: Sequence[str]) -> None:
@@ -45,7 +45,7 @@ class Hook(nn.Module):
 
 
 def open_held(graph_module: fx.GraphModule) -> int:
-    """Replaces them in the traced graph, in place; how many there were."""
+    """Replaces such modules in the traced graph, in place; returns how many there were."""
     opened = 0
     called = [n for n in graph_module.graph.nodes if n.op == "call_module" and facts(n).weighted]
     for path, node in {str(n.target): n for n in called}.items():
@@ -57,13 +57,13 @@ def open_held(graph_module: fx.GraphModule) -> int:
 
 
 def is_held(module: nn.Module) -> bool:
-    """Whether `open_held` makes an operator of it, and a call of it does nothing else."""
+    """Returns whether `open_held` makes an operator of a module, and a call of it does nothing else."""
     hooks = [] if parametrize.is_parametrized(module) else list(module._forward_pre_hooks.values())
     return bool(_computed(module)) and not module._forward_hooks and all(map(_sets, hooks))
 
 
 def _computed(module: nn.Module) -> list[str]:
-    """Which of weight and bias are computed."""
+    """Returns the names of those of weight and bias that are computed."""
     names = [name for name in ("weight", "bias") if name not in module._parameters]
     if known_type(module) not in COMPUTED or not names or isinstance(module, Computed):
         return []
@@ -73,7 +73,7 @@ def _computed(module: nn.Module) -> list[str]:
 
 
 def _operator(module: nn.Module) -> nn.Module | None:
-    """The same module with its programs; None where nothing is computed."""
+    """Returns the same module with its programs; None if nothing is computed."""
     kind, names = known_type(module), _computed(module)
     if kind is None or not names:
         return None
@@ -87,7 +87,7 @@ def _operator(module: nn.Module) -> nn.Module | None:
 
 
 def _sets(hook: Any) -> str:
-    """The attribute that a hook sets; "" for one that does something else."""
+    """Returns the attribute that a hook sets; "" for a hook that does something else."""
     if isinstance(hook, (WeightNorm, SpectralNorm)):
         return str(hook.name)
     return str(hook._tensor_name) if isinstance(hook, prune.BasePruningMethod) else ""

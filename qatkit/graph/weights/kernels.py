@@ -1,11 +1,11 @@
-"""Convolutions, BatchNorms and sums of one input as one convolution, written as arithmetic on their parameters.
+"""Expresses convolutions, BatchNorms and sums of one input as one convolution, as arithmetic on their parameters.
 
     bn(k * x + b)                 →  (k · f) * x + (b - μ) · f + β            f = γ / sqrt(σ² + ε)
-    w * (k * x + b) + c           →  (w ∘ k) * x + Σ w · b + c                no padding of w, or none that it notices
+    w * (k * x + b) + c           →  (w ∘ k) * x + Σ w · b + c                if w's padding, if any, has no effect
     (k * x + b) + (l * x + c)     →  (k + l) * x + (b + c)                    in a window that holds both
 
-Nothing is computed here: a `Kernel` says which arithmetic gives its weight and bias, as a tree of calls whose leaves
-are tensors of the model.
+Nothing is computed here: a `Kernel` holds the arithmetic of its weight and bias as a tree of calls whose leaves are
+tensors of the model.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class Call:
 
 @dataclass(frozen=True)
 class Settled:
-    """The value of a source as it is now, as a parameter of its own."""
+    """The current value of a source, as a parameter of its own."""
 
     source: Source
 
 
-# A constant of the graph, the name of a tensor of the model, or what is made of them.
+# A constant of the graph, the name of a tensor of the model, or a computation on them.
 Source = fx.Node | str | Call | Settled
 
 
@@ -47,10 +47,10 @@ class Kernel:
     """A convolution of one input.
 
     Attributes:
-        weight: [out, in / groups, *kernel]; None where it is the input itself.
+        weight: [out, in / groups, *kernel]; None if the convolution is the identity.
         shape: of the weight.
         bias: [out], or None.
-        stride, before, after: of each axis of the image; zeros in front of it and behind it.
+        stride, before, after: per axis of the image; zeros padded at its beginning and at its end.
     """
 
     weight: Source | None
@@ -68,7 +68,7 @@ class Kernel:
 
     @property
     def depthwise(self) -> bool:
-        """Says if each output reads the input of its own number alone."""
+        """True if each output reads only the input channel with its own number."""
         return self.shape[1] == 1 and self.groups == self.shape[0]
 
 
@@ -79,7 +79,7 @@ def itself(channels: int, rank: int) -> Kernel:
 
 
 def padded(kernel: Kernel, amounts: Sequence[int]) -> Kernel | None:
-    """Puts zeros around the image, as F.pad takes them; None behind what is no longer the input."""
+    """Pads the image with zeros, in the order of F.pad; None if the kernel is no longer the identity."""
     rank = len(kernel.size)
     pairs = [tuple(amounts[i : i + 2]) for i in range(0, len(amounts), 2)]
     if kernel.weight is not None or len(pairs) > rank:
@@ -93,7 +93,7 @@ def padded(kernel: Kernel, amounts: Sequence[int]) -> Kernel | None:
 
 
 def normalized(kernel: Kernel, norm: Any, path: str) -> Kernel:
-    """Puts the BatchNorm at `path` behind it, by its running statistics."""
+    """Appends the BatchNorm at `path`, with its running statistics."""
     weight, shift = (None if getattr(norm, name) is None else f"{path}.{name}" for name in ("weight", "bias"))
     factor = Call(_factor, (f"{path}.running_var", weight, norm.eps))
     column = Call(_column, (factor, len(kernel.size)))
@@ -105,9 +105,9 @@ def normalized(kernel: Kernel, norm: Any, path: str) -> Kernel:
 
 
 def convolved(first: Kernel, second: Kernel, dilation: Sizes) -> Kernel | None:
-    """Puts a convolution behind it; None where that is no convolution of the input.
+    """Appends a convolution; None if the result is not a convolution of the input.
 
-    A convolution that pads what a bias or a wide window has made sees zeros that are nowhere in the input.
+    A convolution that pads the output of a bias or of a wide window sees zeros that exist nowhere in the input.
     """
     pads = any(second.before) or any(second.after)
     wide = math.prod(first.size) > 1 or any(first.before) or any(first.after)
@@ -139,7 +139,7 @@ def convolved(first: Kernel, second: Kernel, dilation: Sizes) -> Kernel | None:
 
 
 def added(one: Kernel, other: Kernel) -> Kernel | None:
-    """Adds two up; None where that is no convolution of the input."""
+    """Adds two kernels; None if the sum is not a convolution of the input."""
     if one.weight is None and other.weight is None:
         return None
     groups = other.groups if one.depthwise else one.groups
@@ -162,7 +162,7 @@ def added(one: Kernel, other: Kernel) -> Kernel | None:
 
 
 def in_groups(kernel: Kernel, groups: int) -> Kernel | None:
-    """Writes a depthwise weight out for fewer groups; None where it has others and is not depthwise."""
+    """Expands a depthwise weight to fewer groups; None if the kernel has other groups and is not depthwise."""
     if kernel.groups == groups:
         return kernel
     if not kernel.depthwise:
@@ -173,12 +173,12 @@ def in_groups(kernel: Kernel, groups: int) -> Kernel | None:
 
 
 def _behind(kernel: Kernel) -> Sizes:
-    """Returns the end of each window, counted from where the image begins."""
+    """Returns the end of each window, counted from the beginning of the image."""
     return tuple(k - b for k, b in zip(kernel.size, kernel.before, strict=True))
 
 
 def _widened(kernel: Kernel, like: Source, before: Sizes, behind: Sizes) -> Kernel:
-    """Puts zeros around its weight, up to a window that reaches so far."""
+    """Pads a weight with zeros up to a window that reaches as far as given."""
     front = tuple(b - a for a, b in zip(kernel.before, before, strict=True))
     back = tuple(b - a for a, b in zip(_behind(kernel), behind, strict=True))
     weight = (
@@ -216,7 +216,7 @@ def _shifted(bias: Tensor | None, factor: Tensor, mean: Tensor, shift: Tensor | 
 
 
 def _ones(like: Tensor, channels: int, groups: int) -> Tensor:
-    """Returns the weight that gives the input back."""
+    """Returns the weight of the identity."""
     weight = like.new_ones(channels, 1, *[1] * (like.ndim - 2))
     return weight if groups == channels else _spread(weight, groups)
 
@@ -246,13 +246,15 @@ def _chained(first: Tensor, second: Tensor, groups: int) -> Tensor:
     pads = [size - 1 for size in first.shape[2:]]
     with torch.autocast(
         first.device.type, enabled=False
-    ):  # a training in bfloat16 keeps its weights in float32
+    ):  # training in bfloat16 keeps its weights in float32
         found: Tensor = CONVOLUTIONS[len(axes) - 1](by_group, turned, padding=pads, groups=groups)
     return found.reshape(outputs, groups, -1, *found.shape[2:]).transpose(0, 1).flatten(0, 1)
 
 
 def _pushed(weight: Tensor, bias: Tensor, groups: int, own: Tensor | None) -> Tensor:
-    """Returns a bias [mid] behind a convolution with `weight` [out, mid / groups, ...] and a bias of its own."""
+    """Returns a bias [mid] passed through a convolution with `weight` [out, mid / groups, ...] and a bias of
+    its own.
+    """
     given = bias.reshape(groups, 1, -1)
     moved = (weight.flatten(2).sum(2).reshape(groups, -1, weight.shape[1]) * given).sum(2).flatten()
     return moved if own is None else moved + own

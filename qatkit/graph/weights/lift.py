@@ -1,13 +1,13 @@
-"""Weights wherever they are: a product with a weight that no module of torch.nn holds becomes one that does.
+"""Lifts weights into modules: a product with a weight that no module of torch.nn holds becomes such a module.
 
     F.conv2d(x, self.weight), F.linear(x, w, b)      →  Conv2d, Linear with the same parameters
-    x @ w + b, w @ x, addmm, bmm, einsum             →  Linear, between what moves axes where they need it
-    einsum("bhtd,hde->bhte", x, w)                   →  Conv1d in groups: a weight a head
+    x @ w + b, w @ x, addmm, bmm, einsum             →  Linear, with operators that move axes where needed
+    einsum("bhtd,hde->bhte", x, w)                   →  Conv1d in groups: a weight per head
     ConvTranspose2d                                  →  Conv2d, DepthToSpace (`qatkit.graph.weights.transposed`)
     F.linear(x, g · v / |v|)                         →  Linear with a computed weight (`qatkit.quant.computed_weights`)
 
-A weight is what depends on parameters and buffers alone. It keeps its parameters: a tied one is trained by all
-that read it, a frozen one stays frozen. What can't be written so stays as it is, with a reason.
+A weight is a value that depends only on parameters and buffers. It keeps its parameters: a tied one is trained by all
+its readers, a frozen one stays frozen. A product that can't be written in this way stays as it is, with a reason.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _NO_WEIGHT = "stays float: the operator of the file is no product with a constan
 
 
 def lift_weights(graph_module: fx.GraphModule) -> PassResult:
-    """Changes `graph_module`, which is traced and, where an example is at hand, propagated, in place.
+    """Lifts weights in place in `graph_module`, which is traced and, if an example is available, propagated.
 
-    `changed` counts the operators that got a module; the meta of new nodes holds no value yet.
+    `changed` counts the operators that got a module; new nodes have no value in their meta yet.
     """
     result = PassResult(graph_module, open_held(graph_module))
     _drop_identities(graph_module)
@@ -48,7 +48,7 @@ def lift_weights(graph_module: fx.GraphModule) -> PassResult:
     if result.changed:
         for node in reversed(
             list(graph_module.graph.nodes)
-        ):  # what read a tensor at a path that an operator took
+        ):  # nodes that read a tensor at a path that an operator replaced
             if node in builder.constants and not node.users:
                 graph_module.graph.erase_node(node)
         tidy(graph_module)
@@ -57,7 +57,7 @@ def lift_weights(graph_module: fx.GraphModule) -> PassResult:
 
 
 def _drop_identities(graph_module: fx.GraphModule) -> None:
-    """Takes nn.Identity out from in front of a function of the same module, whose place the operator may take."""
+    """Removes an nn.Identity before a function of the same module, whose place the operator may take."""
     for node in [n for n in graph_module.graph.nodes if n.op == "call_module"]:
         inside = site(node).rpartition(".")[0]
         if isinstance(module_of(node), nn.Identity) and all(
@@ -68,7 +68,7 @@ def _drop_identities(graph_module: fx.GraphModule) -> None:
 
 
 def _drop_unread(graph_module: fx.GraphModule) -> None:
-    """Takes tensors that operators hold now out of the modules that held them and that nobody calls."""
+    """Removes tensors that operators hold now from the modules that held them and that are not called."""
     called = {str(n.target) for n in graph_module.graph.nodes if n.op == "call_module"}
     read = {str(n.target) for n in graph_module.graph.nodes if n.op == "get_attr"}
     for path, module in graph_module.named_modules():

@@ -1,7 +1,7 @@
-"""The operator that a weight gets: which type it is, where in the model it lives, what its parameters are called.
+"""Builds the operator for a weight: its type, its place in the model and the names of its parameters.
 
-Where nothing else is called in the module that holds the weight, the operator takes that module's place, and the
-parameters keep their names. Elsewhere it becomes a child, by the site that the function had ("attn.linear").
+If nothing else is called in the module that holds the weight, the operator replaces that module, and the parameters
+keep their names. Otherwise it becomes a child, named by the function's site ("attn.linear").
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Kind = type[nn.Conv1d] | type[nn.Conv2d] | type[nn.Conv3d] | type[nn.Linear]
 
 
 class OperatorBuilder:
-    """Makes the operators of one graph; equal computations of the same tensors share one program."""
+    """A builder of the operators of one graph; equal computations of the same tensors share one program."""
 
     def __init__(self, constants: Constants) -> None:
         self.constants, self.graph_module = constants, constants.graph_module
@@ -34,7 +34,7 @@ class OperatorBuilder:
         bias: fx.Node | None = None,
         **settings: Any,
     ) -> fx.Node:
-        """A call of a new operator in front of `node`, whose place it is meant for.
+        """Inserts a call of a new operator before `node`, which it is meant to replace.
 
         Args:
             weight, bias: constants [out, in, ...] and [out].
@@ -52,7 +52,7 @@ class OperatorBuilder:
         return new
 
     def hang(self, node: fx.Node, module: nn.Module, x: fx.Node, weight: fx.Node) -> fx.Node:
-        """A call of `module`, which has the constant `weight` as a parameter already, in front of `node`."""
+        """Inserts a call of `module`, which has the constant `weight` as a parameter already, before `node`."""
         path = self._path(node, self.constants.source(weight), self.constants.behind(weight))
         self._own(path, module, {})
         with node.graph.inserting_before(node):
@@ -61,7 +61,7 @@ class OperatorBuilder:
         return new
 
     def attribute(self, before: fx.Node, path: str) -> fx.Node:
-        """A parameter of the model as a constant, in front of `before`."""
+        """Inserts a parameter of the model as a constant before `before`."""
         with before.graph.inserting_before(before):
             new = before.graph.get_attr(path)
         new.meta["site"] = path
@@ -77,8 +77,9 @@ class OperatorBuilder:
         return free_path(self.graph_module, site(node))
 
     def _free(self, path: str, node: fx.Node, own: Collection[fx.Node]) -> bool:
-        """Whether nothing but the computation of `node`, and of its weight and bias (`own`), reads or calls what is
-        in a module; makes room if it is a padding alone that does.
+        """Returns whether only the computation of `node`, its weight and its bias (`own`) uses the module at `path`.
+
+        Renames paddings if they are the only other users.
         """
         given = (n for n in node.all_input_nodes if n in self.constants)
         own = {*own, *(one for n in given for one in self.constants.behind(n))}
@@ -91,7 +92,7 @@ class OperatorBuilder:
         return True
 
     def _own(self, path: str, module: nn.Module, sources: Mapping[str, WeightOrigin]) -> str:
-        """Hangs the operator in at its path, with the tensors that its programs take."""
+        """Attaches the operator at its path, with the tensors that its programs take."""
         graph_module, modules = self.graph_module, dict(self.graph_module.named_modules())
         if isinstance(module, Computed):
             module.leaves, home = {}, modules.get(path)
@@ -112,10 +113,10 @@ class OperatorBuilder:
     def _adopt(
         self, module: nn.Module, home: nn.Module | None, path: str, leaf: str, taken: Collection[str]
     ) -> str:
-        """Gives `module` a tensor of the model, by its old name where the operator takes the old module's place.
+        """Gives `module` a tensor of the model, by its old name if the operator replaces the old module.
 
         Args:
-            taken: names that mean something else here.
+            taken: names that have another meaning here.
         """
         tensor = tensor_at(self.graph_module, leaf)
         if home is not None and leaf.startswith(f"{path}."):
@@ -137,18 +138,18 @@ class OperatorBuilder:
 
 
 def _is_inside(node: fx.Node, path: str) -> bool:
-    """Whether a node belongs to the module at `path`: by its name, or by what it calls or reads."""
+    """Returns whether a node belongs to the module at `path`: by its name, or by what it calls or reads."""
     names = [site(node)] + [str(node.target)] * (node.op in ("call_module", "get_attr"))
     return any(f"{name}.".startswith(f"{path}.") for name in names)
 
 
 def _means_another(module: nn.Module, name: str, tensor: Tensor) -> bool:
-    """Whether a module has an attribute of that name which is not this tensor."""
+    """Returns whether a module has an attribute of that name which is not this tensor."""
     return hasattr(module, name) and getattr(module, name) is not tensor
 
 
 def _empty(kind: Kind, sources: Mapping[str, WeightOrigin], settings: Mapping[str, Any]) -> nn.Module:
-    """A module of the right sizes, with those parameters that are not computed."""
+    """Returns a module of the right sizes, with those parameters that are not computed."""
     value, bias = sources["weight"].value, sources.get("bias")
     inputs = value.shape[1] * int(settings.get("groups", 1))
     make: Any = kind
@@ -166,13 +167,13 @@ def _empty(kind: Kind, sources: Mapping[str, WeightOrigin], settings: Mapping[st
 
 
 def _parameter(source: WeightOrigin) -> nn.Parameter:
-    """The parameter that it is; what depends on none is not trained."""
+    """Returns a weight's parameter; a value that depends on no parameter is not trained."""
     value: Tensor = source.value
     return value if isinstance(value, nn.Parameter) else nn.Parameter(value.detach(), requires_grad=False)
 
 
 def free_path(graph_module: fx.GraphModule, path: str) -> str:
-    """`path`, or more underscores after it where its module has something of that name."""
+    """Returns `path`, with underscores appended while its module has an attribute of that name."""
     owner, _, name = path.rpartition(".")
     home: Any = dict(graph_module.named_modules()).get(owner, nn.Module())
     while hasattr(home, name):

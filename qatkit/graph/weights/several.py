@@ -1,9 +1,9 @@
-"""An einsum of several operands, one of them a weight: the product with the weight first, then the rest.
+"""Splits an einsum of several operands, one of them a weight: the product with the weight first, then the rest.
 
     einsum("bi,ijk,bj->bk", x, w, y)   →  t = einsum("bi,ijk->bjk", x, w), einsum("bjk,bj->bk", t, y)
 
-Constants are multiplied with each other before. Of the other operands the one is taken that is summed with the weight
-over most axes.
+Constants are multiplied with each other before. Of the other operands, the one that shares the largest summed
+axes with the weight is taken first.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from qatkit.graph.weights.operator import OperatorBuilder
 
 
 def take_product(builder: OperatorBuilder, node: fx.Node, operands: list[fx.Node]) -> fx.Node | None:
-    """A node in front of `node` for the product with the weight, which `node` goes on with; None if there is none."""
+    """Inserts a node for the product with the weight before `node`, which continues with it; None if there is none."""
     text = str(node.args[0]).replace(" ", "")
     left, arrow, result = text.partition("->")
     parts = left.split(",")
@@ -53,7 +53,7 @@ def take_product(builder: OperatorBuilder, node: fx.Node, operands: list[fx.Node
 def _with_one_constant(
     builder: OperatorBuilder, node: fx.Node, pairs: list[tuple[str, fx.Node]], result: str
 ) -> list[tuple[str, fx.Node]]:
-    """The constants among the operands as one."""
+    """Multiplies the constants among the operands into one."""
     while len(found := [pair for pair in pairs if pair[1] in builder.constants]) > 1:
         (one, a), (other, b) = found[:2]
         pairs = [pair for pair in pairs if pair not in found[:2]]
@@ -68,5 +68,5 @@ def _einsum(equation: str, *operands: torch.Tensor) -> torch.Tensor:
 
 
 def _kept(letters: str, wanted: str) -> str:
-    """Those of `letters` that are wanted, each once."""
+    """Returns the wanted letters of `letters`, without duplicates."""
     return "".join(c for c in dict.fromkeys(letters) if c in wanted)

@@ -1,9 +1,9 @@
-"""A transposed convolution as a convolution, which has an 8-bit kernel, and values that move.
+"""Rewrites a transposed convolution as a convolution, which has an 8-bit kernel, and operators that move values.
 
-With stride s, output q·s + r - padding is a sum over the taps r, r + s, r + 2s, ... of the kernel alone. So each
-phase r has a convolution of its own with ceil(k / s) taps, all of them are one with s times the channels, and what
-they make is interleaved (in ONNX: DepthToSpace) and cut to size. For k = s, the usual way up in a U-Net, that is a
-1x1 convolution and nothing to cut.
+With stride s, output q·s + r - padding is a sum over the taps r, r + s, r + 2s, ... of the kernel only. So each
+phase r has a convolution of its own with ceil(k / s) taps. All phases together are one convolution with s times the
+channels, whose output is interleaved (in ONNX: DepthToSpace) and cut to size. For k = s, the usual upsampling in a
+U-Net, that is a 1x1 convolution without a cut.
 
     weight [in, out / groups, k, ...]  →  [out · s · ..., in / groups, taps, ...], computed at each step
 """
@@ -29,7 +29,7 @@ FUNCTIONS = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
 
 
 def by_phases(weight: Tensor, stride: Sequence[int], taps: Sequence[int], groups: int) -> Tensor:
-    """The weight of the convolution that makes all phases.
+    """Returns the weight of the convolution that computes all phases.
 
     Args:
         weight: of the transposed convolution, [in, out / groups, kernel...].
@@ -58,7 +58,7 @@ def from_phases(weight: Tensor, kernel: Sequence[int], stride: Sequence[int], gr
 
 
 def lower_transposed(builder: OperatorBuilder, node: fx.Node) -> str | None:
-    """Rewrites a call of nn.ConvTranspose or F.conv_transpose (None), or says why it stays."""
+    """Rewrites a call of nn.ConvTranspose or F.conv_transpose (None), or returns why it stays."""
     given = _given(builder, node)
     shape, weight, bias = shape_of(given["input"]), given["weight"], given["bias"]
     value = builder.constants.tensor(weight)
@@ -107,7 +107,7 @@ def _each(value: Any, rank: int) -> list[int]:
 
 
 def _interleave(node: fx.Node, y: fx.Node, stride: Sequence[int], channels: int) -> fx.Node:
-    """[N, C·s·..., H, ...] → [N, C, H·s, ...]."""
+    """Interleaves the phases: [N, C·s·..., H, ...] → [N, C, H·s, ...]."""
     rank = len(stride)
     if math.prod(stride) == 1:
         return y
@@ -124,10 +124,10 @@ def _interleave(node: fx.Node, y: fx.Node, stride: Sequence[int], channels: int)
 def _cut(
     node: fx.Node, y: fx.Node, begin: Sequence[int], sizes: Sequence[int], made: Sequence[int]
 ) -> fx.Node:
-    """The part of each axis that the transposed convolution has."""
+    """Cuts each axis to the part that the transposed convolution outputs."""
     if list(sizes) == list(made) and not any(begin):
         return y
-    # From the end, which is right for inputs of any size.
+    # Counted from the end, which is right for inputs of any size.
     rests = [m - b - size for b, size, m in zip(begin, sizes, made, strict=True)]
     parts = [slice(b, -rest if rest else None) for b, rest in zip(begin, rests, strict=True)]
     return _new(node, "cut", operator.getitem, y, (slice(None), slice(None), *parts))
