@@ -42,7 +42,7 @@ class Shifts:
         read: for a sum: the distance between the positions of its inputs. The finer input's scale is moved.
         sum_write: for a sum: the smallest position of an input - pos(output). The output's scale is moved.
         product_write: for a product: the sum of both inputs' positions - pos(output). The output's scale is
-        moved.
+            moved.
     """
 
     cut: tuple[int, int]
@@ -71,13 +71,13 @@ class Backend:
             empty where any number will do (`qatkit.graph.pad_channels`).
         has_amx: its CPUs may have AMX, and weights can be stored for it (`qatkit.export.shift_weights`).
         every_operator: the rules are those of `everywhere`; ONNX Runtime's tools quantize every node they
-        can.
+            can.
         fuses: for each operator class, the activation classes that it computes in one step where nothing else
             reads it: no pair is placed in between.
         aligned: operator classes whose inputs and output share one scale and zero point. Operators that only
             pick or move values share them with any backend.
         shifts: bounds of the hardware's shifts, for scales that are powers of two; None where any shift will
-        do.
+            do.
         integer_biases: the other runtime takes biases as integers, as ONNX Runtime does.
         all_int8: no operator stays float for accuracy (`calibration.mixed_scales` only reports), because
             another processor would compute it.

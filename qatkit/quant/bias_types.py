@@ -35,7 +35,7 @@ def whole_bias(
 
     Returns:
         Whole numbers in float64: the integers [out], and the multiplier in the shape of `step`, which is 1
-            for int32 and float.
+        for int32 and float.
     """
     steps = bias.detach().double() / step.double()
     if not spec.narrow_bias:

@@ -282,9 +282,8 @@ def mse_clip(w: Tensor, spec: QuantSpec, *, least: float = 0.4, steps: int = 31)
 
     Returns:
         In the scales' shape, one of `steps` factors from 1 to `least`, chosen for each scale separately.
-        Below
-        `least`, 2-bit weights have an even smaller error, but clipped weights have no gradient, so training
-        gets worse.
+        Below `least`, 2-bit weights have an even smaller error, but clipped weights have no gradient, so
+        training gets worse.
     """
     w = w.detach()
     full, ends = weight_scale(w, spec), weight_ends(w, spec)

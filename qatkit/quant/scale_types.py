@@ -67,8 +67,7 @@ class ScaleType:
     Attributes:
         rounded: rounds float32 scales above 0 up or down to the next allowed scales.
         factors: multiples of the rounded-down scale to try, of which the first of equally good ones wins.
-        Empty: the
-            rounded-down and the rounded-up scale are tried.
+        Empty: the rounded-down and the rounded-up scale are tried.
     """
 
     rounded: Callable[[Tensor, bool], Tensor]
@@ -116,10 +115,8 @@ def qparams(low: Tensor, high: Tensor, spec: QuantSpec, *, fixed: bool = False) 
         low, high: rank 0.
         spec: the target range.
         fixed: the range is that of a function (a Sigmoid's 0..1). With powers of two its end may then be one
-        step
-            beyond the largest integer. This costs the values next to the end at most one step, whereas the
-            next
-            larger scale would cost all others half of their resolution.
+            step beyond the largest integer. This costs the values next to the end at most one step, whereas
+            the next larger scale would cost all others half of their resolution.
     """
     if not spec.powers_of_two:
         scale = rounded_up(numerics.choose_qparams(low, high, spec)[0], spec)

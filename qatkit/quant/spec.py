@@ -37,8 +37,8 @@ class NumberType:
     Attributes:
         low, high: its ends, at which quantization saturates.
         storage: the name of the PyTorch type that holds it. Its integers may fill only a part of that type;
-        since a
-            QuantizeLinear saturates at the ends of its output type, such an activation is clipped before it.
+            since a QuantizeLinear saturates at the ends of its output type, such an activation is clipped
+            before it.
         kind: the spacing of its values.
     """
 
@@ -101,22 +101,18 @@ class QuantSpec:
 
     Attributes:
         dtype: a name in `DTYPES`, or in `FORMATS` of `qatkit.quant.formats.table`; formats have no integers,
-        so that
-            only `granularity` of the other attributes applies to them.
+            so that only `granularity` of the other attributes applies to them.
         symmetric: real zero is the middle of the range and both ends are equally far from it. For a signed
-        type the
-            range is then narrow (int8: -127..127; int2: -1, 0 and 1), and zero_point is 0.
+            type the range is then narrow (int8: -127..127; int2: -1, 0 and 1), and zero_point is 0.
         granularity: which elements share a scale; an activation has one scale.
         reduce_range: give up one bit (0..127, -64..63). On x86 without VNNI the int8 kernels add pairs of
             products in 16 bits and saturate; 7-bit weights cannot.
         pairs: for weights: no two integers that such a kernel adds up can saturate, whatever their
-        activations
-            (`qatkit.quant.pairs`), as `backend.reduce_range=auto` asks; refused for asymmetric weights that
-            `may_saturate`.
+            activations (`qatkit.quant.pairs`), as `backend.reduce_range=auto` asks; refused for asymmetric
+            weights that `may_saturate`.
         scale_dtype: for weights: the type in `SCALE_TYPES` that holds the scales.
         scale_type: the values that scales may have: "float" (any), or for integers only "pow2" (powers of
-        two),
-            "float16" (numbers of float16) or "int16" (15-bit integers times powers of two).
+            two), "float16" (numbers of float16) or "int16" (15-bit integers times powers of two).
         bias_dtype: for weights: the type in `BIAS_TYPES` that holds the bias of the operator.
     """
 

@@ -40,11 +40,10 @@ class Integers:
         bias: [out] in steps of `bias_scale`, whole numbers in float64; None without a bias.
         bias_scale: input scale times `scale` times the multiplier.
         bias_multiplier: 1, or for biases of 8 or 16 bits other whole numbers in float64, in the shape of
-        `scale`.
+            `scale`.
         repaired: number of channels whose scale was raised so that the bias fits int32.
         lost: the largest change of a result by the rounding of their weights, as a share of the bias and per
-        step of
-            the input.
+            step of the input.
     """
 
     weight: Tensor
@@ -66,23 +65,21 @@ class WeightFakeQuantize(Quantizer):
 
     Args:
         spec: a symmetric spec of a signed type has no zero point (0), which most of ONNX Runtime's kernels
-        prefer.
+            prefer.
         shape: shape of the weight; its first axis holds the output channels.
 
     Attributes:
         clip: in the scales' shape, the share of the range that is kept; weights beyond it are clipped and get
-        no
-            gradient.
+            no gradient.
         fixed_zero_point: int32, in the scales' shape, the frozen zero point; None while it follows the
-        weight.
+            weight.
         rounding: integers in the weight's shape, the distance by which each weight is rounded above `below`:
-        0 down,
-            1 up, others where an algorithm compensates for the errors of other weights; None: to the nearest.
+            0 down, 1 up, others where an algorithm compensates for the errors of other weights; None: to the
+            nearest.
         bias_shift: [out], the part of the operator's bias that compensates for quantization and is omitted
-        without
-            quantization; None: nothing compensates.
+            without quantization; None: nothing compensates.
         bits: [], bits of the number type that `narrow` chose; None: the type that the quantizer was created
-        with.
+            with.
         oscillation: tracks the integers during fine-tuning and holds frozen ones; None: not tracked.
         source, target: FakeQuantize of the operator's input and of its output; None where there is none, or
             more than one. They are not submodules, since they belong to the graph's edges.
@@ -189,12 +186,10 @@ class WeightFakeQuantize(Quantizer):
 
         Args:
             scale: in the shape of `clip`, above 0, rounded to the spec's scales (`held`); weights beyond it
-            times the
-                largest integer are clipped.
+                times the largest integer are clipped.
             weight: the weight as inference uses it; given together with `integers`.
             integers: whole numbers of any type, in the weight's shape, counted from the zero point; None: the
-            weight
-                is rounded to the nearest.
+                weight is rounded to the nearest.
             zero_point: whole numbers in the shape of `clip`, frozen as well; None: they follow the weight.
 
         Raises:

@@ -86,8 +86,7 @@ class FormatWeightFakeQuantize(WeightFakeQuantize):
 
     Attributes:
         rounding: added by an algorithm to the weight before it is rounded to the nearest, in the weight's
-        shape; it
-            stays while the weight is trained. None: nothing is added.
+            shape; it stays while the weight is trained. None: nothing is added.
     """
 
     def __init__(self, spec: QuantSpec, shape: Sequence[int]) -> None:

@@ -49,8 +49,7 @@ class Element:
         bias: bias of the exponent.
         specials: the bit patterns that are not numbers.
         saturates: a larger number becomes the largest one; otherwise, as in IEEE 754, infinity. OFP8 allows
-        both:
-            this follows ONNX's QuantizeLinear, under which infinities saturate too. MX requires it.
+            both: this follows ONNX's QuantizeLinear, under which infinities saturate too. MX requires it.
         integer: stored in two's complement, whose zero has no sign. The negative number without a positive
             counterpart is not used, as the MX specification allows (5.3.4).
     """

@@ -152,7 +152,7 @@ def learned(
         x: any shape.
         step, offset: parameters of rank 0 that get the gradients.
         scale, zero_point: rank 0, the values to quantize with. Without `offset`, `ends` are counted from the
-        zero point.
+            zero point.
         ends: the smallest and the largest integer.
         factor: factor of the gradients.
     """

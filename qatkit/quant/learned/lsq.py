@@ -133,12 +133,9 @@ class LSQWeightFakeQuantize(WeightFakeQuantize):
     Attributes:
         step: the wanted scales; None before fine-tuning.
         empty: bool, in the shape of `step`, true where the scale follows the weights instead. These were zero
-        when
-            fine-tuning began (an untrained head, a pruned channel, a BatchNorm whose γ is 0), so there was no
-            scale
-            to start from: a tiny one clips all later weights, another channel's rounds them to 0, and neither
-            has a
-            gradient. None where there are none.
+            when fine-tuning began (an untrained head, a pruned channel, a BatchNorm whose γ is 0), so there
+            was no scale to start from: a tiny one clips all later weights, another channel's rounds them to
+            0, and neither has a gradient. None where there are none.
     """
 
     _optional: ClassVar[tuple[str, ...]] = (*WeightFakeQuantize._optional, "empty")

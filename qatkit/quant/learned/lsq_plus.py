@@ -25,8 +25,7 @@ class LSQPlusFakeQuantize(LSQFakeQuantize):
 
     Attributes:
         offset: the real value at which the range should begin, rank 0; None where the zero point is not
-        learned, and
-            before fine-tuning.
+            learned, and before fine-tuning.
     """
 
     offset: nn.Parameter | None

@@ -85,7 +85,7 @@ class Observer(nn.Module):
 
         Args:
             low, high: its smallest and largest value, rank 0, after the activation that the FakeQuantize
-            absorbed.
+                absorbed.
             values: the batch before that activation, any shape: a value outside [low, high] counts as the
                 nearer of the two.
         """

@@ -31,8 +31,7 @@ class Entropy(Method):
 
     Attributes:
         bins: maximum number of bins of |x|. Finer bins hold too few values each: their random differences
-        would
-            count as lost information.
+            would count as lost information.
         thresholds: maximum number of thresholds tried.
     """
 
