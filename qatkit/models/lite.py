@@ -60,7 +60,7 @@ def pretrained(config: ModelConfig, classes: int | None) -> nn.Module:
 
 
 def preprocessing(config: ModelConfig) -> Preprocessing:
-    """How the images were prepared that the weights were measured with: (pixel - 127) / 128, 224 of 256 pixels.
+    """Returns the preprocessing with which the weights were evaluated: (pixel - 127) / 128, 224 of 256 pixels.
 
     Raises:
         ConfigError: unknown name or weights.
