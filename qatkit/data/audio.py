@@ -106,7 +106,7 @@ def audio(root: str | None, download: bool, seed: int, request: Request | None =
 
 
 def _kinds(paths: Sequence[str]) -> list[str]:
-    """The endings of names, without what has none."""
+    """Returns the file name extensions; names without one are ignored."""
     found = sorted({os.path.splitext(path)[1].lower() for path in paths} - {""})
     return found[:_SHOWN] or [os.path.basename(path) for path in paths[:_SHOWN]]
 

@@ -67,7 +67,7 @@ class LabelPictures(ImageFiles):
 
 
 def label_pictures(root: str | None, download: bool, seed: int, request: Request | None = None) -> Splits:
-    """Pictures and label pictures of a folder, in one of the layouts above.
+    """Returns the pictures and label pictures of a folder, in one of the layouts above.
 
     Raises:
         ConfigError: no such folder or layout, a picture without labels, or labels that do not fit.
@@ -85,7 +85,7 @@ def label_pictures(root: str | None, download: bool, seed: int, request: Request
 
 
 def _pairs(top: Path, parts: Sequence[str]) -> list[tuple[str, str]] | None:
-    """(picture, label picture below `top`) of the first part that has both, sorted; None where none has."""
+    """Returns (picture, label picture below `top`) of the first part with both, sorted; None if no part has."""
     for part in parts:
         beside = [(top / part, top / f"{part}{labels}") for labels in _LABELS]
         apart = [
@@ -100,7 +100,7 @@ def _pairs(top: Path, parts: Sequence[str]) -> list[tuple[str, str]] | None:
 
 
 def _matched(top: Path, pictures: Path, labels: Path) -> list[tuple[str, str]]:
-    """Pictures with the label picture of their name, which may have something behind a _ or - as well."""
+    """Returns pictures with the label picture of the same name, which may have a suffix after _ or -."""
     known: dict[str, list[Path]] = {}
     for path in sorted(labels.iterdir()):
         if is_image_name(path.name) and not is_litter(path.name):
@@ -127,7 +127,7 @@ def _matched(top: Path, pictures: Path, labels: Path) -> list[tuple[str, str]]:
 
 
 def largest_label(top: Path, pairs: Sequence[tuple[str, str]], ignored: Sequence[int]) -> int:
-    """Looks at all label pictures, and returns the largest number that counts.
+    """Returns the largest number that counts in all label pictures.
 
     Raises:
         ConfigError: a label picture that does not belong to its picture.
@@ -159,7 +159,7 @@ def largest_label(top: Path, pairs: Sequence[tuple[str, str]], ignored: Sequence
 
 
 def _classes(top: Path, largest: int) -> tuple[str, ...]:
-    """Names of the classes.
+    """Returns the names of the classes.
 
     Raises:
         ConfigError: a number without a name.

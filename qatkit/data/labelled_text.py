@@ -105,7 +105,7 @@ def _whole(path: Path) -> str:
 
 
 def _classes(train: Sequence[LabelledText], root: str) -> list[str]:
-    """The labels of the training texts in order: numbers by their value, else by name."""
+    """Returns the labels of the training texts, sorted by number if they are numbers, else by name."""
     found = {one.label for one in train}
     if len(found) < 2:
         reason = f"all training texts have the label '{train[0].label}'; a classifier needs two"

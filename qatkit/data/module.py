@@ -146,16 +146,16 @@ class DataModule(lightning.LightningDataModule):
 
     @property
     def _prepared(self) -> Preprocessing | ArrayBatches | Recordings:
-        """Returns what makes a batch of items."""
+        """Returns the preparation that turns items into a batch."""
         return self._arrays or self.recordings or self.preprocessing
 
     @property
     def of_arrays(self) -> bool:
-        """Returns whether samples are arrays by name, and no images."""
+        """Returns whether samples are arrays by name rather than images."""
         return self._arrays is not None
 
     def one_at_a_time(self) -> bool:
-        """Makes every batch one sample from here on; returns whether there were larger ones before."""
+        """Makes every batch one sample from now on, and returns whether batches were larger before."""
         if self._arrays is None or not self._arrays.ports or not self._arrays.batched:
             return False
         ports = tuple(replace(port, axis=None) for port in self._arrays.ports)
@@ -185,7 +185,7 @@ class DataModule(lightning.LightningDataModule):
         return self._prepared.as_dict()
 
     def rows(self, wanted: int) -> int:
-        """Returns how many samples a batch may have: `wanted`, or one where the model takes no more."""
+        """Returns the number of samples per batch: `wanted`, or one if the model takes no more."""
         return wanted if self._arrays is None or self._arrays.batched else 1
 
     @property
@@ -201,7 +201,7 @@ class DataModule(lightning.LightningDataModule):
 
     @property
     def labelled(self) -> bool:
-        """Whether the images have targets; else no metric is known, only agreement with the float model."""
+        """Returns whether the images have targets; else there is no metric, only agreement with the float model."""
         return self.task.labelled(self.splits.classes, self._train_images.targets)
 
     @property
@@ -246,7 +246,7 @@ class DataModule(lightning.LightningDataModule):
 
     @property
     def pace(self) -> str:
-        """How fast the training that has just ended saw its images, in words; "" where none was trained on."""
+        """The pace of the last training in words; "" if there was none."""
         if self._loader is None:
             return ""
         return pace_of(self._loader.passes, self._block.note if self._block else "")
@@ -260,7 +260,7 @@ class DataModule(lightning.LightningDataModule):
         return self.validation_batches()
 
     def validation_batches(self, rank: int = 0, world_size: int = 1) -> ImageLoader:
-        """One process's share of what `val_dataloader` has, which may be none."""
+        """Returns one process's share of `val_dataloader`, which may be empty."""
         held_out, test = (self._train_loaded, self.held_out), (self._test_loaded, self._test)
         images, chosen = held_out if self.held_out else test
         return self._read(images, chosen[rank::world_size], self.eval_rows, persistent=True)
@@ -274,7 +274,7 @@ class DataModule(lightning.LightningDataModule):
         here: bool = False,
         persistent: bool = False,
     ) -> ImageLoader:
-        """Images as in evaluation, in batches of `size`, by the workers or in this process."""
+        """Returns a loader of images as in evaluation, in batches of `size`, by the workers or in this process."""
         dataset = EvalImages(images, indices, self._prepared, self.task)
         workers = 0 if here else self.config.workers
         return ImageLoader(dataset, self.rows(size), workers, persistent=persistent)
@@ -293,22 +293,23 @@ class DataModule(lightning.LightningDataModule):
         return self._read(self._test_loaded, self._test, self.eval_rows)
 
     def test_subset_of(self, images: int | None) -> ImageLoader:
-        """As `test_batches`; of a number, so many of the test images, balanced over the classes."""
+        """Returns `test_batches`, or only `images` of the test images, balanced over the classes."""
         if images is None or images >= len(self._test):
             return self.test_batches()
         return self.test_subset(images, self.eval_rows)
 
     def test_subset(self, images: int, batch_size: int) -> ImageLoader:
-        """So many test images, or all where there are no more: a seeded choice and order, every batch balanced over
-        the classes.
+        """Returns `images` test images, or all if there are fewer, in a seeded choice and order.
+
+        Every batch is balanced over the classes.
         """
         chosen = balanced(self._test_images.groups, self._test, images, "analysis", self.seed)
         return self._read(self._test_loaded, chosen, batch_size)
 
     def calibration_indices(self, images: int, key: str = "calibration.images") -> list[int]:
-        """Which images of `splits.train` calibrate: a seeded, class-balanced choice, in calibration order.
+        """Returns the indices in `splits.train` of the calibration images: a seeded, class-balanced choice, in order.
 
-        More than there are takes all of them, with a warning.
+        If more images are requested than there are, all of them are taken, with a warning.
 
         Raises:
             ConfigError: `images`, the value of `key`, is not positive.
@@ -320,7 +321,7 @@ class DataModule(lightning.LightningDataModule):
         return balanced(self._train_images.groups, self._train, images, "calibration", self.seed)
 
     def check_calibration(self, images: int, batch_size: int, least: int = 1) -> None:
-        """Whether there are images to calibrate with.
+        """Checks that there are enough images to calibrate with.
 
         Raises:
             ConfigError: `images`, or all there are, do not fill one batch, or are fewer than `least`.
@@ -341,7 +342,7 @@ class DataModule(lightning.LightningDataModule):
         return self.image_batches(self.calibration_indices(images), batch_size)
 
     def image_batches(self, indices: Sequence[int], batch_size: int) -> ImageLoader:
-        """Images of `splits.train` by their indices, as in evaluation: no augmentation.
+        """Returns images of `splits.train` by their indices, as in evaluation: no augmentation.
 
         Raises:
             ConfigError: `batch_size` is not positive (at the call, not at the first batch).
@@ -374,7 +375,7 @@ class DataModule(lightning.LightningDataModule):
         return [batch for batch, _ in loader]
 
     def golden_samples(self, count: int) -> list[Any]:
-        """Returns so many test samples, or all where there are no more: a seeded choice, balanced over the classes."""
+        """Returns `count` test samples, or all if there are fewer: a seeded choice, balanced over the classes."""
         chosen = balanced(self._test_images.groups, self._test, count, "golden", self.seed)
         return [self._test_images[index][0] for index in chosen]
 
@@ -388,7 +389,7 @@ class DataModule(lightning.LightningDataModule):
         return self._arrays.axes(self._test_images[self._test[0]][0])
 
     def digests(self, indices: Sequence[int]) -> list[str]:
-        """Returns what distinguishes items of `splits.train` from others, as hex digits."""
+        """Returns digests that identify items of `splits.train`, as hex digits."""
         return [digest(self._train_images, index) for index in indices]
 
     def state_dict(self) -> dict[str, Any]:
@@ -396,5 +397,5 @@ class DataModule(lightning.LightningDataModule):
         return {"fingerprint": self.fingerprint} | ({} if self._loader is None else self._loader.state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Position for the next `train_dataloader`."""
+        """Sets the position for the next `train_dataloader`."""
         self._resume = state_dict if "epoch" in state_dict else None

@@ -1,4 +1,4 @@
-"""Pictures with numbers, for regression: a table beside them.
+"""Pictures with numbers from a table, for regression.
 
     ROOT/targets.csv                              file,value (or several columns of numbers)
     ROOT/train/targets.csv  ROOT/test/targets.csv  (or val)
@@ -29,11 +29,11 @@ Samples = list[tuple[str, Any]]
 
 
 def pictures_with_values(root: str | None, download: bool, seed: int) -> Splits:
-    """The pictures that tables name, and their numbers.
+    """Returns the pictures that tables name, and their numbers.
 
     Raises:
-        ConfigError: no such folder or table, a table without these columns, a line that names no picture or no number,
-            or fewer than two pictures.
+        ConfigError: no such folder or table, a table without these columns, a line that names no picture or
+            no number, or fewer than two pictures.
     """
     top = data_folder(_SOURCE, root)
     if (top / TABLE).is_file():

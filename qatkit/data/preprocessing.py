@@ -1,4 +1,4 @@
-"""From pixels to the model's input: resize, crop or fill, augment, normalise, put channels and axes in order.
+"""Preprocessing from pixels to the model's input: resize, crop or fill, augment, normalise, order axes.
 
 Everything works on batches. Images of one shape (CIFAR, digits) are stacked first and then resized together,
 which is several times faster than one by one; images of many shapes (ImageNet) are resized one by one. Images are
@@ -57,16 +57,17 @@ KEYS = {"fit": "fit", "pad_value": "pad_value", "align": "align", "order": "chan
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """What is done to an image before the model sees it. The bundle carries it as JSON.
+    """The preprocessing of images for a model, which the bundle holds as JSON.
 
     Args:
         image_size: height and width of the model's input, in pixels: one number, or both.
-        resize: of fit "crop": what an image covers before the centre crop, one number (its shorter side) or both; at
-            least `image_size`.
+        resize: of fit "crop": what an image covers before the centre crop, one number (its shorter side) or
+            both; at least `image_size`.
         mean: per channel of the model's input, of pixels in `pixels`. Its length is the number of channels.
         std: per channel, of pixels in `pixels`.
         interpolation: nearest | bilinear | bicubic.
-        upright: whether picture files are turned as their EXIF data say when they are opened, before all this.
+        upright: whether picture files are turned as their EXIF data say when they are opened, before all
+            this.
         fit: crop | resize | letterbox (`qatkit_verify.fitting`).
         pad_value: of fit "letterbox": what fills, in 0..255.
         align: of fit "letterbox": center | top_left.
@@ -166,7 +167,7 @@ class Preprocessing:
         return cls(**known | {"mean": tuple(values["mean"]), "std": tuple(values["std"])})
 
     def eval_batch(self, images: Iterable[Image.Image | Tensor]) -> Tensor:
-        """Images as the model sees them in evaluation.
+        """Returns images as the model sees them in evaluation.
 
         Args:
             images: Pillow images or uint8 tensors (channels, height, width), of any sizes.
@@ -183,11 +184,12 @@ class Preprocessing:
         draws: Sequence[random.Random],
         policy: str = "none",
     ) -> Tensor:
-        """Images as the model sees them in training.
+        """Returns images as the model sees them in training.
 
         Args:
             images: Pillow images or uint8 tensors (channels, height, width), of any sizes.
-            augment: one of the choices of `data.augment`; crop_flip pads by an eighth of each side, by reflection.
+            augment: one of the choices of `data.augment`; crop_flip pads by an eighth of each side, by
+                reflection.
             draws: one source of random numbers an image.
             policy: one of the choices of `data.policy`, applied after `augment`.
 
@@ -222,8 +224,10 @@ class Preprocessing:
         return self._finished(batch)
 
     def noise(self, count: int, generator: torch.Generator) -> Tensor:
-        """`count` images of noise as the model sees them: standard normal, as normalised pixels are on average; of a
-        model that takes 0..255, pixels of any value.
+        """Returns `count` images of noise as the model sees them.
+
+        They are standard normal, as normalised pixels are on average; for a model that takes 0..255, pixels
+        of any value.
         """
         if self.pixels == UNIT:
             return torch.randn(count, *self.shape, generator=generator)
@@ -241,7 +245,7 @@ class Preprocessing:
         return random_zoom(self.fitting(picture).scaled, sides(self.image_size), draw)
 
     def fitting(self, picture: Sides) -> Fitting:
-        """Returns how a picture (height, width) comes to the input's size in evaluation."""
+        """Returns the fitting of a picture (height, width) to the input's size in evaluation."""
         return fitting(self.fit, picture, sides(self.image_size), sides(self.resize), self.align)
 
     def _of_input_size(self, array: Tensor) -> Tensor:
@@ -295,12 +299,12 @@ def _of_one_shape(arrays: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def is_image_tensor(value: object) -> bool:
-    """Whether it is a uint8 tensor (channels, height, width)."""
+    """Returns whether `value` is a uint8 tensor (channels, height, width)."""
     return isinstance(value, Tensor) and value.dtype == torch.uint8 and value.ndim == 3
 
 
 def as_tensor(image: Image.Image | Tensor) -> Tensor:
-    """An image as (channels, height, width), its own channels; of Pillow's the channels are innermost in memory."""
+    """Returns an image as (channels, height, width); for Pillow images the channels are innermost in memory."""
     if not isinstance(image, Image.Image):
         return image
     array = torch.from_numpy(np.array(image if image.mode in ("L", "RGB") else image.convert("RGB")))
@@ -308,7 +312,7 @@ def as_tensor(image: Image.Image | Tensor) -> Tensor:
 
 
 def pixels(image: Image.Image | Tensor, channels: int) -> Tensor:
-    """An image as uint8 (channels, height, width); grey is repeated, colour is turned grey where needed.
+    """Returns an image as uint8 (channels, height, width); grey is repeated, colour is turned grey where needed.
 
     Raises:
         ConfigError: the image is neither a Pillow image nor a uint8 tensor with three axes, or its channels
@@ -330,12 +334,12 @@ def pixels(image: Image.Image | Tensor, channels: int) -> Tensor:
 
 
 def decoded(image: Image.Image | Tensor) -> NDArray[np.uint8]:
-    """An image as uint8 (height, width, channels), its own channels, before anything is done to it."""
+    """Returns an unprocessed image as uint8 (height, width, channels), with its own channels."""
     return as_tensor(image).permute(1, 2, 0).contiguous().numpy()
 
 
 def _grey(array: Tensor) -> Tensor:
-    """uint8 (1, height, width) of colour: the weighted sum's whole part, from sums that float32 holds exactly."""
+    """Returns colour as grey uint8 (1, height, width): whole parts of weighted sums, which float32 holds exactly."""
     red, green, blue = array.unbind(0)
     total = red.mul(float(GREY[0])).add_(green, alpha=GREY[1]).add_(blue, alpha=GREY[2])
     return total.div_(GREY_UNIT).to(torch.uint8)[None]

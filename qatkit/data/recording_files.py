@@ -1,4 +1,4 @@
-"""Splits of recordings that lie in files, each with the name of its class: read whole before anything long."""
+"""Splits of recordings in files, each with the name of its class; all are read before any long work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recordings in, batches of features out: as `Preprocessing` is for pictures, by `qatkit_verify.sound`.
+"""The preparation of recordings as batches of features, by `qatkit_verify.sound`.
 
     data.rate, seconds, features, ... ── SoundPreprocess, which the bundle carries as JSON ──> [N, 1, frames, bands]
     data.features_in=graph                                                                 ──> [N, samples]
@@ -48,7 +48,7 @@ class RecordingInputs(ImageInputs):
 
 @dataclass(frozen=True)
 class Recordings:
-    """Makes batches of recordings.
+    """The preparation of batches of recordings.
 
     Attributes:
         sound: the features; of a file that computes them itself all of them, too.
@@ -139,7 +139,7 @@ def augmented(recording: NDArray[Any], augment: str, draw: random.Random, rate: 
 
 
 def _shifted(samples: Samples, by: int) -> Samples:
-    """Returns samples that begin later, behind zeros, or earlier, with zeros behind; never none of the recording."""
+    """Returns samples shifted later or earlier and padded with zeros; some of the recording always remains."""
     if by >= 0:
         return np.concatenate([np.zeros(by, np.float32), samples])
     by = min(-by, len(samples) // 2)

@@ -3,8 +3,8 @@
     step 0 ── float file ─> state ── step 1 ── float file ─> state ── step 2 ...
     sample 0 = step 0 + start          sample 1 = step 1 + state
 
-A sequence starts from the arrays of the states' names in its first step, else from zeros. So whatever comes behind
-(ranges, algorithms, fine-tuning, the comparison of files) sees ordinary samples, with every input.
+A sequence starts from the arrays of the states' names in its first step, else from zeros. All later stages
+(ranges, algorithms, fine-tuning, the comparison of files) thus see ordinary samples with every input.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Rollout:
         }
 
     def _keep(self, index: int, state: Mapping[str, NDArray[Any]]) -> None:
-        """Writes down the states that a step begins with."""
+        """Stores the states that a step begins with."""
         if not self._kept:
             steps, size = len(self.steps), sum(one.nbytes for one in state.values())
             self.every = max(1, math.ceil(steps * size / KEPT))
@@ -200,7 +200,7 @@ def _lengths(steps: CheckedImages) -> tuple[int, ...]:
 
 
 def _zeros(port: Port, source: str) -> NDArray[Any]:
-    """A state of zeros; a lone open axis, or the batch axis, is one sample's."""
+    """Returns a state of zeros; a single open axis, or the batch axis, has the size of one sample."""
     others = [axis for axis, size in enumerate(port.shape) if size is None and axis != port.axis]
     if len(others) > (port.axis is None):
         shape = ["any" if size is None else size for size in port.shape]

@@ -1,4 +1,4 @@
-"""Where images come from: one function a source, all with the signature `(root, download, seed) -> Splits`.
+"""Data sources, each a function with the signature `(root, download, seed) -> Splits`.
 
 A source only says which images and labels exist. Small sets are held as one uint8 tensor; folders are read
 image by image. What is not there is reported before anything long starts, with what to do about it.
@@ -52,7 +52,7 @@ class ImageDataset(Protocol):
 
 @dataclass(frozen=True)
 class Splits:
-    """What a source returns.
+    """The splits that a source returns.
 
     Args:
         train: images for training and calibration.
@@ -62,10 +62,10 @@ class Splits:
         notes: what the report is to say of the images, a line each.
         arrays: whether items are (arrays by the names of the model's inputs, target) instead of images
             (`qatkit.data.arrays`).
-        batched: whether a batch may hold several samples; False where what the model's file declares as the batch is
-            something else.
-        recordings: whether items are (samples [T] of a recording at `data.rate`, target) instead of images: float32
-            in -1..1, or int16 (`qatkit.data.recordings`).
+        batched: whether a batch may hold several samples; False where what the model's file declares as the
+            batch is something else.
+        recordings: whether items are (samples [T] of a recording at `data.rate`, target) instead of images:
+            float32 in -1..1, or int16 (`qatkit.data.recordings`).
         drawn: whether samples were drawn at random, so that no figure says anything of real data.
     """
 
@@ -184,7 +184,7 @@ def _split(folder: Path, classes: Sequence[str], root: str) -> tuple[ImageFiles,
 
 
 def _class_difference(folders: Sequence[Path], train: Sequence[str], test: Sequence[str]) -> str:
-    """Which classes only one of the two splits has, at most five names each."""
+    """Returns a description of the classes that only one split has, with at most five names each."""
     parts = []
     for folder, mine, other in ((folders[0], train, test), (folders[1], test, train)):
         if extra := sorted(set(mine) - set(other)):

@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 
 class Look(NamedTuple):
-    """What a file is: `reason` why it is no image, or ""; `ends`, a digest of its size, first and last bytes."""
+    """The result for a file: `reason` why it is not an image, or ""; `ends`, a digest of size, first and last bytes."""
 
     reason: str
     ends: str = ""
@@ -51,12 +51,13 @@ class Look(NamedTuple):
 
 @dataclass(frozen=True)
 class Survey:
-    """What may be used of each split, and what the report says of the rest.
+    """The usable images of each split, and notes on the others.
 
     Attributes:
         train: indices of images that can be read.
         test: the same of the other split.
-        ends: what tells a training image's file from others (`Look.ends`), by its index; empty where there are none.
+        ends: what tells a training image's file from others (`Look.ends`), by its index; empty where there
+            are none.
         notes: lines for people.
     """
 
@@ -113,7 +114,7 @@ def _check_left(name: str, part: ImageFiles, usable: Sequence[int]) -> None:
 
 
 def look_at(paths: Sequence[str], *, progress: bool = False) -> dict[str, Look]:
-    """What each file is, by its path; from the cache where it has not changed."""
+    """Returns the result for each file, by path, from the cache if the file has not changed."""
     found, todo = dict[str, Look](), list[str]()
     kept, states = _Cache(paths), dict[str, tuple[int, int]]()
     for path in dict.fromkeys(paths):
@@ -139,14 +140,14 @@ def look_at(paths: Sequence[str], *, progress: bool = False) -> dict[str, Look]:
 
 
 def _of_link(path: str, error: Exception) -> str:
-    """Why there is no file, in words."""
+    """Returns the reason why there is no file, in words."""
     if isinstance(error, OSError) and os.path.islink(path):
         return "a link to nothing" if isinstance(error, FileNotFoundError) else "a link to itself"
     return reason(error)
 
 
 def _each(task: Callable[[str], T], paths: Sequence[str], title: str, *, progress: bool) -> dict[str, T]:
-    """`task` of each path, on several threads."""
+    """Returns the result of `task` for each path, on several threads."""
     found, pool = dict[str, T](), ThreadPoolExecutor(_THREADS)
     parts = [paths[i : i + _A_PART] for i in range(0, len(paths), _A_PART)]
     try:
@@ -180,7 +181,7 @@ def _look(path: str) -> Look:
 
 
 def _ends_well(kind: str, first: bytes, last: bytes, size: int) -> bool:
-    """Whether a file is as long as it says; False where its format does not say that at its ends (TIFF, PPM)."""
+    """Returns whether a file ends as its format requires; False for formats that do not show it (TIFF, PPM)."""
     if kind in ("JPEG", "MPO"):
         return last.rstrip(b"\0\r\n").endswith(b"\xff\xd9")
     if kind == "PNG":
@@ -193,7 +194,7 @@ def _ends_well(kind: str, first: bytes, last: bytes, size: int) -> bool:
 
 
 def _in_both(train: Mapping[str, Look], test: Mapping[str, Look]) -> dict[str, str]:
-    """Test files whose bytes a training file holds too, with that file: accuracy on those says little."""
+    """Returns test files with the same bytes as a training file, and that file: their accuracy means little."""
     seen = dict[str, list[str]]()
     for path, look in train.items():
         if not look.reason:
@@ -245,7 +246,7 @@ class _Cache:
         return ends if (size, changed) == state else None
 
     def write(self, files: Mapping[str, tuple[int, int, str]]) -> None:
-        """Keeps `files`; where that fails, they are looked at again the next time."""
+        """Writes `files`; if that fails, they are checked again the next time."""
         content = json.dumps(files, separators=(",", ":"))
         with suppress(OSError, RuntimeError):
             path = self._path()

@@ -22,7 +22,7 @@ _HOW = "data.columns=[TEXT,LABEL] or [TEXT,SECOND,LABEL] names others"
 
 @dataclass(frozen=True)
 class LabelledText:
-    """A text, or two that are read together, and its label.
+    """A text, or two texts that are read together, with a label.
 
     Attributes:
         label: as the file has it; a number in digits.

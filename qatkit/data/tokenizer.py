@@ -1,4 +1,4 @@
-"""The tokenizer of a text model: a folder with a tokenizer.json, or what transformers makes one of."""
+"""The tokenizer of a text model, from a tokenizer.json or a folder that transformers can convert."""
 
 from __future__ import annotations
 
