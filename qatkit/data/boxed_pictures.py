@@ -101,7 +101,7 @@ def _skips(request: Request | None) -> bool:
 def _splits(
     top: str, train: Sequence[_Picture], test: Sequence[_Picture], names: Sequence[str], skip: bool
 ) -> Splits:
-    """The splits of pictures whose annotations were read.
+    """Returns the splits of pictures whose annotations were read.
 
     Raises:
         ConfigError: a picture that is not there, wrong boxes, or a class of the test split that none trains.
@@ -194,7 +194,7 @@ def _problem(box: _Box, picture: _Picture) -> str:
 
 
 def _voc_folder(top: Path) -> Path:
-    """The folder itself, or the only one below it that has annotations (VOCdevkit/VOC2012)."""
+    """Returns the folder itself, or the only one below it with annotations (VOCdevkit/VOC2012)."""
     for depth in ("Annotations", "*/Annotations", "*/*/Annotations"):
         found = sorted(path.parent for path in top.glob(depth) if path.is_dir())
         if len(found) == 1:
@@ -213,7 +213,7 @@ def _voc_list(top: Path, parts: Sequence[str]) -> list[str]:
 
 
 def _voc_picture(top: Path, name: str) -> _Picture:
-    """The picture of an annotation.
+    """Returns the picture of an annotation.
 
     Raises:
         ConfigError: the annotation can't be read.
@@ -245,7 +245,7 @@ def _text(page: ElementTree.Element, path: str) -> str:
 
 
 def _coco_file(top: Path, parts: Sequence[str]) -> Path | None:
-    """The annotations of the first part that has some."""
+    """Returns the annotation file of the first part that has one."""
     for part in parts:
         own = top / part / _OWN_FILE
         found = [own] if own.is_file() else sorted(top.glob(f"annotations/instances_{part}*.json"))

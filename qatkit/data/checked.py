@@ -68,7 +68,7 @@ class CheckedImages:
         return len(self.targets)
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
-        """The image, or the tensors of a sample by name, and its target.
+        """Returns the image, or the tensors of a sample by name, and its target.
 
         Raises:
             ConfigError: the source raised an exception, or returned something else.

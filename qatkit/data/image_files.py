@@ -34,7 +34,7 @@ class ImageFiles:
         return len(self.samples)
 
     def __getitem__(self, index: int) -> tuple[Image.Image, int]:
-        """The image, grey or RGB, and its label.
+        """Returns the image, grey or RGB, and its label.
 
         Raises:
             ConfigError: the file can't be read to its end; names it.

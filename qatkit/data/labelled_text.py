@@ -85,7 +85,7 @@ def _of_tables(top: Path, root: str, columns: Sequence[str] | None) -> list[list
 
 
 def _of_folders(top: Path) -> list[list[LabelledText]]:
-    """The texts of train/CLASS/*.txt and test/CLASS/*.txt; none where these folders hold no such files."""
+    """Returns the texts of train/CLASS/*.txt and test/CLASS/*.txt; none if these folders hold no such files."""
     found = []
     for part in (top / name for name in _PARTS):
         texts = []
@@ -97,7 +97,7 @@ def _of_folders(top: Path) -> list[list[LabelledText]]:
 
 
 def _whole(path: Path) -> str:
-    """The text of a file that is one sample."""
+    """Returns the text of a file that is one sample."""
     text = text_of(path).strip()
     if not text:
         raise ConfigError("data.root", path.parent, reason=f"{path.name} has an empty text")

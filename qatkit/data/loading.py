@@ -139,7 +139,7 @@ class EvalImages(Dataset[Batch]):
         return len(self.indices)
 
     def __getitems__(self, positions: list[int]) -> Batch | Failure:
-        """The batch at `positions`."""
+        """Returns the batch at `positions`."""
         chosen, placing = [self.indices[p] for p in positions], self._placing
         place = None if placing is None else placing.eval_targets
         return _load(self.images, chosen, self.preprocessing.eval_batch, self.task, place)
@@ -163,7 +163,7 @@ class TrainImages(Dataset[Batch]):
         self._placing = _placing(preprocessing, task, images)
 
     def __getitems__(self, keys: list[_Key]) -> Batch | Failure:
-        """The augmented batch at `keys`."""
+        """Returns the augmented batch at `keys`."""
         placing = self._placing
 
         def draws() -> list[random.Random]:
@@ -183,7 +183,7 @@ class TrainImages(Dataset[Batch]):
 def _placing(
     preprocessing: Preprocessing | ArrayBatches | Recordings, task: Task, images: ImageDataset
 ) -> LabelMaps | BoxTargets | None:
-    """The preparation of targets that lie in their pictures; None for a task with others."""
+    """Returns the preparation of targets that are transformed with their pictures; None for other tasks."""
     if not isinstance(preprocessing, Preprocessing):
         return None
     source: Any = images

@@ -221,7 +221,7 @@ class DataModule(lightning.LightningDataModule):
         return self._images
 
     def train_dataloader(self) -> TrainLoader:
-        """Augmented batches of this process's share; `data.batch_size` is per process.
+        """Returns augmented batches of this process's share; `data.batch_size` is per process.
 
         A step of the trainer takes a batch of each process, or several (`accumulate_grad_batches`).
 
@@ -252,11 +252,11 @@ class DataModule(lightning.LightningDataModule):
         return pace_of(self._loader.passes, self._block.note if self._block else "")
 
     def steps_per_epoch(self, batches: int = 1) -> int:
-        """Optimizer steps of an epoch, as `qatkit.data.loading.steps_per_epoch`."""
+        """Returns the optimizer steps of an epoch, as `qatkit.data.loading.steps_per_epoch`."""
         return steps_per_epoch(len(self._train), self.config.batch_size, batches)
 
     def val_dataloader(self) -> ImageLoader:
-        """The images held out in order, as in evaluation; where there are none, the test split."""
+        """Returns the held-out images in order, as in evaluation; if there are none, the test split."""
         return self.validation_batches()
 
     def validation_batches(self, rank: int = 0, world_size: int = 1) -> ImageLoader:
@@ -285,11 +285,11 @@ class DataModule(lightning.LightningDataModule):
         return len(self.held_out or self._test)
 
     def held_out_batches(self) -> ImageLoader:
-        """The training images held out: float32 (N, C, H, W) and int64 (N,), as in evaluation."""
+        """Returns the training images held out: float32 (N, C, H, W) and int64 (N,), as in evaluation."""
         return self.image_batches(self.held_out, self.eval_rows)
 
     def test_batches(self) -> ImageLoader:
-        """The test split: float32 (N, C, H, W) and int64 (N,), always the same ones."""
+        """Returns the test split: float32 (N, C, H, W) and int64 (N,), always the same ones."""
         return self._read(self._test_loaded, self._test, self.eval_rows)
 
     def test_subset_of(self, images: int | None) -> ImageLoader:
@@ -334,7 +334,7 @@ class DataModule(lightning.LightningDataModule):
             raise ConfigError("calibration.images", there, f"at least {least} for a tournament")
 
     def calibration_batches(self, images: int, batch_size: int) -> ImageLoader:
-        """The images of `calibration_indices(images)`, as in evaluation: no augmentation.
+        """Returns the images of `calibration_indices(images)`, as in evaluation: no augmentation.
 
         Raises:
             ConfigError: `images` or `batch_size` is not positive (at the call, not at the first batch).
@@ -351,7 +351,7 @@ class DataModule(lightning.LightningDataModule):
         return self._read(self._train_loaded, indices, batch_size)
 
     def first_batch(self, count: int) -> Any:
-        """A batch of `count` training samples, as in evaluation; where there are fewer, some again.
+        """Returns a batch of `count` training samples, as in evaluation; samples repeat if there are fewer.
 
         Raises:
             ConfigError: one of them, or the first test image, is not what the source promised.

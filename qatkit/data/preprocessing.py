@@ -136,7 +136,7 @@ class Preprocessing:
         return unit_scale(self.std, self.pixels)
 
     def as_dict(self) -> dict[str, object]:
-        """Plain values for JSON; what is as usual (crop, RGB, NCHW, pixels in 0..1) is left out."""
+        """Returns plain values for JSON, without defaults (crop, RGB, NCHW, pixels in 0..1)."""
         values: dict[str, object] = {
             "channels": self.channels,
             "image_size": as_typed(self.image_size),
@@ -160,7 +160,7 @@ class Preprocessing:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Preprocessing:
-        """The inverse of `as_dict`."""
+        """Returns the preprocessing from the values of `as_dict`."""
         known = {key: value for key, value in values.items() if key not in ("channels", "channel_order")}
         order, layout = values.get("channel_order", "RGB"), values.get("layout", "NCHW")
         known |= {"order": order.lower(), "layout": layout.lower()}
@@ -249,11 +249,11 @@ class Preprocessing:
         return fitting(self.fit, picture, sides(self.image_size), sides(self.resize), self.align)
 
     def _of_input_size(self, array: Tensor) -> Tensor:
-        """`array` (N, channels, height, width) brought to the input's size by `fit`, float32."""
+        """Brings `array` (N, channels, height, width) to the input's size by `fit`, float32."""
         return self._placed(array, self.fitting((array.shape[-2], array.shape[-1])))
 
     def _placed(self, array: Tensor, how: Fitting) -> Tensor:
-        """`array` (N, channels, height, width) in inputs, float32; what it does not cover is filled."""
+        """Places `array` (N, channels, height, width) in the input, float32, and fills the rest."""
         size = sides(self.image_size)
         kept = self._resized(array, how).float()
         if how.kept == size:
@@ -264,18 +264,18 @@ class Preprocessing:
         return found
 
     def _resized_crop(self, array: Tensor, draw: random.Random) -> Tensor:
-        """A random rectangle of `array` (channels, height, width) brought to the input's size, float32."""
+        """Returns a random rectangle of `array` (channels, height, width) at the input's size, float32."""
         size = sides(self.image_size)
         top, left, height, width = random_rectangle(array.shape[-2], array.shape[-1], draw, size[1] / size[0])
         crop = array[None, :, top : top + height, left : left + width]
         return self._resized(crop, Fitting(size, (0, 0), size))[0].float()
 
     def _resized(self, array: Tensor, how: Fitting) -> Tensor:
-        """The part of uint8 `array` (N, channels, height, width) that is kept, resized: uint8 or float32."""
+        """Returns the kept part of uint8 `array` (N, channels, height, width), resized: uint8 or float32."""
         return resized(array, how, self.interpolation)
 
     def _finished(self, batch: Tensor) -> Tensor:
-        """float32 pixels (N, channels, height, width) in 0..255, RGB, changed in place to what the model takes."""
+        """Converts float32 RGB pixels (N, channels, height, width) in 0..255 in place to the model's input."""
         mean = torch.tensor(self.mean, dtype=torch.float32).view(-1, 1, 1)
         std = torch.tensor(self.std, dtype=torch.float32).view(-1, 1, 1)
         if self.order == "bgr":
@@ -287,7 +287,7 @@ class Preprocessing:
 
 
 def _of_one_shape(arrays: Iterable[Tensor]) -> Iterator[Tensor]:
-    """(channels, height, width) each, stacked as long as the shape stays the same and memory suffices."""
+    """Yields stacks of arrays (channels, height, width) of one shape, as far as memory suffices."""
     waiting = list[Tensor]()
     for array in arrays:
         full = len(waiting) * array.numel() > _STACKED

@@ -84,7 +84,7 @@ class KeptImages:
         return len(self.images)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        """The image and its label.
+        """Returns the image and its label.
 
         Raises:
             ConfigError: as `CheckedImages`.

@@ -88,7 +88,7 @@ def recording_splits(
 
 
 def _classes(root: str, train: Named, test: Named) -> tuple[str, ...]:
-    """The names of the classes, sorted.
+    """Returns the names of the classes, sorted.
 
     Raises:
         ConfigError: as `recording_splits`.

@@ -42,7 +42,7 @@ def resolve_preprocessing(config: DataConfig, base: Preprocessing | None) -> Pre
 def _normalisation(
     config: DataConfig, base: Preprocessing | None, pixels: str, order: str
 ) -> dict[str, tuple[float, ...] | None]:
-    """Mean and std by their names: those of `base` are of its pixels, and in its order of channels."""
+    """Returns mean and std by name, converted from the pixels and channel order of `base`."""
     found: dict[str, tuple[float, ...] | None] = {}
     count = len(config.mean or config.std or ()) or (base.channels if base else 3)
     for key, neutral in (("mean", 0.0), ("std", 1.0)):

@@ -106,7 +106,7 @@ class Rollout:
             left -= len(span)
 
     def _start(self, index: int) -> Arrays:
-        """The states that a sequence starts from: those of its first step, else zeros."""
+        """Returns the states that a sequence starts from: those of its first step, else zeros."""
         _ = self.steps[index]  # checked, so an item is a pair
         with calling("data.source", self.steps.source, self.steps.dataset):
             given: Any = self.steps.dataset[index][0]

@@ -34,8 +34,9 @@ _VOC_CLASSES = (
 
 
 def voc_segmentation(root: str | None, download: bool, seed: int) -> Splits:
-    """Pascal VOC 2012: 1,464 pictures to train, 1,449 to verify, 20 classes and the background; borders (255) count as
-    nothing.
+    """Returns Pascal VOC 2012: 1,464 pictures to train, 1,449 to verify, 20 classes and background.
+
+    Borders (255) are ignored.
 
     Raises:
         ConfigError: the files are not there, can't be fetched, or hold other numbers.
@@ -55,7 +56,9 @@ def voc_segmentation(root: str | None, download: bool, seed: int) -> Splits:
 
 
 def cityscapes(root: str | None, download: bool, seed: int) -> Splits:
-    """Cityscapes with fine labels: 2,975 pictures to train, 500 to verify, 19 classes; other labels count as nothing.
+    """Returns Cityscapes with fine labels: 2,975 pictures to train, 500 to verify, 19 classes.
+
+    Other labels are ignored.
 
     Raises:
         ConfigError: the files are not there, or hold other numbers.
@@ -98,7 +101,7 @@ class CityLabels(LabelPictures):
 
 
 def _below(top: Path, pictures: Sequence[Any], labels: Sequence[Any]) -> list[tuple[str, str]]:
-    """(picture, label picture below `top`), sorted."""
+    """Returns pairs (picture, label picture below `top`), sorted."""
     pairs = sorted(zip(map(str, pictures), map(str, labels), strict=True))
     return [(picture, Path(label).relative_to(top).as_posix()) for picture, label in pairs]
 

@@ -103,7 +103,7 @@ class TensorImages:
 
 
 def digits(root: str | None, download: bool, seed: int) -> Splits:
-    """scikit-learn's 1,797 handwritten digits, 8x8 grey; embedded, so `root` and `download` are not used.
+    """Returns scikit-learn's 1,797 handwritten digits, 8x8 grey; embedded, so `root` and `download` are unused.
 
     A fifth of each class, drawn by `seed`, is the test split. By default the images are enlarged to 32x32 and
     repeated over three channels, which is what torchvision's models take; `data.mean` with one number keeps
@@ -126,7 +126,7 @@ def digits(root: str | None, download: bool, seed: int) -> Splits:
 
 
 def synthetic(root: str | None, download: bool, seed: int) -> Splits:
-    """Ten classes of 32x32 colour images, each a smooth pattern of its class under noise; needs no files."""
+    """Returns ten classes of 32x32 colour images, each a smooth pattern of its class with noise; needs no files."""
     generator = torch.Generator().manual_seed(seed)
     coarse = torch.rand(_SYNTHETIC_CLASSES, 3, 4, 4, generator=generator)
     patterns = nn_functional.interpolate(coarse, size=(32, 32), mode="bilinear")
@@ -143,7 +143,7 @@ def synthetic(root: str | None, download: bool, seed: int) -> Splits:
 
 
 def image_folder(root: str | None, download: bool, seed: int) -> Splits:
-    """ImageNet's layout: `root/train/CLASS/*.jpg` and `root/val/CLASS/*.jpg` (or `root/test/...`).
+    """Returns images in ImageNet's layout: `root/train/CLASS/*.jpg` and `root/val/CLASS/*.jpg` (or `root/test/...`).
 
     `val` is taken where both exist. Classes and files are those of torchvision's `ImageFolder`, in its order, but for
     hidden ones and what systems put beside images. The layout says nothing of preprocessing: it comes from the
@@ -169,7 +169,7 @@ def image_folder(root: str | None, download: bool, seed: int) -> Splits:
 
 
 def _split(folder: Path, classes: Sequence[str], root: str) -> tuple[ImageFiles, list[str]]:
-    """The images of the class folders in `folder`, and what was left out."""
+    """Returns the images of the class folders in `folder`, and what was left out."""
     samples, left_out, empty = list[tuple[str, int]](), list[str](), list[str]()
     for label, name in enumerate(classes):
         paths, left = files_below(folder / name, is_image_name, "data.root")
@@ -194,7 +194,7 @@ def _class_difference(folders: Sequence[Path], train: Sequence[str], test: Seque
 
 
 def cifar10(root: str | None, download: bool, seed: int) -> Splits:
-    """CIFAR-10 as published (32x32 colour, 50,000 and 10,000 images), through torchvision."""
+    """Returns CIFAR-10 as published (32x32 colour, 50,000 and 10,000 images), through torchvision."""
     cls = datasets.CIFAR10
     place = f"{cls.url} into {root}"
     train, test = _torchvision_splits(cls, root, download, place)
@@ -205,7 +205,7 @@ def cifar10(root: str | None, download: bool, seed: int) -> Splits:
 
 
 def fashion_mnist(root: str | None, download: bool, seed: int) -> Splits:
-    """Fashion-MNIST (28x28 grey, 60,000 and 10,000 images), through torchvision; enlarged to 32x32 in
+    """Returns Fashion-MNIST (28x28 grey, 60,000 and 10,000 images), through torchvision; enlarged to 32x32 in
     three channels by default.
     """
     cls = datasets.FashionMNIST

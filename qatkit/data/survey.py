@@ -99,7 +99,7 @@ def survey(train: object, test: object, bad: str, *, progress: bool = False) -> 
 
 
 def _listed(found: Mapping[str, str], root: str) -> str:
-    """The first paths, each with what there is to say of it."""
+    """Returns the first paths, each with its note."""
     some = [f"{printable(os.path.relpath(path, root))} ({why})" for path, why in list(found.items())[:_SHOWN]]
     return ", ".join(some) + (f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")
 
@@ -209,7 +209,7 @@ def _in_both(train: Mapping[str, Look], test: Mapping[str, Look]) -> dict[str, s
 
 
 def _content(path: str) -> bytes:
-    """A digest of a whole file; of one that has gone since, of its name."""
+    """Returns a digest of a whole file, or of its name if the file is gone."""
     try:
         with open_regular_file(path) as stream:
             return hashlib.file_digest(stream, "sha256").digest()
@@ -218,7 +218,7 @@ def _content(path: str) -> bytes:
 
 
 def _root(paths: Sequence[str]) -> str:
-    """The folder that all of them lie in."""
+    """Returns the common folder of all paths."""
     folders = {os.path.dirname(path) for path in paths}
     return os.path.commonpath([os.path.abspath(folder) for folder in folders]) if folders else ""
 
@@ -241,7 +241,7 @@ class _Cache:
         return cache_folder() / f"images-{name}.json"
 
     def ends(self, path: str, state: tuple[int, int]) -> str | None:
-        """The digest of a file that has not changed since; None for another one."""
+        """Returns the digest of a file that has not changed; None for others."""
         size, changed, ends = self.files.get(path, (None, None, ""))
         return ends if (size, changed) == state else None
 

@@ -110,7 +110,7 @@ def weights_classes(config: ModelConfig) -> int | None:
 
 
 def _classes(config: ModelConfig, of_data: int | None) -> int | None:
-    """The number of classes that the configuration and the data agree on."""
+    """Returns the number of classes that the configuration and the data agree on."""
     given = config.num_classes if config.num_classes is not None else config.kwargs.get("num_classes")
     if given is not None:
         limit_of(ModelConfig, "num_classes").check("model.num_classes", given)
@@ -145,7 +145,7 @@ def _like_weights(config: ModelConfig) -> ModelConfig:
 
 
 def _builder(name: str, task: str) -> Callable[..., Any]:
-    """The function or class called `name`: a source's, "package.module.fn" or "package.module:fn"."""
+    """Returns the function or class called `name`: a source's, "package.module.fn" or "package.module:fn"."""
     source = _source(name, task)
     if source is not None:
         found: Callable[..., Any] = source.builder(name)

@@ -141,7 +141,7 @@ class Decoder:
 
 
 def _forward(theirs: Any, layers: int) -> Any:
-    """The forward of a decoder for a type of model."""
+    """Returns the forward method of a decoder for a type of model."""
     from transformers.cache_utils import DynamicCache
 
     def forward(

@@ -23,7 +23,7 @@ PREFIX = "timm/"
 
 
 def builder(name: str) -> Callable[..., Any]:
-    """The function that builds timm's model `name` ("timm/resnet18") with random weights.
+    """Returns the function that builds timm's model `name` ("timm/resnet18") with random weights.
 
     Raises:
         ConfigError: timm is not installed, or has no such model.

@@ -31,7 +31,7 @@ _OF_WEIGHTS = {
 
 
 def builder(name: str) -> Callable[..., Any]:
-    """The function that builds torchvision's model `name` with random weights.
+    """Returns the function that builds torchvision's model `name` with random weights.
 
     Raises:
         ConfigError: torchvision has no such model.
@@ -109,7 +109,7 @@ def _pretrained_detector(
 
 
 def pretrained(config: ModelConfig, classes: int | None) -> nn.Module:
-    """The model with torchvision's weights, its head replaced where `classes` is not theirs.
+    """Returns the model with torchvision's weights, its head replaced if `classes` differs from theirs.
 
     Raises:
         ConfigError: unknown weights, weights that cannot be fetched (says where to put them), wrong arguments.
@@ -180,7 +180,7 @@ def preprocessing(config: ModelConfig) -> Preprocessing | None:
 
 
 def _weights(config: ModelConfig) -> WeightsEnum:
-    """The member of torchvision's enum that `config.weights` names."""
+    """Returns the member of torchvision's enum that `config.weights` names."""
     builder(config.name)
     members = torchvision.models.get_model_weights(config.name).__members__
     if config.weights not in members:
@@ -224,7 +224,7 @@ def _outputs(module: nn.Module) -> int | None:
 
 
 def _fresh(head: nn.Module, outputs: int) -> nn.Module:
-    """A randomly initialised layer like `head` with another number of outputs."""
+    """Returns a randomly initialised layer like `head` with another number of outputs."""
     if isinstance(head, nn.Linear):
         return nn.Linear(head.in_features, outputs, bias=head.bias is not None)
     assert isinstance(head, nn.Conv2d)

@@ -84,7 +84,7 @@ class TorchvisionDetector(Detector):
         return self._loss
 
     def _loss(self, outputs: Sequence[Tensor], targets: Tensor) -> Tensor:
-        """The sum of torchvision's own losses."""
+        """Returns the sum of torchvision's own losses."""
         (model,) = self._model
         heads = dict(zip(_HEADS, outputs, strict=False))
         anchors, cells = self._known[outputs[0].shape[1]]
