@@ -21,7 +21,7 @@ A source of your own is any importable function with the signature above, given 
 `qatkit.tasks`). Each has an attribute `targets` with all its labels, as torchvision's datasets have, so that balanced
 subsets need not open every image. A source whose function has a parameter `request` receives the model's inputs
 (`qatkit.data.request.Request`). A source without labels gives no classes, and `NO_LABEL` for each. For files,
-`ImageFiles(samples)` is such a dataset: unreadable ones are found before anything long.
+`ImageFiles(samples)` is such a dataset: unreadable ones are found before any long work.
 """
 
 from qatkit.data.image_files import ImageFiles

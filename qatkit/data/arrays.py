@@ -118,7 +118,7 @@ class ArrayFiles:
         return arrays, self.targets[index]
 
     def _header(self, path: str) -> tuple[dict[str, tuple[int, ...]], NDArray[Any] | None]:
-        """Returns the shapes of a file's arrays, and its labels, which alone are read."""
+        """Returns the shapes of a file's arrays, and its labels, which are the only values read."""
         with self._reading(path):
             with open_regular_file(path) as stream:
                 found = dict(_headers(stream))
@@ -180,7 +180,8 @@ def arrays(root: str | None, download: bool, seed: int, request: Request | None 
     """Returns the samples of the .npz and .npy files of a folder and of those below it, or the steps of sequences.
 
     Raises:
-        ConfigError: no such folder, fewer than two samples, a file that can't be read, or labels of some files alone.
+        ConfigError: no such folder, fewer than two samples, a file that can't be read, or labels of only some
+            files.
     """
     top = data_folder(_SOURCE, root)
     states = request.states if request is not None else {}

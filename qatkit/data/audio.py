@@ -5,7 +5,7 @@
     file ── one channel ── data.rate ── frames of the input's length, one every data.hop samples ──> samples
 
 The frames of a file are consecutive, so of a model with states (`qatkit.data.rollout`) a file is a sequence. What
-comes behind its last whole frame is not used. Which axis of the input is time, `qatkit.data.wave_input` finds.
+follows its last whole frame is not used. `qatkit.data.wave_input` finds the input's axis of time.
 """
 
 from __future__ import annotations

@@ -29,7 +29,8 @@ class BoxTargets:
 
     Args:
         pictures: the preparation of the pictures.
-        targets: of all pictures; batches have room for the most boxes of one, and rows of class -1 where it has fewer.
+        targets: targets of all pictures; batches have room for the largest number of boxes, and unused rows
+            have class -1.
     """
 
     def __init__(self, pictures: Preprocessing, targets: Iterable[Any]) -> None:

@@ -5,7 +5,7 @@
                   ROOT/{train,test}/_annotations.coco.json among the pictures
 
 `trainval` trains and `test` verifies, or `train` and `val` where one of these is not there. All annotations are read
-before anything long: one that names a missing picture ends the run, and so do boxes without area or outside of their
+before any long work: one that names a missing picture ends the run, and so do boxes without area or outside of their
 picture, unless data.bad=skip leaves those boxes out. Objects that VOC calls difficult are ignored, as are COCO's
 crowds: what finds them is neither right nor wrong.
 """

@@ -88,7 +88,7 @@ class DrawnArrays:
 
     Args:
         draws: the inputs.
-        count: of samples.
+        count: number of samples.
         parts: a seed and the split, which tell these samples from others.
 
     Attributes:

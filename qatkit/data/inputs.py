@@ -21,11 +21,11 @@ Batch = Tensor | dict[str, Tensor]
 
 
 class Inputs(ABC):
-    """The inputs that a model is called with, for any size of batch.
+    """The inputs of a model, for any batch size.
 
     Attributes:
         shape: the axes of one sample of the first input, without the batch.
-        said_by: the settings that decide what a batch looks like, for messages.
+        said_by: the settings that determine the form of a batch, for messages.
     """
 
     shape: tuple[int, ...]
@@ -98,9 +98,9 @@ class ArrayInputs(Inputs):
     Attributes:
         samples: the first samples of the data, each of one batch.
         axes: the batch axis of each input; None where it has none, and all samples have the same values.
-        lengths: that an example has at most, by input and axis: where the file takes any length, a short example is as
-            good as a long one, and takes less time and memory.
-        lone: whether the model is called with one tensor rather than with tensors by name.
+        lengths: maximum lengths of an example, by input and axis: where the file takes any length, a short
+            example is as good as a long one, and takes less time and memory.
+        lone: the model is called with one tensor rather than with tensors by name.
     """
 
     said_by = "data.source gives them"

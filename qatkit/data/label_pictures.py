@@ -5,7 +5,8 @@
 
 `train` trains and calibrates, `test` verifies, or `val` where there is no `test`. Names are those of `classes.txt` in
 ROOT, a line for each number; without it the numbers up to the largest one that occurs. `data.ignored` are numbers that
-count neither as right nor as wrong (255 by default). Label pictures are read before anything long: one of another size
+count neither as right nor as wrong (255 by default). Label pictures are read before any long work: one of
+another size
 than its picture, in colours, or with a number that is no class ends the run with its name.
 """
 
@@ -45,7 +46,7 @@ class LabelPictures(ImageFiles):
 
     Args:
         samples: (path of the picture, path of the label picture below `root`).
-        root: of all label pictures.
+        root: folder of all label pictures.
         ignored: numbers that do not count.
     """
 

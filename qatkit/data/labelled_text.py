@@ -39,7 +39,7 @@ class TextRows:
 
     Args:
         rows: one for each text or pair of texts.
-        labels: of the texts.
+        labels: labels of the texts.
     """
 
     def __init__(self, rows: Rows, labels: Sequence[int]) -> None:

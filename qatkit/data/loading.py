@@ -7,8 +7,8 @@ An uninterrupted run and a resumed one must see the same batches, bit for bit. S
 - the position is two numbers, the epoch and the images handed to training by all ranks together. Batches that
   workers have prefetched do not count, since they are counted where they leave the loader.
 
-An optimizer step takes the same images whatever the number of processes and of accumulated batches that they are
-shared out to, so a run may go on with other numbers of both, as long as the images of a step stay.
+An optimizer step takes the same images whatever the number of processes and of accumulated batches that share
+them. A run may continue with other numbers of both, as long as the images of a step stay the same.
 
 Nothing is drawn from torch's global generator either, so the number of workers changes no number of the training.
 """
@@ -106,9 +106,9 @@ def held_out_of(train: Sequence[int], groups: Sequence[Hashable], count: int | N
 
     Args:
         train: indices of the split.
-        groups: of all images, by index.
-        count: that is held out; None: a fifth, and no more than 1000.
-        seed: of the choice.
+        groups: groups of all images, by index.
+        count: number of held-out images; None: a fifth, and no more than 1000.
+        seed: seed of the choice.
 
     Raises:
         ConfigError: `count` leaves none to train on.
@@ -232,9 +232,9 @@ class EpochSampler(Sampler[_Key]):
     All ranks get equally many images: the few left over after whole steps are left out of that epoch.
 
     Args:
-        indices: of the images that train.
-        seed: of the order.
-        rank: which share, of how many (`world_size`).
+        indices: indices of the training images.
+        seed: seed of the order.
+        rank: number of this rank, out of `world_size`.
         step: images of an optimizer step, of all ranks; by default one each.
     """
 
@@ -330,9 +330,9 @@ def steps_per_epoch(images: int, size: int, batches: int) -> int:
     """Returns the optimizer steps of an epoch.
 
     Args:
-        images: there are.
-        size: of a batch, `data.batch_size`.
-        batches: per step: of all processes, times those that are accumulated.
+        images: number of images.
+        size: size of a batch, `data.batch_size`.
+        batches: batches per step: number of processes times accumulated batches.
 
     Raises:
         ConfigError: there are not so many batches of images.

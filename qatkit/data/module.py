@@ -55,27 +55,27 @@ class DataModule(lightning.LightningDataModule):
     Args:
         config: the data group.
         source: called as `source(config.root, config.download, seed)`, with a `request` where it takes one.
-        seed: of the split, the subsets, the order and the augmentation.
-        weights_preprocessing: of the model's pretrained weights; `config` overrides it, and it overrides
-            the source's default.
-        progress: whether a bar is shown while files are looked at.
-        held_out: so many training images, balanced over the classes as far as a fifth of each goes, that neither train
-            nor calibrate; None: a fifth of them, at most 1000.
-        task: what targets are, and how a batch is made of them.
+        seed: seed of the split, the subsets, the order and the augmentation.
+        weights_preprocessing: preprocessing of the pretrained weights; `config` overrides it, and it
+            overrides the source's default.
+        progress: a bar is shown while files are checked.
+        held_out: number of training images that neither train nor calibrate, balanced over the classes as far
+            as a fifth of each goes; None: a fifth of them, at most 1000.
+        task: the task, which defines targets and their batches.
         ports: the model's inputs, where they are known and samples are arrays by their names.
-        states: of a model whose outputs are inputs of its next step; None: samples have every input.
-        image_size: of the model's images where it declares that; `weights_preprocessing` has its own.
-        about: what the model's file says beside its graph.
+        states: states of a model whose outputs are inputs of its next step; None: samples have every input.
+        image_size: size of the model's images, if the model declares it; `weights_preprocessing` has its own.
+        about: facts from the model's file in addition to its graph.
 
     Attributes:
-        inputs: what the model is called with.
-        notes: what the report is to say of the images.
-        fingerprint: what tells those that train or are held out, their order and their labels from others: hex digits.
-        held_out: their indices in `splits.train`, in ascending order.
+        inputs: the inputs of the model.
+        notes: the report's notes on the images.
+        fingerprint: hex digits that identify the training and held-out images, their order and their labels.
+        held_out: indices of the held-out images in `splits.train`, in ascending order.
         recordings, of_pictures: the preparation of recordings, or None; whether samples are images.
 
     Raises:
-        ConfigError: a value out of range, a source that does not give what it should, or files that can't be read.
+        ConfigError: a value is out of range, the source does not return what it should, or files cannot be read.
     """
 
     def __init__(  # noqa: PLR0913  independent settings of a run, by name

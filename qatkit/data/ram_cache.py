@@ -36,7 +36,7 @@ class Block:
     """Shared memory for the images of all splits.
 
     Args:
-        megabytes: how much it holds.
+        megabytes: its capacity.
 
     Raises:
         ConfigError: the system does not give so much address space.

@@ -21,7 +21,7 @@ class RecordingFiles:
 
     Args:
         files: with their labels.
-        rate: that samples are brought to.
+        rate: the rate to which samples are converted.
 
     Attributes:
         targets: the label of each.
@@ -46,13 +46,13 @@ def recording_splits(
     """Returns the splits of some files.
 
     Args:
-        root: of the files, for messages.
+        root: folder of the files, for messages.
         train, test: files of each split.
         request: whose settings say how long recordings are, and at which rate.
         notes: lines for the report.
 
     Raises:
-        ConfigError: one class alone, classes of one split alone, or files that can't be used.
+        ConfigError: there is only one class, a class occurs in only one split, or files cannot be used.
     """
     classes = _classes(root, train, test)
     settings: DataConfig = request.settings

@@ -30,7 +30,7 @@ from qatkit_verify.sound_limits import LARGEST_WINDOW, LOG_MEL, LONGEST, MFCC, W
 
 _RATES = {DIGITS_SPOKEN: 8000, TONES: 8000}
 _WINDOW = 0.04  # seconds
-# Mean and deviation, about, of speech with zeros behind it: 300 spoken digits have -9.7 and 5.2, as MFCC -6.5 and 21.1.
+# Mean and deviation, roughly, of speech followed by zeros: 300 spoken digits have -9.7 and 5.2, as MFCC -6.5 and 21.1.
 _USUAL = {LOG_MEL: (-9.0, 5.0), MFCC: (-6.0, 20.0)}
 _SHIFT, _GAIN, _NOISE = 0.1, 6.0, (10.0, 40.0)  # seconds and decibels each way; decibels below the recording
 
@@ -52,7 +52,7 @@ class Recordings:
 
     Attributes:
         sound: the features; of a file that computes them itself all of them, too.
-        in_graph: whether the model takes samples and computes the features.
+        in_graph: the model takes samples and computes the features.
     """
 
     sound: SoundPreprocess

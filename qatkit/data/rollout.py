@@ -53,13 +53,13 @@ class Rollout:
         ports: the states.
         run: the float file.
         begin: states in which the first sequence continues another one; None: it has its own start.
-        progress: whether a bar is shown.
+        progress: a bar is shown.
 
     Attributes:
-        targets: of the samples.
+        targets: targets of the samples.
         lengths: steps of each sequence.
         every: n, the steps per sample.
-        last: the states behind the last step.
+        last: the states after the last step.
 
     Raises:
         ConfigError: the dataset does not say which items are sequences, or a state has no known start.
@@ -144,11 +144,11 @@ def rolled_out(
     """Returns splits whose items are samples with the float file's own states; each is a `Rollout`.
 
     Args:
-        splits: of a source whose items are steps.
+        splits: splits of a source whose items are steps.
         ports: all inputs of the model.
         source: dotted path of the source, for messages.
         task: whose targets there are.
-        progress: whether bars are shown.
+        progress: bars are shown.
 
     Raises:
         ConfigError: images, no sequences, or as `Rollout`.

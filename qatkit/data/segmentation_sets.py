@@ -3,8 +3,8 @@
     ROOT/VOCdevkit/VOC2012/{JPEGImages,SegmentationClass,ImageSets/Segmentation}     data=voc_segmentation
     ROOT/leftImg8bit/{train,val}/CITY/*.png  ROOT/gtFine/{train,val}/CITY/*.png      data=cityscapes
 
-Nothing is fetched unless `data.download` asks for it, which VOC alone allows: Cityscapes wants an account. Label
-pictures are read before anything long, as those of `label_pictures` are.
+Nothing is downloaded unless `data.download` asks for it, which only VOC allows: Cityscapes requires an
+account. Label pictures are read before any long work, like those of `label_pictures`.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class CityLabels(LabelPictures):
 
     Args:
         samples: (path of the picture, path of the label picture below `root`).
-        root: of all label pictures.
+        root: folder of all label pictures.
     """
 
     def __init__(self, samples: Sequence[tuple[str, str]], root: Path) -> None:

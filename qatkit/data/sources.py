@@ -1,7 +1,7 @@
 """Data sources, each a function with the signature `(root, download, seed) -> Splits`.
 
 A source only says which images and labels exist. Small sets are held as one uint8 tensor; folders are read
-image by image. What is not there is reported before anything long starts, with what to do about it.
+image by image. Missing data are reported before any long work, with advice.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ class Splits:
         test: images for accuracy only.
         classes: name of each label; empty for tasks without classes, and where every target is `NO_LABEL`.
         default_preprocessing: used where neither the configuration nor the model's weights say otherwise.
-        notes: what the report is to say of the images, a line each.
-        arrays: whether items are (arrays by the names of the model's inputs, target) instead of images
+        notes: the report's notes on the images, one line each.
+        arrays: items are (arrays by the names of the model's inputs, target) instead of images
             (`qatkit.data.arrays`).
-        batched: whether a batch may hold several samples; False where what the model's file declares as the
-            batch is something else.
-        recordings: whether items are (samples [T] of a recording at `data.rate`, target) instead of images:
-            float32 in -1..1, or int16 (`qatkit.data.recordings`).
-        drawn: whether samples were drawn at random, so that no figure says anything of real data.
+        batched: a batch may hold several samples; False where what the model's file declares as the batch is
+            something else.
+        recordings: items are (samples [T] of a recording at `data.rate`, target) instead of images: float32
+            in -1..1, or int16 (`qatkit.data.recordings`).
+        drawn: samples were drawn at random, so that no figure is meaningful for real data.
     """
 
     train: ImageDataset
@@ -220,7 +220,7 @@ def fashion_mnist(root: str | None, download: bool, seed: int) -> Splits:
 def _torchvision_splits(
     cls: Callable[..., Any], root: str | None, download: bool, place: str
 ) -> tuple[Any, Any]:
-    """Train and test part of a torchvision dataset; `place` says which files go where by hand.
+    """Returns train and test part of a torchvision dataset; `place` says which files go where by hand.
 
     Raises:
         ConfigError: the files are not there and cannot be fetched, or are damaged.

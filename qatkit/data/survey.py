@@ -1,4 +1,4 @@
-"""Image files are looked at before anything long: what can't be read, what is in both splits.
+"""The survey of image files before any long work, which finds unreadable files and files in both splits.
 
     paths ── stat ── seen before, unchanged? ─yes────────────────────────────────────┐
                 └─ no: header, size, mode, end of the file ── suspect? ── decoded ───┴─> reason, or an image
@@ -56,8 +56,7 @@ class Survey:
     Attributes:
         train: indices of images that can be read.
         test: the same of the other split.
-        ends: what tells a training image's file from others (`Look.ends`), by its index; empty where there
-            are none.
+        ends: digests of training files (`Look.ends`), by its index; empty where there are none.
         notes: lines for people.
     """
 
@@ -72,10 +71,11 @@ def survey(train: object, test: object, bad: str, *, progress: bool = False) -> 
 
     Args:
         bad: "refuse" or "skip" files that are no readable images.
-        progress: whether a bar is shown.
+        progress: a bar is shown.
 
     Raises:
-        ConfigError: files that can't be read, of which nothing says to skip them; or none, or none of a class, is left.
+        ConfigError: files that can't be read, of which nothing says to skip them; or none, or none of a
+            class, is left.
     """
     parts = {name: one for name, one in (("train", train), ("test", test)) if isinstance(one, ImageFiles)}
     looks = look_at([path for part in parts.values() for path, _ in part.samples], progress=progress)

@@ -34,12 +34,12 @@ class WaveInput:
     Attributes:
         name: of the input.
         shape: of a frame, with the batch axis.
-        axis: of time.
+        axis: the axis of time.
         dtype: NumPy's name of its type.
         full: the value of a sample of 1.
         rate: samples per second.
         hop: samples from the start of a frame to that of the next.
-        because: where the rate comes from, in words.
+        because: origin of the rate, in words.
     """
 
     name: str
@@ -58,7 +58,7 @@ class WaveInput:
 
     @property
     def batched(self) -> bool:
-        """Returns whether the input has an axis beside that of time, which may hold several frames."""
+        """Returns whether the input has another axis than that of time, which may hold several frames."""
         return len(self.shape) > 1
 
     @property

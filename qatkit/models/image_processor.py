@@ -15,7 +15,7 @@ from qatkit.config.schema import ModelConfig
 from qatkit.data.preprocessing import Preprocessing
 from qatkit_verify.errors import ConfigError
 
-# Pillow's numbers; Lanczos is between none of ours, and bicubic is next to it.
+# Pillow's numbers; Lanczos is not supported here, and bicubic is closest to it.
 _INTERPOLATIONS = {0: "nearest", 1: "bicubic", 2: "bilinear", 3: "bicubic"}
 _SQUEEZED_FROM = 384  # ConvNeXt's processor crops smaller inputs only
 

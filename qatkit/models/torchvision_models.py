@@ -112,7 +112,8 @@ def pretrained(config: ModelConfig, classes: int | None) -> nn.Module:
     """Returns the model with torchvision's weights, its head replaced if `classes` differs from theirs.
 
     Raises:
-        ConfigError: unknown weights, weights that cannot be fetched (says where to put them), wrong arguments.
+        ConfigError: unknown weights, weights that cannot be fetched (says where to put them), wrong
+            arguments.
     """
     weights = _weights(config)
     kwargs = {key: value for key, value in config.kwargs.items() if key != "num_classes"}

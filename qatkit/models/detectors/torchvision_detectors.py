@@ -2,7 +2,7 @@
 
 torchvision's models normalise and resize pictures and choose boxes in Python. Here the network and the arithmetic of
 boxes are one graph of tensors; pictures are prepared by the data, and boxes are chosen by non-maximum suppression
-behind the graph. Parameters keep torchvision's names, so that its checkpoints load.
+after the graph. Parameters keep torchvision's names, so that its checkpoints load.
 """
 
 from __future__ import annotations
