@@ -3,11 +3,11 @@
     ROOT/train/NAME.jpg  ROOT/train_labels/NAME.png      ROOT/val/...  ROOT/test/...      (train_masks, trainannot, ...)
     ROOT/images/train/NAME.jpg  ROOT/labels/train/NAME.png                                (masks, annotations, ...)
 
-`train` trains and calibrates, `test` verifies, or `val` where there is no `test`. Names are those of `classes.txt` in
-ROOT, a line for each number; without it the numbers up to the largest one that occurs. `data.ignored` are numbers that
-count neither as right nor as wrong (255 by default). Label pictures are read before any long work: one of
-another size
-than its picture, in colours, or with a number that is no class ends the run with its name.
+`train` trains and calibrates, `test` verifies, or `val` where there is no `test`. Names are those of
+`classes.txt` in ROOT, a line for each number; without it the numbers up to the largest one that occurs.
+`data.ignored` are numbers that count neither as right nor as wrong (255 by default). Label pictures are read
+before any long work: one of another size than its picture, in colours, or with a number that is no class ends
+the run with its name.
 """
 
 from __future__ import annotations

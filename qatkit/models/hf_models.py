@@ -6,11 +6,9 @@
     hf//data/my_model, hf/./my_model    the same from a folder that `save_pretrained` wrote
 
 The model is theirs with module paths and state_dict as they are, but returns only its logits: [N, classes] of
-a
-classifier of images or texts (task=text_classification), [N, T, V] of a language model (task=causal_lm); an encoder
-gives embeddings (task=text_pairs).
-Images are prepared as their image processor does, except that the picture keeps its proportions where that one squeezes
-it; text by the tokenizer next to the weights.
+a classifier of images or texts (task=text_classification), [N, T, V] of a language model (task=causal_lm); an
+encoder gives embeddings (task=text_pairs). Images are prepared as their image processor does, except that the
+picture keeps its proportions where that one squeezes it; text by the tokenizer next to the weights.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@
               of_data                                   statistics of all targets
     model     width, fits                               the required outputs of the model
     training  loss, distillation, total, figure         the loss to minimize, and the figure of an epoch
-    judging   values, meter, decision, divergence       quality of a file image by image, and distance from
-    float
+    judging   values, meter, decision, divergence       quality of a file per image, and distance from float
     report    names, drawing                            names of all these, and drawings of samples
 
 A task is one class in one file. It has to define `names`, `loss`, `values` and `decision`. The other methods

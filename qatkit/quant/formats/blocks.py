@@ -12,21 +12,18 @@ the values of a block, `amax` its largest absolute value, and elements and scale
 Rounding to elements saturates. Where the specifications leave a choice or a gap:
 
 - MX uses this scale (specification, section 6.3), so that the largest values of a block may exceed the
-largest
-  element (between 6 and 8 times the scale of MXFP4) and saturate. A scale below 2^-127 is 2^-127; none is
+  largest element (between 6 and 8 times the scale of MXFP4) and saturate. A scale below 2^-127 is 2^-127; none is
   above 2^127.
 - A block of zeros has the smallest scale and stays zeros, with their signs.
 - A block with an infinity or a NaN has the scale NaN (E8M0 0xFF, E4M3 0x7F), so that all of it is NaN. MX
-leaves
-  their result open; Quark's operator for BFP16 lets them through, which no shared exponent can represent.
+  leaves their result open; Quark's operator for BFP16 lets them through, which no shared exponent can represent.
 - BFP16: the shared exponent is that of the largest value, and 127 steps are the largest mantissa, as in
-Quark's
-  operator (rounding_mode 2): a value that would round to 128 saturates. Quark's compiler raises the exponent
-  there.
+  Quark's operator (rounding_mode 2): a value that would round to 128 saturates. Its compiler's kernel raises
+  the exponent there.
 - NVFP4: a block whose scale would round to 0 gets the smallest one above, where NVIDIA's paper says nothing and torchao
   takes 2^-6, the smallest that is normal. The tensor's scale is not below 2^-126, float32's smallest normal number.
-- The range of a tensor with a scale is the one its observer found, or its largest finite value:
-`tensor_scale`.
+- The range of a tensor with a scale is the one its observer found, or its largest finite value
+  (`tensor_scale`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The decision on boxes of detectors: two models agree if non-maximum suppression leaves the same boxes.
 
 The figure is F1 over all samples, twice the matched boxes over the boxes of both models; a sample in which
-neither
-has a box adds nothing to it. A single sample agrees if all its boxes are matched.
+neither has a box adds nothing to it. A single sample agrees if all its boxes are matched.
 """
 
 from __future__ import annotations
