@@ -1,7 +1,7 @@
-"""Images in, normalised batches out: a few small parts, each of them replaceable.
+"""Data: from images and other samples to normalised batches, in small replaceable parts.
 
-- `sources`: functions `(root, download, seed) -> Splits` that say which images and labels there are.
-- `image_files`, `survey`: files are read within bounds, and looked at before anything long.
+- `sources`: functions `(root, download, seed) -> Splits` that return images and labels.
+- `image_files`, `survey`: files are read within bounds, and checked before any long work.
 - `preprocessing`: one frozen `Preprocessing` (size, mean, std) that turns pixels into the model's input, in
   evaluation, in training (with augmentation) and, as JSON in the bundle, in production.
 - `arrays`: samples that are arrays by the names of a model's inputs; `rollout`: such samples with the states that the
@@ -21,7 +21,7 @@ A source of your own is any importable function with the signature above, given 
 `qatkit.tasks`). Each has an attribute `targets` with all its labels, as torchvision's datasets have, so that balanced
 subsets need not open every image. A source whose function has a parameter `request` receives the model's inputs
 (`qatkit.data.request.Request`). A source without labels gives no classes, and `NO_LABEL` for each. For files,
-`ImageFiles(samples)` is such a dataset: unreadable ones are found before anything long.
+`ImageFiles(samples)` is such a dataset: unreadable ones are found before any long work.
 """
 
 from qatkit.data.image_files import ImageFiles

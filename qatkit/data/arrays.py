@@ -1,4 +1,4 @@
-"""Samples that are arrays by the names of a model's inputs: files of NumPy, or anybody's dataset of mappings.
+"""Samples as arrays by the names of a model's inputs, from NumPy files or a user's dataset of mappings.
 
     DIR/**/*.npz, *.npy ── sorted by path ──> samples ── every other one calibrates and trains, the others verify
     DIR/train, DIR/test                       where both exist they are the two splits
@@ -40,7 +40,7 @@ from qatkit_verify.pictures import files_below, open_regular_file
 
 Arrays = Mapping[str, NDArray[Any]]
 LABEL = "label"  # an array of a file that is no input: its samples' labels
-LONE = "input"  # the name of the array of a .npy file, which a model with one input takes whatever that is called
+LONE = "input"  # name of a .npy file's array, which fits a model with one input of any name
 _SUFFIXES = (".npz", ".npy")
 _SOURCE = "qatkit.data.arrays.arrays"
 _KINDS = {"f": "floating point", "i": "integers", "u": "integers", "b": "booleans"}
@@ -55,9 +55,9 @@ class Port:
         dtype: NumPy's name of its type.
         shape: its axes; None where one is open.
         axis: the batch axis; None where it has none.
-        names: of its axes, in the file; "" of one without a name.
-        below: of ids, the rows of the smallest table that they index; None where no table is known.
-        rows: that a sample has along the batch axis.
+        names: names of its axes in the file; "" for an axis without a name.
+        below: for ids, the rows of the smallest table that they index; None where no table is known.
+        rows: number of rows of a sample along the batch axis.
     """
 
     name: str
@@ -73,12 +73,12 @@ class ArrayFiles:
     """The samples of files of arrays.
 
     Args:
-        paths: of the files, in order.
-        root: of the data, for messages.
-        states: names of arrays that are where a sequence starts, in its first step.
+        paths: paths of the files, in order.
+        root: folder of the data, for messages.
+        states: names of arrays with the start states of a sequence, in its first step.
 
     Attributes:
-        lengths: how many consecutive samples each sequence has.
+        lengths: number of consecutive samples of each sequence.
 
     Raises:
         ConfigError: a file that can't be read, or without arrays of numbers.
@@ -118,7 +118,7 @@ class ArrayFiles:
         return arrays, self.targets[index]
 
     def _header(self, path: str) -> tuple[dict[str, tuple[int, ...]], NDArray[Any] | None]:
-        """The shapes of a file's arrays, of which only the labels are read."""
+        """Returns the shapes of a file's arrays, and its labels, which are the only values read."""
         with self._reading(path):
             with open_regular_file(path) as stream:
                 found = dict(_headers(stream))
@@ -180,7 +180,8 @@ def arrays(root: str | None, download: bool, seed: int, request: Request | None 
     """Returns the samples of the .npz and .npy files of a folder and of those below it, or the steps of sequences.
 
     Raises:
-        ConfigError: no such folder, fewer than two samples, a file that can't be read, or labels of some files alone.
+        ConfigError: no such folder, fewer than two samples, a file that can't be read, or labels of only some
+            files.
     """
     top = data_folder(_SOURCE, root)
     states = request.states if request is not None else {}
@@ -212,18 +213,18 @@ def _files(folder: Path, root: str, states: Collection[str]) -> ArrayFiles:
 
 
 def _by_number(path: str) -> list[list[tuple[int, str]]]:
-    """The order of steps: the numbers in the names of folders and files count as numbers."""
+    """Returns the sort key of a step: numbers in the names of folders and files count as numbers."""
     parts = [re.split(r"(\d+)", part) for part in path.split(os.sep)]
     return [[(int(one), "") if one.isdecimal() else (-1, one) for one in part] for part in parts]
 
 
 @dataclass(frozen=True)
 class ArrayBatches:
-    """Makes batches of samples that are arrays, as `Preprocessing` makes them of images.
+    """The preparation of batches from samples that are arrays, as `Preprocessing` is for images.
 
     Attributes:
         ports: the model's inputs where they are known; else the first sample's arrays, batched along axis 0.
-        states: of a model with states, the output that such an input takes from the step before.
+        states: for a model with states, the output of the previous step that such an input takes.
     """
 
     source: str
@@ -273,7 +274,7 @@ class ArrayBatches:
         draws: Sequence[random.Random],
         policy: str,
     ) -> Batch:
-        """Joins samples as in evaluation: arrays of any meaning are not augmented."""
+        """Joins samples as in evaluation, since arrays of unknown meaning are not augmented."""
         return self.eval_batch(samples)
 
     def axes(self, sample: Mapping[str, Tensor]) -> dict[str, int | None]:
@@ -294,7 +295,7 @@ class ArrayBatches:
         return ArrayInputs(named, self.axes(samples[0]))
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for model.json: the inputs, which are given as they are."""
+        """Returns plain values for model.json: the inputs, which are not preprocessed."""
         described = [
             {"name": p.name, "type": p.dtype, "shape": list(p.shape), "batch_axis": p.axis}
             for p in self.ports
@@ -302,7 +303,7 @@ class ArrayBatches:
         return {"arrays": described} | ({"states": dict(self.states)} if self.states else {})
 
     def content(self, sample: Mapping[str, Any]) -> bytes:
-        """Returns what tells a sample from others: of a step what the data give, since states are computed."""
+        """Returns bytes that identify a sample; for a step, those of the data, since states are computed."""
         about = repr(dict(self.states)).encode() if self.states else b""
         parts = (
             (name.encode(), np.asarray(one).tobytes())

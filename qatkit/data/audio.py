@@ -5,7 +5,7 @@
     file ── one channel ── data.rate ── frames of the input's length, one every data.hop samples ──> samples
 
 The frames of a file are consecutive, so of a model with states (`qatkit.data.rollout`) a file is a sequence. What
-comes behind its last whole frame is not used. Which axis of the input is time, `qatkit.data.wave_input` finds.
+follows its last whole frame is not used. `qatkit.data.wave_input` finds the input's axis of time.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def audio(root: str | None, download: bool, seed: int, request: Request | None =
 
 
 def _kinds(paths: Sequence[str]) -> list[str]:
-    """The endings of names, without what has none."""
+    """Returns the file name extensions; names without one are ignored."""
     found = sorted({os.path.splitext(path)[1].lower() for path in paths} - {""})
     return found[:_SHOWN] or [os.path.basename(path) for path in paths[:_SHOWN]]
 

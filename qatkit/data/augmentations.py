@@ -1,4 +1,4 @@
-"""Changes of training images, each drawn from an image's own source of random numbers."""
+"""Augmentations of training images, each drawn from an image's own source of random numbers."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ _ZOOM = (0.5, 1.5)  # the usual range of the YOLOs
 
 
 def mirrored(arrays: Iterable[Tensor], draws: Sequence[random.Random]) -> Iterator[Tensor]:
-    """Images (channels, height, width), each mirrored left to right with probability one half."""
+    """Yields images (channels, height, width), each mirrored left to right with probability one half."""
     for array, draw in zip(arrays, draws, strict=True):
         yield array.flip(-1) if draw.random() < 0.5 else array
 
 
 def flipped(batch: Tensor, draws: Sequence[random.Random]) -> Tensor:
-    """Each image of a batch mirrored left to right with probability one half, in place."""
+    """Mirrors each image of a batch left to right with probability one half, in place."""
     chosen = torch.tensor([draw.random() < 0.5 for draw in draws])
     batch[chosen] = batch[chosen].flip(-1)
     return batch
 
 
 def shifted(batch: Tensor, draws: Sequence[random.Random]) -> Tensor:
-    """Each image moved by up to an eighth of its height and width each way; what comes in is reflected."""
+    """Shifts each image by up to an eighth of its height and width each way, with reflection at the edges."""
     height, width = batch.shape[-2:]
     down, across = height // 8, width // 8
     padded = nn_functional.pad(batch, [across, across, down, down], mode="reflect")
@@ -47,7 +47,7 @@ def shifted(batch: Tensor, draws: Sequence[random.Random]) -> Tensor:
 def random_rectangle(
     height: int, width: int, draw: random.Random, aspect: float = 1.0
 ) -> tuple[int, int, int, int]:
-    """(top, left, height, width) with area and proportions drawn as in Inception training.
+    """Returns (top, left, height, width) with area and proportions drawn as in Inception training.
 
     After `_CROP_ATTEMPTS` rectangles that do not fit, the largest centred one of an allowed ratio.
 
@@ -69,8 +69,9 @@ def random_rectangle(
 
 
 def random_zoom(scaled: Sides, size: Sides, draw: random.Random) -> Fitting:
-    """Returns a picture at 0.5 to 1.5 times a size, proportions kept, at a random place: cut where it is larger than
-    the input, with filling around it where it is smaller.
+    """Returns a fitting with a random zoom of 0.5 to 1.5 and a random place, proportions kept.
+
+    The picture is cut where it is larger than the input, and filled around where it is smaller.
 
     Args:
         scaled: (height, width) of the picture at a zoom of 1.

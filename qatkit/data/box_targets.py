@@ -1,7 +1,7 @@
-"""Boxes on the way that their pictures go: scaled, cut, placed and mirrored alike.
+"""Boxes as targets, which are scaled, cut, placed and mirrored like their pictures.
 
-Draws come from sources of random numbers like those of the pictures, so both are placed and mirrored in the same way. A
-box of which less than a quarter is left in the input is dropped.
+Draws come from sources of random numbers with the state of the pictures', so both are placed and mirrored in
+the same way. A box is dropped if less than a quarter of it remains in the input.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class BoxTargets:
 
     Args:
         pictures: the preparation of the pictures.
-        targets: of all pictures; batches have room for the most boxes of one, and rows of class -1 where it has fewer.
+        targets: targets of all pictures; batches have room for the largest number of boxes, and unused rows
+            have class -1.
     """
 
     def __init__(self, pictures: Preprocessing, targets: Iterable[Any]) -> None:
@@ -67,7 +68,7 @@ class BoxTargets:
         *,
         within: bool = False,
     ) -> Tensor:
-        """All boxes of a batch; `within`: pictures are mirrored where they lie, not the whole input."""
+        """Returns all boxes of a batch; `within`: pictures are mirrored in place, not the whole input."""
         found = np.full((len(targets), max(self._most, 1), VALUES), -1, np.float32)
         width = sides(self._pictures.image_size)[1]
         for rows, target, picture, how, flip in zip(found, targets, pictures, hows, flips, strict=True):
@@ -82,14 +83,14 @@ class BoxTargets:
 
 
 def _mirrored(boxes: Array, width: int) -> Array:
-    """Boxes [n, 6] of a picture that is mirrored left to right."""
+    """Returns the boxes [n, 6] of a picture that is mirrored left to right."""
     found = boxes.copy()
     found[:, 1], found[:, 3] = width - boxes[:, 3], width - boxes[:, 1]
     return found
 
 
 def _placed(boxes: Array, picture: Sides, how: Fitting) -> Array:
-    """Boxes [n, 6] of a picture where they lie in the input, without those that are mostly outside."""
+    """Returns the boxes [n, 6] of a picture in the input, without those that are mostly outside."""
     found = boxes.copy()
     for axis, columns in ((0, [2, 4]), (1, [1, 3])):
         moved = boxes[:, columns] * (how.scaled[axis] / picture[axis]) + (how.place[axis] - how.start[axis])

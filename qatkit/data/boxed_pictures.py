@@ -5,7 +5,7 @@
                   ROOT/{train,test}/_annotations.coco.json among the pictures
 
 `trainval` trains and `test` verifies, or `train` and `val` where one of these is not there. All annotations are read
-before anything long: one that names a missing picture ends the run, and so do boxes without area or outside of their
+before any long work: one that names a missing picture ends the run, and so do boxes without area or outside of their
 picture, unless data.bad=skip leaves those boxes out. Objects that VOC calls difficult are ignored, as are COCO's
 crowds: what finds them is neither right nor wrong.
 """
@@ -57,10 +57,11 @@ class _Picture:
 
 
 def voc_boxes(root: str | None, download: bool, seed: int, request: Request | None = None) -> Splits:
-    """Pictures and annotations in Pascal VOC's layout; classes in alphabetical order.
+    """Returns pictures and annotations in Pascal VOC's layout, with classes in alphabetical order.
 
     Raises:
-        ConfigError: no such folder, an annotation that can't be read or names no picture, or boxes that are wrong.
+        ConfigError: no such folder, an annotation that can't be read or names no picture, or boxes that are
+            wrong.
     """
     top = _voc_folder(data_folder(VOC_BOXES, root))
     for trains, tests in _VOC_PARTS:
@@ -76,7 +77,7 @@ def voc_boxes(root: str | None, download: bool, seed: int, request: Request | No
 
 
 def coco_boxes(root: str | None, download: bool, seed: int, request: Request | None = None) -> Splits:
-    """Pictures and annotations in COCO's layout; classes in the order of their numbers.
+    """Returns pictures and annotations in COCO's layout, with classes in the order of their numbers.
 
     Raises:
         ConfigError: as `voc_boxes`, or categories that differ between the splits.
@@ -100,7 +101,7 @@ def _skips(request: Request | None) -> bool:
 def _splits(
     top: str, train: Sequence[_Picture], test: Sequence[_Picture], names: Sequence[str], skip: bool
 ) -> Splits:
-    """The splits of pictures whose annotations were read.
+    """Returns the splits of pictures whose annotations were read.
 
     Raises:
         ConfigError: a picture that is not there, wrong boxes, or a class of the test split that none trains.
@@ -130,7 +131,7 @@ def _splits(
 
 
 def _check_sizes(top: str, pictures: Sequence[_Picture]) -> None:
-    """Looks at the headers of all pictures; what can't be read is for the survey of all files.
+    """Checks the headers of all pictures; unreadable files are left to the survey of all files.
 
     Raises:
         ConfigError: a picture of another size than its annotation says.
@@ -182,7 +183,7 @@ def _problems(picture: _Picture) -> list[str]:
 
 
 def _problem(box: _Box, picture: _Picture) -> str:
-    """What is wrong with a box; "" for nothing."""
+    """Returns a description of what is wrong with a box; "" if nothing is."""
     x1, y1, x2, y2 = box.corners
     width, height = picture.size
     corners = f"{x1:g}, {y1:g}, {x2:g}, {y2:g}"
@@ -193,7 +194,7 @@ def _problem(box: _Box, picture: _Picture) -> str:
 
 
 def _voc_folder(top: Path) -> Path:
-    """The folder itself, or the only one below it that has annotations (VOCdevkit/VOC2012)."""
+    """Returns the folder itself, or the only one below it with annotations (VOCdevkit/VOC2012)."""
     for depth in ("Annotations", "*/Annotations", "*/*/Annotations"):
         found = sorted(path.parent for path in top.glob(depth) if path.is_dir())
         if len(found) == 1:
@@ -202,7 +203,7 @@ def _voc_folder(top: Path) -> Path:
 
 
 def _voc_list(top: Path, parts: Sequence[str]) -> list[str]:
-    """Names of the first part that there is a list of."""
+    """Returns the names of the first part that has a list."""
     for part in parts:
         path = top / "ImageSets" / "Main" / f"{part}.txt"
         if path.is_file():
@@ -212,7 +213,7 @@ def _voc_list(top: Path, parts: Sequence[str]) -> list[str]:
 
 
 def _voc_picture(top: Path, name: str) -> _Picture:
-    """The picture of an annotation.
+    """Returns the picture of an annotation.
 
     Raises:
         ConfigError: the annotation can't be read.
@@ -230,7 +231,7 @@ def _voc_picture(top: Path, name: str) -> _Picture:
 
 
 def _voc_box(page: ElementTree.Element) -> _Box:
-    """An object; its first pixel is number 1."""
+    """Returns the box of an object, whose first pixel has number 1 in VOC."""
     x1, y1, x2, y2 = (float(_text(page, f"bndbox/{key}")) for key in ("xmin", "ymin", "xmax", "ymax"))
     difficult = (page.findtext("difficult") or "0").strip() == "1"
     return _Box(_text(page, "name").strip(), (x1 - 1, y1 - 1, x2, y2), IGNORED if difficult else 0)
@@ -244,7 +245,7 @@ def _text(page: ElementTree.Element, path: str) -> str:
 
 
 def _coco_file(top: Path, parts: Sequence[str]) -> Path | None:
-    """The annotations of the first part that has some."""
+    """Returns the annotation file of the first part that has one."""
     for part in parts:
         own = top / part / _OWN_FILE
         found = [own] if own.is_file() else sorted(top.glob(f"annotations/instances_{part}*.json"))
@@ -254,7 +255,7 @@ def _coco_file(top: Path, parts: Sequence[str]) -> Path | None:
 
 
 def _coco_pictures(top: Path, path: Path) -> tuple[list[_Picture], list[str]]:
-    """Pictures of a file of annotations, and the names of the categories that have objects or none above them.
+    """Returns the pictures of an annotation file, and the categories that have objects or no category above them.
 
     Raises:
         ConfigError: the file can't be read.
@@ -283,6 +284,6 @@ def _coco_pictures(top: Path, path: Path) -> tuple[list[_Picture], list[str]]:
 
 
 def _coco_folder(top: Path, path: Path) -> Path:
-    """The folder of the pictures: instances_val2017.json speaks of val2017/, or images/val2017/."""
+    """Returns the folder of the pictures: val2017/ or images/val2017/ for instances_val2017.json."""
     part = path.stem.removeprefix("instances_")
     return next((one for one in (top / part, top / "images" / part) if one.is_dir()), top / part)

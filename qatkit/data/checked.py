@@ -1,7 +1,7 @@
-"""A split as the loaders read it: what a source promised, held against what it gives, image by image.
+"""A split as the loaders read it, with every item of the source checked against what the source promised.
 
-A source is anybody's code. Whatever it raises, and an item that is no image, or has another target than `targets`
-says, becomes one line with its index, in a worker as in this process.
+A source is a user's code. Its exceptions, and items that are not images or have another target than in
+`targets`, become one line with the index of the item, in a worker as in this process.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _SHOWN = 60  # characters of a value
 
 
 class CheckedImages:
-    """A dataset whose items are what they should be: (Pillow image, L or RGB, or uint8 tensor (C, H, W); target).
+    """A dataset with checked items: (Pillow image, L or RGB, or uint8 tensor (C, H, W); target).
 
     Args:
-        dataset: of a source.
+        dataset: dataset of a source.
         part: "train" or "test", for messages.
         source: dotted path of the source, for messages.
-        task: whose targets they are.
-        arrays: checks items that are arrays by name, or recordings; None: they are images.
+        task: the task of the targets.
+        arrays: checks items that are arrays by name, or recordings; None: items are images.
 
     Attributes:
-        targets: the target of each image, as the task has it; plain ints of labels.
-        groups: over which choices of images are balanced: the label of a classifier's image.
+        targets: the target of each image in the task's form; plain ints for labels.
+        groups: the groups over which choices of images are balanced: the labels of a classifier's images.
 
     Raises:
         ConfigError: no labels, not as many as images, or of another kind.
@@ -68,10 +68,10 @@ class CheckedImages:
         return len(self.targets)
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
-        """The image, or the tensors of a sample by name, and its target.
+        """Returns the image, or the tensors of a sample by name, and its target.
 
         Raises:
-            ConfigError: the source raised something, or gave something else.
+            ConfigError: the source raised an exception, or returned something else.
         """
         with calling("data.source", self.source, self.dataset):
             item: Any = self.dataset[index]
@@ -119,7 +119,7 @@ class CheckedImages:
             raise self._wrong(f"{name} can't be read as an image ({reason(error)})") from error
 
     def _target(self, value: Any, name: str) -> Any:
-        """A target of Python, NumPy or torch as the task has it: a label as an int."""
+        """Returns a target of Python, NumPy or torch in the task's form, such as a label as an int."""
         try:
             return self.task.target(value)
         except (TypeError, ValueError) as error:
@@ -136,7 +136,7 @@ def _kind(value: Any) -> str:
 
 
 def splits_of(source: Source, config: DataConfig, seed: int, request: Request | None = None) -> Splits:
-    """Returns the splits of a source, called as its contract says, with the request where it has a parameter for it."""
+    """Returns the splits of a source, which gets the request if it has a parameter for it."""
     check_call("data.source", config.source, source, "root", "download", "seed")
     check_own_settings(config, source)
     with calling("data.source", config.source, source):
@@ -148,10 +148,10 @@ def splits_of(source: Source, config: DataConfig, seed: int, request: Request | 
 def checked_splits(
     splits: Splits, source: str, task: Task = CLASSIFICATION, arrays: ArrayBatches | Recordings | None = None
 ) -> tuple[CheckedImages, CheckedImages]:
-    """Train and test of what a source returned.
+    """Returns the checked train and test splits of a source.
 
     Raises:
-        ConfigError: it returned something else, or targets that are none of the task's.
+        ConfigError: the source returned something else, or targets that do not belong to the task.
     """
     if not isinstance(splits, Splits):
         raise ConfigError(

@@ -1,9 +1,9 @@
-"""Samples that are drawn at random, for a model whose inputs are known and whose data are not at hand.
+"""Random samples, for a model with known inputs but without data.
 
     type, shape, range of each input ── seed, split, number of the sample ──> arrays by the names of the inputs
 
-A file made so runs, and its size and speed are those of any other. Its ranges fit no real data, and no figure of its
-accuracy says anything of them: the report, the table at the end and the bundle's manifest say so.
+A file made from them runs, with normal size and speed. Its ranges fit no real data, and no accuracy figure is
+meaningful: the report, the table at the end and the bundle's manifest say so.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class Draw:
         dtype: NumPy's name of its type.
         shape: of a sample, with the batch axis.
         span: both ends, included; None: normal(0, 1).
-        whole: whether the values are whole numbers.
-        constant: whether all samples have the same values, as an input beside the batch has.
-        because: where the range comes from, in words.
+        whole: the values are whole numbers.
+        constant: all samples have the same values, as for an input without a batch axis.
+        because: the origin of the range, in words.
     """
 
     name: str
@@ -88,7 +88,7 @@ class DrawnArrays:
 
     Args:
         draws: the inputs.
-        count: of samples.
+        count: number of samples.
         parts: a seed and the split, which tell these samples from others.
 
     Attributes:
@@ -159,7 +159,7 @@ def _draw(port: Port, sizes: _Sizes, settings: DataConfig, *, constant: bool) ->
 
 
 def _span(port: Port, asked: Any) -> tuple[float, float]:
-    """The ends that a user gave.
+    """Returns the ends that the user gave.
 
     Raises:
         ConfigError: no two numbers in order, fractions for an input of integers, or ends beyond its type.
@@ -211,7 +211,7 @@ class _Sizes:
         return tuple(found)
 
     def _size(self, port: Port, axis: int, places: Sequence[int], of_input: int | None) -> int:
-        """The size of an open axis: of its name, of its input, of another axis of its name, or the default."""
+        """Returns the size of an open axis: by its name, by its input, of another axis of its name, or the default."""
         name = port.names[axis] if port.names else ""
         named = self.asked.get(name) if name else None
         if named is not None and name != port.name:
@@ -227,7 +227,7 @@ class _Sizes:
 
 
 def _default(port: Port, places: Sequence[int]) -> int:
-    """The size of an open axis of which nothing is known but its input's shape."""
+    """Returns the default size of an open axis, by the shape of its input."""
     others = [size for axis, size in enumerate(port.shape) if axis not in places and axis != port.axis]
     if len(port.shape) >= 4:
         return _PIXELS

@@ -27,8 +27,8 @@ def fingerprint(
         images: the dataset.
         chosen: the indices of the items that count.
         classes: names of the labels.
-        ends: digests of both ends of files by index, where all files were looked at: then all contents count.
-        seed: of the choice of a few.
+        ends: digests of both ends of files by index, if all files were checked: then all contents count.
+        seed: seed of the choice of a few.
     """
     if ends:
         contents = [ends[index] for index in chosen]

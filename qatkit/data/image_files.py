@@ -1,4 +1,4 @@
-"""A dataset of image files (`qatkit_verify.pictures` reads one), and what a report says of files that were left out."""
+"""A dataset of image files (read by `qatkit_verify.pictures`), and the report's note on files left out."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _SHOWN = 4
 
 
 class ImageFiles:
-    """A dataset of image files. A source that returns it has them looked at before anything long.
+    """A dataset of image files. If a source returns it, the files are checked before any long work.
 
     Args:
-        samples: (path, label) of each.
-        upright: whether they are turned as their EXIF data say; torchvision and ImageNet's figures don't.
-        complete: whether every class is to have an image here.
+        samples: (path, label) of each image.
+        upright: images are turned as their EXIF data say; torchvision and ImageNet's figures do not do so.
+        complete: every class must have an image here.
 
     Attributes:
         targets: the label of each.
@@ -34,7 +34,7 @@ class ImageFiles:
         return len(self.samples)
 
     def __getitem__(self, index: int) -> tuple[Image.Image, int]:
-        """The image, grey or RGB, and its label.
+        """Returns the image, grey or RGB, and its label.
 
         Raises:
             ConfigError: the file can't be read to its end; names it.
@@ -44,12 +44,12 @@ class ImageFiles:
 
 
 def printable(path: str) -> str:
-    """A path in one line that every terminal and page takes; a name may hold any bytes."""
+    """Returns a path in one printable line, since a name may hold any bytes."""
     return path.encode("utf-8", "backslashreplace").decode().replace("\n", "\\n")
 
 
 def left_out_note(paths: Sequence[str]) -> tuple[str, ...]:
-    """What the report says of files that were not taken for images; empty where there are none."""
+    """Returns the report's note on files that are not images; empty if there are none."""
     if not paths:
         return ()
     names = sorted({printable(os.path.basename(path)) for path in paths})

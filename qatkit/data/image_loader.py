@@ -1,11 +1,11 @@
-"""A loader of batches that are prepared whole, and the processes that it starts where they are worth it.
+"""A loader of batches that are prepared as a whole, with worker processes where they pay off.
 
     in order   the first batch here ── the rest would take longer than to start processes? ─ no ─> here
                                                                                           └─ yes ─> theirs
     a sampler's order, or processes of an earlier pass that are alive ───────────────────────────> theirs
 
-Most passes over a small set are over before a process has begun. Whoever prepares a batch, it is the same one, in the
-same place.
+Most passes over a small set are finished before a process has started. The batches and their order do not
+depend on which process prepares them.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ _TO_START = 0.1  # seconds that a process takes
 
 
 class Failure(NamedTuple):
-    """A ConfigError on its way out of a worker, which could only pass exceptions with one argument."""
+    """A ConfigError on its way out of a worker, which can only pass exceptions with one argument."""
 
     key: str
     value: str
     problem: str
-    trace: str  # of what was behind it, which has no way out
+    trace: str  # of its cause, which cannot be passed
 
     def error(self) -> ConfigError:
-        """What it was."""
+        """Returns the original error."""
         found = ConfigError(self.key, self.value, reason=self.problem)
         found.add_note(self.trace)
         return found
 
 
 def _as_is(batch: Any) -> Any:
-    """The collate function: the dataset has made the batch already."""
+    """Returns the batch unchanged, as the collate function: the dataset has already made it."""
     return batch
 
 
 class _InOrder(Sampler[int]):
-    """0, 1, 2, ..., less the first `skip` of them."""
+    """A sampler of 0, 1, 2, ... without the first `skip`."""
 
     def __init__(self, count: int) -> None:
         self.count, self.skip = count, 0
@@ -105,7 +105,7 @@ class ImageLoader(DataLoader[Batch]):
         )
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
-        """Batches, in order.
+        """Yields batches, in order.
 
         Raises:
             ConfigError: an image cannot be read; names the file, or the index. A worker that was killed.
@@ -139,12 +139,12 @@ class ImageLoader(DataLoader[Batch]):
                 yield batch
                 continue
             order.skip = done * len(positions)
-            rest = self._prepared()  # begin while this batch is made use of
+            rest = self._prepared()  # begin while this batch is used
             order.skip = 0
             yield batch
             yield from rest
             return
 
     def _prepared(self) -> Iterator[Batch | Failure]:
-        """By as many processes as there are to be, or here."""
+        """Returns an iterator over batches, prepared by the workers or in this process."""
         return cast("Iterator[Batch | Failure]", super().__iter__())

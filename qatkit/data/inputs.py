@@ -1,4 +1,4 @@
-"""The inputs of a model of a run: images of one shape, or samples of named arrays.
+"""The inputs of a run's model: images of one shape, or samples of named arrays.
 
 images   a tensor [N, C, H, W], drawn where only shapes and times matter
 arrays   one tensor, or tensors by the names of the model's inputs; the data's own first samples, since numbers
@@ -21,11 +21,11 @@ Batch = Tensor | dict[str, Tensor]
 
 
 class Inputs(ABC):
-    """The inputs that a model is called with, for any size of batch.
+    """The inputs of a model, for any batch size.
 
     Attributes:
         shape: the axes of one sample of the first input, without the batch.
-        said_by: the settings that decide what a batch looks like, for messages.
+        said_by: the settings that determine the form of a batch, for messages.
     """
 
     shape: tuple[int, ...]
@@ -51,7 +51,7 @@ class Inputs(ABC):
     @property
     @abstractmethod
     def bytes(self) -> int:
-        """Bytes of one sample."""
+        """The size of one sample in bytes."""
 
     @property
     @abstractmethod
@@ -98,9 +98,9 @@ class ArrayInputs(Inputs):
     Attributes:
         samples: the first samples of the data, each of one batch.
         axes: the batch axis of each input; None where it has none, and all samples have the same values.
-        lengths: that an example has at most, by input and axis: where the file takes any length, a short example is as
-            good as a long one, and takes less time and memory.
-        lone: whether the model is called with one tensor rather than with tensors by name.
+        lengths: maximum lengths of an example, by input and axis: where the file takes any length, a short
+            example is as good as a long one, and takes less time and memory.
+        lone: the model is called with one tensor rather than with tensors by name.
     """
 
     said_by = "data.source gives them"
@@ -155,7 +155,7 @@ class ArrayInputs(Inputs):
         return next(iter(found.values())) if self.lone else found
 
     def _repeated(self, name: str, count: int) -> Tensor:
-        """`count` samples of an input, from the first again where there are fewer."""
+        """Returns `count` samples of an input, repeated from the first if there are fewer."""
         axis, one = self.axes[name], self.samples[name]
         if axis is None:
             return one
@@ -163,7 +163,7 @@ class ArrayInputs(Inputs):
 
 
 def inputs_of(about: Mapping[str, Any]) -> Inputs:
-    """Returns the inputs of the run that a checkpoint speaks of."""
+    """Returns the inputs of the run that a checkpoint describes."""
     if "inputs" in about:
         stored = about["inputs"]
         return ArrayInputs(stored["samples"], stored["axes"], stored.get("lengths", {}))

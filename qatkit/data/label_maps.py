@@ -1,4 +1,4 @@
-"""Maps of labels on the way that their pictures go: resized, cropped, filled and mirrored alike.
+"""Maps of labels as targets, which are resized, cropped, filled and mirrored like their pictures.
 
 A pixel of the result has the number of the nearest pixel; what a picture is filled with counts as ignored. Draws come
 from sources of random numbers like those of the pictures, so both are cut and mirrored at the same places.
@@ -20,7 +20,7 @@ from qatkit_verify.fitting import LEVELS, Fitting, Sides
 
 
 class LabelMaps:
-    """The preparation of maps of labels, uint8 [1, height, width], beside that of their pictures.
+    """The preparation of maps of labels, uint8 [1, height, width], together with their pictures.
 
     Args:
         pictures: the preparation of the pictures.
@@ -50,7 +50,7 @@ class _Maps(Preprocessing):
 
     @classmethod
     def beside(cls, pictures: Preprocessing) -> _Maps:
-        """Returns the preparation of maps beside that of pictures."""
+        """Returns the preparation of maps that matches that of pictures."""
         values = {one.name: getattr(pictures, one.name) for one in fields(Preprocessing)}
         plain = {"mean": (0.0,), "std": (1.0,), "pixels": LEVELS, "order": "rgb", "layout": "nchw"}
         return cls(**values | plain | {"pad_value": float(IGNORED)})

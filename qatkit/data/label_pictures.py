@@ -3,10 +3,11 @@
     ROOT/train/NAME.jpg  ROOT/train_labels/NAME.png      ROOT/val/...  ROOT/test/...      (train_masks, trainannot, ...)
     ROOT/images/train/NAME.jpg  ROOT/labels/train/NAME.png                                (masks, annotations, ...)
 
-`train` trains and calibrates, `test` verifies, or `val` where there is no `test`. Names are those of `classes.txt` in
-ROOT, a line for each number; without it the numbers up to the largest one that occurs. `data.ignored` are numbers that
-count neither as right nor as wrong (255 by default). Label pictures are read before anything long: one of another size
-than its picture, in colours, or with a number that is no class ends the run with its name.
+`train` trains and calibrates, `test` verifies, or `val` where there is no `test`. Names are those of
+`classes.txt` in ROOT, a line for each number; without it the numbers up to the largest one that occurs.
+`data.ignored` are numbers that count neither as right nor as wrong (255 by default). Label pictures are read
+before any long work: one of another size than its picture, in colours, or with a number that is no class ends
+the run with its name.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class LabelPictures(ImageFiles):
 
     Args:
         samples: (path of the picture, path of the label picture below `root`).
-        root: of all label pictures.
+        root: folder of all label pictures.
         ignored: numbers that do not count.
     """
 
@@ -67,7 +68,7 @@ class LabelPictures(ImageFiles):
 
 
 def label_pictures(root: str | None, download: bool, seed: int, request: Request | None = None) -> Splits:
-    """Pictures and label pictures of a folder, in one of the layouts above.
+    """Returns the pictures and label pictures of a folder, in one of the layouts above.
 
     Raises:
         ConfigError: no such folder or layout, a picture without labels, or labels that do not fit.
@@ -85,7 +86,7 @@ def label_pictures(root: str | None, download: bool, seed: int, request: Request
 
 
 def _pairs(top: Path, parts: Sequence[str]) -> list[tuple[str, str]] | None:
-    """(picture, label picture below `top`) of the first part that has both, sorted; None where none has."""
+    """Returns (picture, label picture below `top`) of the first part with both, sorted; None if no part has."""
     for part in parts:
         beside = [(top / part, top / f"{part}{labels}") for labels in _LABELS]
         apart = [
@@ -100,7 +101,7 @@ def _pairs(top: Path, parts: Sequence[str]) -> list[tuple[str, str]] | None:
 
 
 def _matched(top: Path, pictures: Path, labels: Path) -> list[tuple[str, str]]:
-    """Pictures with the label picture of their name, which may have something behind a _ or - as well."""
+    """Returns pictures with the label picture of the same name, which may have a suffix after _ or -."""
     known: dict[str, list[Path]] = {}
     for path in sorted(labels.iterdir()):
         if is_image_name(path.name) and not is_litter(path.name):
@@ -127,7 +128,7 @@ def _matched(top: Path, pictures: Path, labels: Path) -> list[tuple[str, str]]:
 
 
 def largest_label(top: Path, pairs: Sequence[tuple[str, str]], ignored: Sequence[int]) -> int:
-    """Looks at all label pictures, and returns the largest number that counts.
+    """Returns the largest number that counts in all label pictures.
 
     Raises:
         ConfigError: a label picture that does not belong to its picture.
@@ -159,7 +160,7 @@ def largest_label(top: Path, pairs: Sequence[tuple[str, str]], ignored: Sequence
 
 
 def _classes(top: Path, largest: int) -> tuple[str, ...]:
-    """Names of the classes.
+    """Returns the names of the classes.
 
     Raises:
         ConfigError: a number without a name.

@@ -39,7 +39,7 @@ class TextRows:
 
     Args:
         rows: one for each text or pair of texts.
-        labels: of the texts.
+        labels: labels of the texts.
     """
 
     def __init__(self, rows: Rows, labels: Sequence[int]) -> None:
@@ -85,7 +85,7 @@ def _of_tables(top: Path, root: str, columns: Sequence[str] | None) -> list[list
 
 
 def _of_folders(top: Path) -> list[list[LabelledText]]:
-    """The texts of train/CLASS/*.txt and test/CLASS/*.txt; none where these folders hold no such files."""
+    """Returns the texts of train/CLASS/*.txt and test/CLASS/*.txt; none if these folders hold no such files."""
     found = []
     for part in (top / name for name in _PARTS):
         texts = []
@@ -97,7 +97,7 @@ def _of_folders(top: Path) -> list[list[LabelledText]]:
 
 
 def _whole(path: Path) -> str:
-    """The text of a file that is one sample."""
+    """Returns the text of a file that is one sample."""
     text = text_of(path).strip()
     if not text:
         raise ConfigError("data.root", path.parent, reason=f"{path.name} has an empty text")
@@ -105,7 +105,7 @@ def _whole(path: Path) -> str:
 
 
 def _classes(train: Sequence[LabelledText], root: str) -> list[str]:
-    """The labels of the training texts in order: numbers by their value, else by name."""
+    """Returns the labels of the training texts, sorted by number if they are numbers, else by name."""
     found = {one.label for one in train}
     if len(found) < 2:
         reason = f"all training texts have the label '{train[0].label}'; a classifier needs two"

@@ -1,4 +1,4 @@
-"""Loaders that can stop after any batch and go on as if they never had.
+"""Loaders that can stop after any batch and continue as if they had never stopped.
 
 An uninterrupted run and a resumed one must see the same batches, bit for bit. So nothing random has a state:
 
@@ -7,8 +7,8 @@ An uninterrupted run and a resumed one must see the same batches, bit for bit. S
 - the position is two numbers, the epoch and the images handed to training by all ranks together. Batches that
   workers have prefetched do not count, since they are counted where they leave the loader.
 
-An optimizer step takes the same images whatever the number of processes and of accumulated batches that they are
-shared out to, so a run may go on with other numbers of both, as long as the images of a step stay.
+An optimizer step takes the same images whatever the number of processes and of accumulated batches that share
+them. A run may continue with other numbers of both, as long as the images of a step stay the same.
 
 Nothing is drawn from torch's global generator either, so the number of workers changes no number of the training.
 """
@@ -47,20 +47,20 @@ _HELD_OUT = 1000  # images, at most, where nothing else is asked for
 
 
 def seeded_permutation(count: int, *parts: object) -> list[int]:
-    """0..count-1 in an order that depends on `parts` only."""
+    """Returns 0..count-1 in an order that depends only on `parts`."""
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed_of(*parts))).tolist()
 
 
 def seed_of(*parts: object) -> int:
-    """A seed that depends on `parts` only."""
+    """Returns a seed that depends only on `parts`."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "big") >> 1
 
 
 def balanced_subset(labels: Sequence[Hashable], count: int, *parts: object) -> list[int]:
-    """`count` indices with classes as equal as they can be, in an order and choice seeded by `parts`.
+    """Returns `count` indices with classes as balanced as possible, in an order and choice seeded by `parts`.
 
-    Every class gives one image a round, in random order of the classes; a class that is used up drops out.
-    So any first part of the answer is balanced too, as are the batches cut from it.
+    Every class gives one image per round, in random order of the classes; an exhausted class drops out. Any
+    prefix of the result is therefore balanced too, as are the batches cut from it.
     """
     rounds: list[list[int]] = []
     seen: dict[Hashable, int] = {}
@@ -74,19 +74,19 @@ def balanced_subset(labels: Sequence[Hashable], count: int, *parts: object) -> l
 
 
 def balanced(labels: Sequence[Hashable], indices: Sequence[int], count: int, *parts: object) -> list[int]:
-    """`count` of the `indices`, whose images have these `labels`, as `balanced_subset` chooses and orders them."""
+    """Returns `count` of the `indices`, whose images have these `labels`, chosen by `balanced_subset`."""
     return [indices[p] for p in balanced_subset([labels[index] for index in indices], count, *parts)]
 
 
 def capped(labels: Sequence[Hashable], usable: list[int], cap: int | None, *parts: object) -> list[int]:
-    """All usable indices, or a seeded, class-balanced choice of `cap` of them, ascending."""
+    """Returns all usable indices, or a seeded, class-balanced choice of `cap` of them, ascending."""
     return usable if cap is None or cap >= len(usable) else sorted(balanced(labels, usable, cap, *parts))
 
 
 def held_out_subset(labels: Sequence[Hashable], count: int, *parts: object) -> list[int]:
-    """`count` indices, balanced as `balanced_subset` is as long as no class gives more than a fifth of its images.
+    """Returns `count` indices, balanced like `balanced_subset` while no class gives more than a fifth of its images.
 
-    What is missing then comes from all classes in proportion: a rare class is not held out as a whole.
+    The rest comes from all classes in proportion, so that a rare class is not held out as a whole.
     """
     sizes, taken = Counter(labels), Counter[Hashable]()
     first, rest = list[int](), list[tuple[float, int]]()
@@ -106,9 +106,9 @@ def held_out_of(train: Sequence[int], groups: Sequence[Hashable], count: int | N
 
     Args:
         train: indices of the split.
-        groups: of all images, by index.
-        count: that is held out; None: a fifth, and no more than 1000.
-        seed: of the choice.
+        groups: groups of all images, by index.
+        count: number of held-out images; None: a fifth, and no more than 1000.
+        seed: seed of the choice.
 
     Raises:
         ConfigError: `count` leaves none to train on.
@@ -123,7 +123,7 @@ def held_out_of(train: Sequence[int], groups: Sequence[Hashable], count: int | N
 
 
 class EvalImages(Dataset[Batch]):
-    """`indices` of a dataset as the model sees them in evaluation; position p is image `indices[p]`."""
+    """A dataset of prepared evaluation images; position p is image `indices[p]`."""
 
     def __init__(
         self,
@@ -139,14 +139,14 @@ class EvalImages(Dataset[Batch]):
         return len(self.indices)
 
     def __getitems__(self, positions: list[int]) -> Batch | Failure:
-        """The batch at `positions`."""
+        """Returns the batch at `positions`."""
         chosen, placing = [self.indices[p] for p in positions], self._placing
         place = None if placing is None else placing.eval_targets
         return _load(self.images, chosen, self.preprocessing.eval_batch, self.task, place)
 
 
 class TrainImages(Dataset[Batch]):
-    """A dataset as the model sees it in training; asked for (epoch, index) pairs."""
+    """A dataset of augmented training images, indexed by (epoch, index) pairs."""
 
     def __init__(
         self,
@@ -163,7 +163,7 @@ class TrainImages(Dataset[Batch]):
         self._placing = _placing(preprocessing, task, images)
 
     def __getitems__(self, keys: list[_Key]) -> Batch | Failure:
-        """The augmented batch at `keys`."""
+        """Returns the augmented batch at `keys`."""
         placing = self._placing
 
         def draws() -> list[random.Random]:
@@ -183,7 +183,7 @@ class TrainImages(Dataset[Batch]):
 def _placing(
     preprocessing: Preprocessing | ArrayBatches | Recordings, task: Task, images: ImageDataset
 ) -> LabelMaps | BoxTargets | None:
-    """The preparation of targets that lie in their pictures; None for a task with others."""
+    """Returns the preparation of targets that are transformed with their pictures; None for other tasks."""
     if not isinstance(preprocessing, Preprocessing):
         return None
     source: Any = images
@@ -227,14 +227,14 @@ def _height_and_width(image: Any) -> Sides:
 
 
 class EpochSampler(Sampler[_Key]):
-    """This rank's share of each epoch's permutation as (epoch, index) keys, less the first `skip` images of all ranks.
+    """A sampler of this rank's share of each epoch's permutation, without the first `skip` images of all ranks.
 
     All ranks get equally many images: the few left over after whole steps are left out of that epoch.
 
     Args:
-        indices: of the images that train.
-        seed: of the order.
-        rank: which share, of how many (`world_size`).
+        indices: indices of the training images.
+        seed: seed of the order.
+        rank: number of this rank, out of `world_size`.
         step: images of an optimizer step, of all ranks; by default one each.
     """
 
@@ -256,7 +256,7 @@ class EpochSampler(Sampler[_Key]):
 
 
 class TrainLoader(ImageLoader):
-    """Training batches with a position that `state_dict` tells and `load_state_dict` returns to.
+    """A loader of training batches whose position `state_dict` saves and `load_state_dict` restores.
 
     The loader counts epochs itself, one a pass: Lightning's own counter is off by one after some resumes
     (a checkpoint written at the end of an epoch of a run with `max_steps`), and its `set_epoch` comes after
@@ -266,7 +266,7 @@ class TrainLoader(ImageLoader):
     after a batch), not from within one.
 
     Attributes:
-        passes: those that were begun since it was made, and what they took.
+        passes: the passes begun since the loader was created, with their times.
     """
 
     def __init__(self, dataset: TrainImages, sampler: EpochSampler, batch_size: int, workers: int) -> None:
@@ -275,10 +275,10 @@ class TrainLoader(ImageLoader):
         self._batch_size = batch_size
         self._epoch, self._images = 0, 0
         self.passes: list[Pass] = []
-        self._continues = True  # the next pass goes on from (_epoch, _images)
+        self._continues = True  # the next pass continues from (_epoch, _images)
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
-        """The rest of the restored epoch in the first pass, or a whole one."""
+        """Yields the rest of the restored epoch in the first pass, then whole epochs."""
         of_all = self._batch_size * self._order.world_size
         if not self._continues or self._images >= len(self) * of_all:
             self._epoch, self._images = self._epoch + 1, 0
@@ -300,11 +300,11 @@ class TrainLoader(ImageLoader):
             now.spent += time.monotonic() - asked
 
     def state_dict(self) -> dict[str, Any]:
-        """Position, and the settings without which it means nothing."""
+        """Returns the position, and the settings that it depends on."""
         return {"epoch": self._epoch, "images": self._images, "settings": self._settings()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on after the last batch that `state` counts.
+        """Continues after the last batch that `state` counts.
 
         Raises:
             ConfigError: a setting that orders or cuts the batches is not that of the state.
@@ -330,9 +330,9 @@ def steps_per_epoch(images: int, size: int, batches: int) -> int:
     """Returns the optimizer steps of an epoch.
 
     Args:
-        images: there are.
-        size: of a batch, `data.batch_size`.
-        batches: per step: of all processes, times those that are accumulated.
+        images: number of images.
+        size: size of a batch, `data.batch_size`.
+        batches: batches per step: number of processes times accumulated batches.
 
     Raises:
         ConfigError: there are not so many batches of images.

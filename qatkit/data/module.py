@@ -55,27 +55,27 @@ class DataModule(lightning.LightningDataModule):
     Args:
         config: the data group.
         source: called as `source(config.root, config.download, seed)`, with a `request` where it takes one.
-        seed: of the split, the subsets, the order and the augmentation.
-        weights_preprocessing: of the model's pretrained weights; `config` overrides it, and it overrides
-            the source's default.
-        progress: whether a bar is shown while files are looked at.
-        held_out: so many training images, balanced over the classes as far as a fifth of each goes, that neither train
-            nor calibrate; None: a fifth of them, at most 1000.
-        task: what targets are, and how a batch is made of them.
+        seed: seed of the split, the subsets, the order and the augmentation.
+        weights_preprocessing: preprocessing of the pretrained weights; `config` overrides it, and it
+            overrides the source's default.
+        progress: a bar is shown while files are checked.
+        held_out: number of training images that neither train nor calibrate, balanced over the classes as far
+            as a fifth of each goes; None: a fifth of them, at most 1000.
+        task: the task, which defines targets and their batches.
         ports: the model's inputs, where they are known and samples are arrays by their names.
-        states: of a model whose outputs are inputs of its next step; None: samples have every input.
-        image_size: of the model's images where it declares that; `weights_preprocessing` has its own.
-        about: what the model's file says beside its graph.
+        states: states of a model whose outputs are inputs of its next step; None: samples have every input.
+        image_size: size of the model's images, if the model declares it; `weights_preprocessing` has its own.
+        about: facts from the model's file in addition to its graph.
 
     Attributes:
-        inputs: what the model is called with.
-        notes: what the report is to say of the images.
-        fingerprint: what tells those that train or are held out, their order and their labels from others: hex digits.
-        held_out: their indices in `splits.train`, in ascending order.
+        inputs: the inputs of the model.
+        notes: the report's notes on the images.
+        fingerprint: hex digits that identify the training and held-out images, their order and their labels.
+        held_out: indices of the held-out images in `splits.train`, in ascending order.
         recordings, of_pictures: the preparation of recordings, or None; whether samples are images.
 
     Raises:
-        ConfigError: a value out of range, a source that does not give what it should, or files that can't be read.
+        ConfigError: a value is out of range, the source does not return what it should, or files cannot be read.
     """
 
     def __init__(  # noqa: PLR0913  independent settings of a run, by name
@@ -146,16 +146,16 @@ class DataModule(lightning.LightningDataModule):
 
     @property
     def _prepared(self) -> Preprocessing | ArrayBatches | Recordings:
-        """Returns what makes a batch of items."""
+        """Returns the preparation that turns items into a batch."""
         return self._arrays or self.recordings or self.preprocessing
 
     @property
     def of_arrays(self) -> bool:
-        """Returns whether samples are arrays by name, and no images."""
+        """Returns whether samples are arrays by name rather than images."""
         return self._arrays is not None
 
     def one_at_a_time(self) -> bool:
-        """Makes every batch one sample from here on; returns whether there were larger ones before."""
+        """Makes every batch one sample from now on, and returns whether batches were larger before."""
         if self._arrays is None or not self._arrays.ports or not self._arrays.batched:
             return False
         ports = tuple(replace(port, axis=None) for port in self._arrays.ports)
@@ -185,7 +185,7 @@ class DataModule(lightning.LightningDataModule):
         return self._prepared.as_dict()
 
     def rows(self, wanted: int) -> int:
-        """Returns how many samples a batch may have: `wanted`, or one where the model takes no more."""
+        """Returns the number of samples per batch: `wanted`, or one if the model takes no more."""
         return wanted if self._arrays is None or self._arrays.batched else 1
 
     @property
@@ -201,7 +201,7 @@ class DataModule(lightning.LightningDataModule):
 
     @property
     def labelled(self) -> bool:
-        """Whether the images have targets; else no metric is known, only agreement with the float model."""
+        """Returns whether the images have targets; else there is no metric, only agreement with the float model."""
         return self.task.labelled(self.splits.classes, self._train_images.targets)
 
     @property
@@ -221,7 +221,7 @@ class DataModule(lightning.LightningDataModule):
         return self._images
 
     def train_dataloader(self) -> TrainLoader:
-        """Augmented batches of this process's share; `data.batch_size` is per process.
+        """Returns augmented batches of this process's share; `data.batch_size` is per process.
 
         A step of the trainer takes a batch of each process, or several (`accumulate_grad_batches`).
 
@@ -246,21 +246,21 @@ class DataModule(lightning.LightningDataModule):
 
     @property
     def pace(self) -> str:
-        """How fast the training that has just ended saw its images, in words; "" where none was trained on."""
+        """The pace of the last training in words; "" if there was none."""
         if self._loader is None:
             return ""
         return pace_of(self._loader.passes, self._block.note if self._block else "")
 
     def steps_per_epoch(self, batches: int = 1) -> int:
-        """Optimizer steps of an epoch, as `qatkit.data.loading.steps_per_epoch`."""
+        """Returns the optimizer steps of an epoch, as `qatkit.data.loading.steps_per_epoch`."""
         return steps_per_epoch(len(self._train), self.config.batch_size, batches)
 
     def val_dataloader(self) -> ImageLoader:
-        """The images held out in order, as in evaluation; where there are none, the test split."""
+        """Returns the held-out images in order, as in evaluation; if there are none, the test split."""
         return self.validation_batches()
 
     def validation_batches(self, rank: int = 0, world_size: int = 1) -> ImageLoader:
-        """One process's share of what `val_dataloader` has, which may be none."""
+        """Returns one process's share of `val_dataloader`, which may be empty."""
         held_out, test = (self._train_loaded, self.held_out), (self._test_loaded, self._test)
         images, chosen = held_out if self.held_out else test
         return self._read(images, chosen[rank::world_size], self.eval_rows, persistent=True)
@@ -274,7 +274,7 @@ class DataModule(lightning.LightningDataModule):
         here: bool = False,
         persistent: bool = False,
     ) -> ImageLoader:
-        """Images as in evaluation, in batches of `size`, by the workers or in this process."""
+        """Returns a loader of images as in evaluation, in batches of `size`, by the workers or in this process."""
         dataset = EvalImages(images, indices, self._prepared, self.task)
         workers = 0 if here else self.config.workers
         return ImageLoader(dataset, self.rows(size), workers, persistent=persistent)
@@ -285,30 +285,31 @@ class DataModule(lightning.LightningDataModule):
         return len(self.held_out or self._test)
 
     def held_out_batches(self) -> ImageLoader:
-        """The training images held out: float32 (N, C, H, W) and int64 (N,), as in evaluation."""
+        """Returns the training images held out: float32 (N, C, H, W) and int64 (N,), as in evaluation."""
         return self.image_batches(self.held_out, self.eval_rows)
 
     def test_batches(self) -> ImageLoader:
-        """The test split: float32 (N, C, H, W) and int64 (N,), always the same ones."""
+        """Returns the test split: float32 (N, C, H, W) and int64 (N,), always the same ones."""
         return self._read(self._test_loaded, self._test, self.eval_rows)
 
     def test_subset_of(self, images: int | None) -> ImageLoader:
-        """As `test_batches`; of a number, so many of the test images, balanced over the classes."""
+        """Returns `test_batches`, or only `images` of the test images, balanced over the classes."""
         if images is None or images >= len(self._test):
             return self.test_batches()
         return self.test_subset(images, self.eval_rows)
 
     def test_subset(self, images: int, batch_size: int) -> ImageLoader:
-        """So many test images, or all where there are no more: a seeded choice and order, every batch balanced over
-        the classes.
+        """Returns `images` test images, or all if there are fewer, in a seeded choice and order.
+
+        Every batch is balanced over the classes.
         """
         chosen = balanced(self._test_images.groups, self._test, images, "analysis", self.seed)
         return self._read(self._test_loaded, chosen, batch_size)
 
     def calibration_indices(self, images: int, key: str = "calibration.images") -> list[int]:
-        """Which images of `splits.train` calibrate: a seeded, class-balanced choice, in calibration order.
+        """Returns the indices in `splits.train` of the calibration images: a seeded, class-balanced choice, in order.
 
-        More than there are takes all of them, with a warning.
+        If more images are requested than there are, all of them are taken, with a warning.
 
         Raises:
             ConfigError: `images`, the value of `key`, is not positive.
@@ -320,7 +321,7 @@ class DataModule(lightning.LightningDataModule):
         return balanced(self._train_images.groups, self._train, images, "calibration", self.seed)
 
     def check_calibration(self, images: int, batch_size: int, least: int = 1) -> None:
-        """Whether there are images to calibrate with.
+        """Checks that there are enough images to calibrate with.
 
         Raises:
             ConfigError: `images`, or all there are, do not fill one batch, or are fewer than `least`.
@@ -333,7 +334,7 @@ class DataModule(lightning.LightningDataModule):
             raise ConfigError("calibration.images", there, f"at least {least} for a tournament")
 
     def calibration_batches(self, images: int, batch_size: int) -> ImageLoader:
-        """The images of `calibration_indices(images)`, as in evaluation: no augmentation.
+        """Returns the images of `calibration_indices(images)`, as in evaluation: no augmentation.
 
         Raises:
             ConfigError: `images` or `batch_size` is not positive (at the call, not at the first batch).
@@ -341,7 +342,7 @@ class DataModule(lightning.LightningDataModule):
         return self.image_batches(self.calibration_indices(images), batch_size)
 
     def image_batches(self, indices: Sequence[int], batch_size: int) -> ImageLoader:
-        """Images of `splits.train` by their indices, as in evaluation: no augmentation.
+        """Returns images of `splits.train` by their indices, as in evaluation: no augmentation.
 
         Raises:
             ConfigError: `batch_size` is not positive (at the call, not at the first batch).
@@ -350,7 +351,7 @@ class DataModule(lightning.LightningDataModule):
         return self._read(self._train_loaded, indices, batch_size)
 
     def first_batch(self, count: int) -> Any:
-        """A batch of `count` training samples, as in evaluation; where there are fewer, some again.
+        """Returns a batch of `count` training samples, as in evaluation; samples repeat if there are fewer.
 
         Raises:
             ConfigError: one of them, or the first test image, is not what the source promised.
@@ -374,7 +375,7 @@ class DataModule(lightning.LightningDataModule):
         return [batch for batch, _ in loader]
 
     def golden_samples(self, count: int) -> list[Any]:
-        """Returns so many test samples, or all where there are no more: a seeded choice, balanced over the classes."""
+        """Returns `count` test samples, or all if there are fewer: a seeded choice, balanced over the classes."""
         chosen = balanced(self._test_images.groups, self._test, count, "golden", self.seed)
         return [self._test_images[index][0] for index in chosen]
 
@@ -388,7 +389,7 @@ class DataModule(lightning.LightningDataModule):
         return self._arrays.axes(self._test_images[self._test[0]][0])
 
     def digests(self, indices: Sequence[int]) -> list[str]:
-        """Returns what distinguishes items of `splits.train` from others, as hex digits."""
+        """Returns digests that identify items of `splits.train`, as hex digits."""
         return [digest(self._train_images, index) for index in indices]
 
     def state_dict(self) -> dict[str, Any]:
@@ -396,5 +397,5 @@ class DataModule(lightning.LightningDataModule):
         return {"fingerprint": self.fingerprint} | ({} if self._loader is None else self._loader.state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Position for the next `train_dataloader`."""
+        """Sets the position for the next `train_dataloader`."""
         self._resume = state_dict if "epoch" in state_dict else None

@@ -1,4 +1,4 @@
-"""How fast a training saw its images, pass by pass."""
+"""The pace of a training: images per second, pass by pass."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 @dataclass
 class Pass:
-    """Over the images of an epoch.
+    """A pass over the images of an epoch.
 
     Attributes:
-        images: of all ranks that were trained on.
-        waited, spent: seconds in which training waited for them, and in all.
+        images: number of trained images of all ranks.
+        waited, spent: seconds that training waited for images, and seconds in all.
     """
 
     images: int = 0
@@ -21,11 +21,11 @@ class Pass:
 
 
 def pace_of(passes: Sequence[Pass], cache: str = "") -> str:
-    """In words; "" where nothing was trained on.
+    """Returns the pace in words; "" if nothing was trained on.
 
     Args:
-        passes: in their order.
-        cache: what there is to say of decoded images that were kept: then the first pass stands apart.
+        passes: the passes in order.
+        cache: a note on decoded images in memory; with it the first pass is reported separately.
     """
     done = [one for one in passes if one.images]
     if not done:

@@ -25,7 +25,7 @@ _SUFFIXES = (".jpg", ".jpeg", ".png")
 
 
 def one_picture_each(root: str | None, download: bool, seed: int) -> Splits:
-    """The pictures of `root`, whose places among the sorted file names are their labels.
+    """Returns the pictures of `root`, whose positions among the sorted file names are their labels.
 
     ImageNet's sample images (`n01440764_tench.jpg` to `n15075141_toilet_tissue.jpg`) so have ImageNet's labels.
 
@@ -42,9 +42,9 @@ def one_picture_each(root: str | None, download: bool, seed: int) -> Splits:
 
 
 def pictures(root: str | None, download: bool, seed: int) -> Splits:
-    """Every file in `root` and in the folders below it, whatever its name; hidden files and folders are left out.
+    """Returns every file in `root` and in the folders below it, except hidden files and folders.
 
-    Which one calibrates and which one verifies depends on nothing but the sorted paths: not on which can be read.
+    The split depends only on the sorted paths, not on which files can be read.
 
     Raises:
         ConfigError: no such folder, or fewer than two files.

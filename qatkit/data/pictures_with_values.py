@@ -1,4 +1,4 @@
-"""Pictures with numbers, for regression: a table beside them.
+"""Pictures with numbers from a table, for regression.
 
     ROOT/targets.csv                              file,value (or several columns of numbers)
     ROOT/train/targets.csv  ROOT/test/targets.csv  (or val)
@@ -29,11 +29,11 @@ Samples = list[tuple[str, Any]]
 
 
 def pictures_with_values(root: str | None, download: bool, seed: int) -> Splits:
-    """The pictures that tables name, and their numbers.
+    """Returns the pictures that tables name, and their numbers.
 
     Raises:
-        ConfigError: no such folder or table, a table without these columns, a line that names no picture or no number,
-            or fewer than two pictures.
+        ConfigError: no such folder or table, a table without these columns, a line that names no picture or
+            no number, or fewer than two pictures.
     """
     top = data_folder(_SOURCE, root)
     if (top / TABLE).is_file():
@@ -53,7 +53,7 @@ def pictures_with_values(root: str | None, download: bool, seed: int) -> Splits:
 
 
 def _of_two(top: Path, root: str | None) -> tuple[tuple[str, ...], Samples, Samples]:
-    """The tables of train/ and test/."""
+    """Returns the tables of train/ and test/."""
     part = next((one for one in _TESTS if (top / one / TABLE).is_file()), None)
     if part is None or not (top / "train" / TABLE).is_file():
         raise ConfigError("data.root", root, f"{FOLDERS[_SOURCE]}; there is no {TABLE}")
@@ -106,7 +106,7 @@ def _read(folder: Path, table: Path) -> tuple[tuple[str, ...], Samples]:
 
 
 def _numbers(row: dict[str, str], number: int, wrong: Any) -> float | tuple[float, ...]:
-    """The number of a line, or the numbers."""
+    """Returns the number of a line, or the numbers."""
     values: list[float] = []
     for name, text in row.items():
         try:

@@ -22,14 +22,15 @@ _POLICIES: dict[str, Any] = {
 
 
 def apply_policy(batch: Tensor, policy: str, draws: Sequence[random.Random]) -> Tensor:
-    """A batch with each of its images changed by what the policy draws for it.
+    """Applies a policy to each image of a batch.
 
     torchvision draws from torch's global generator, which is set from an image's own source and given back after
     the batch as it was: an image's change depends on nothing but its source, and training draws what it would
     have drawn without.
 
     Args:
-        batch: float32 (N, 1 or 3, height, width) in 0..255; rounded to whole levels, which is what policies change.
+        batch: float32 (N, 1 or 3, height, width) in 0..255; rounded to whole levels, which is what policies
+            change.
         policy: one of the choices of `data.policy` but `none`.
         draws: one source of random numbers an image.
 

@@ -1,4 +1,4 @@
-"""From pixels to the model's input: resize, crop or fill, augment, normalise, put channels and axes in order.
+"""Preprocessing from pixels to the model's input: resize, crop or fill, augment, normalise, order axes.
 
 Everything works on batches. Images of one shape (CIFAR, digits) are stacked first and then resized together,
 which is several times faster than one by one; images of many shapes (ImageNet) are resized one by one. Images are
@@ -57,16 +57,17 @@ KEYS = {"fit": "fit", "pad_value": "pad_value", "align": "align", "order": "chan
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """What is done to an image before the model sees it. The bundle carries it as JSON.
+    """The preprocessing of images for a model, which the bundle holds as JSON.
 
     Args:
         image_size: height and width of the model's input, in pixels: one number, or both.
-        resize: of fit "crop": what an image covers before the centre crop, one number (its shorter side) or both; at
-            least `image_size`.
+        resize: of fit "crop": what an image covers before the centre crop, one number (its shorter side) or
+            both; at least `image_size`.
         mean: per channel of the model's input, of pixels in `pixels`. Its length is the number of channels.
         std: per channel, of pixels in `pixels`.
         interpolation: nearest | bilinear | bicubic.
-        upright: whether picture files are turned as their EXIF data say when they are opened, before all this.
+        upright: whether picture files are turned as their EXIF data say when they are opened, before all
+            this.
         fit: crop | resize | letterbox (`qatkit_verify.fitting`).
         pad_value: of fit "letterbox": what fills, in 0..255.
         align: of fit "letterbox": center | top_left.
@@ -135,7 +136,7 @@ class Preprocessing:
         return unit_scale(self.std, self.pixels)
 
     def as_dict(self) -> dict[str, object]:
-        """Plain values for JSON; what is as usual (crop, RGB, NCHW, pixels in 0..1) is left out."""
+        """Returns plain values for JSON, without defaults (crop, RGB, NCHW, pixels in 0..1)."""
         values: dict[str, object] = {
             "channels": self.channels,
             "image_size": as_typed(self.image_size),
@@ -159,14 +160,14 @@ class Preprocessing:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Preprocessing:
-        """The inverse of `as_dict`."""
+        """Returns the preprocessing from the values of `as_dict`."""
         known = {key: value for key, value in values.items() if key not in ("channels", "channel_order")}
         order, layout = values.get("channel_order", "RGB"), values.get("layout", "NCHW")
         known |= {"order": order.lower(), "layout": layout.lower()}
         return cls(**known | {"mean": tuple(values["mean"]), "std": tuple(values["std"])})
 
     def eval_batch(self, images: Iterable[Image.Image | Tensor]) -> Tensor:
-        """Images as the model sees them in evaluation.
+        """Returns images as the model sees them in evaluation.
 
         Args:
             images: Pillow images or uint8 tensors (channels, height, width), of any sizes.
@@ -183,11 +184,12 @@ class Preprocessing:
         draws: Sequence[random.Random],
         policy: str = "none",
     ) -> Tensor:
-        """Images as the model sees them in training.
+        """Returns images as the model sees them in training.
 
         Args:
             images: Pillow images or uint8 tensors (channels, height, width), of any sizes.
-            augment: one of the choices of `data.augment`; crop_flip pads by an eighth of each side, by reflection.
+            augment: one of the choices of `data.augment`; crop_flip pads by an eighth of each side, by
+                reflection.
             draws: one source of random numbers an image.
             policy: one of the choices of `data.policy`, applied after `augment`.
 
@@ -222,8 +224,10 @@ class Preprocessing:
         return self._finished(batch)
 
     def noise(self, count: int, generator: torch.Generator) -> Tensor:
-        """`count` images of noise as the model sees them: standard normal, as normalised pixels are on average; of a
-        model that takes 0..255, pixels of any value.
+        """Returns `count` images of noise as the model sees them.
+
+        They are standard normal, as normalised pixels are on average; for a model that takes 0..255, pixels
+        of any value.
         """
         if self.pixels == UNIT:
             return torch.randn(count, *self.shape, generator=generator)
@@ -241,15 +245,15 @@ class Preprocessing:
         return random_zoom(self.fitting(picture).scaled, sides(self.image_size), draw)
 
     def fitting(self, picture: Sides) -> Fitting:
-        """Returns how a picture (height, width) comes to the input's size in evaluation."""
+        """Returns the fitting of a picture (height, width) to the input's size in evaluation."""
         return fitting(self.fit, picture, sides(self.image_size), sides(self.resize), self.align)
 
     def _of_input_size(self, array: Tensor) -> Tensor:
-        """`array` (N, channels, height, width) brought to the input's size by `fit`, float32."""
+        """Brings `array` (N, channels, height, width) to the input's size by `fit`, float32."""
         return self._placed(array, self.fitting((array.shape[-2], array.shape[-1])))
 
     def _placed(self, array: Tensor, how: Fitting) -> Tensor:
-        """`array` (N, channels, height, width) in inputs, float32; what it does not cover is filled."""
+        """Places `array` (N, channels, height, width) in the input, float32, and fills the rest."""
         size = sides(self.image_size)
         kept = self._resized(array, how).float()
         if how.kept == size:
@@ -260,18 +264,18 @@ class Preprocessing:
         return found
 
     def _resized_crop(self, array: Tensor, draw: random.Random) -> Tensor:
-        """A random rectangle of `array` (channels, height, width) brought to the input's size, float32."""
+        """Returns a random rectangle of `array` (channels, height, width) at the input's size, float32."""
         size = sides(self.image_size)
         top, left, height, width = random_rectangle(array.shape[-2], array.shape[-1], draw, size[1] / size[0])
         crop = array[None, :, top : top + height, left : left + width]
         return self._resized(crop, Fitting(size, (0, 0), size))[0].float()
 
     def _resized(self, array: Tensor, how: Fitting) -> Tensor:
-        """The part of uint8 `array` (N, channels, height, width) that is kept, resized: uint8 or float32."""
+        """Returns the kept part of uint8 `array` (N, channels, height, width), resized: uint8 or float32."""
         return resized(array, how, self.interpolation)
 
     def _finished(self, batch: Tensor) -> Tensor:
-        """float32 pixels (N, channels, height, width) in 0..255, RGB, changed in place to what the model takes."""
+        """Converts float32 RGB pixels (N, channels, height, width) in 0..255 in place to the model's input."""
         mean = torch.tensor(self.mean, dtype=torch.float32).view(-1, 1, 1)
         std = torch.tensor(self.std, dtype=torch.float32).view(-1, 1, 1)
         if self.order == "bgr":
@@ -283,7 +287,7 @@ class Preprocessing:
 
 
 def _of_one_shape(arrays: Iterable[Tensor]) -> Iterator[Tensor]:
-    """(channels, height, width) each, stacked as long as the shape stays the same and memory suffices."""
+    """Yields stacks of arrays (channels, height, width) of one shape, as far as memory suffices."""
     waiting = list[Tensor]()
     for array in arrays:
         full = len(waiting) * array.numel() > _STACKED
@@ -295,12 +299,12 @@ def _of_one_shape(arrays: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def is_image_tensor(value: object) -> bool:
-    """Whether it is a uint8 tensor (channels, height, width)."""
+    """Returns whether `value` is a uint8 tensor (channels, height, width)."""
     return isinstance(value, Tensor) and value.dtype == torch.uint8 and value.ndim == 3
 
 
 def as_tensor(image: Image.Image | Tensor) -> Tensor:
-    """An image as (channels, height, width), its own channels; of Pillow's the channels are innermost in memory."""
+    """Returns an image as (channels, height, width); for Pillow images the channels are innermost in memory."""
     if not isinstance(image, Image.Image):
         return image
     array = torch.from_numpy(np.array(image if image.mode in ("L", "RGB") else image.convert("RGB")))
@@ -308,7 +312,7 @@ def as_tensor(image: Image.Image | Tensor) -> Tensor:
 
 
 def pixels(image: Image.Image | Tensor, channels: int) -> Tensor:
-    """An image as uint8 (channels, height, width); grey is repeated, colour is turned grey where needed.
+    """Returns an image as uint8 (channels, height, width); grey is repeated, colour is turned grey where needed.
 
     Raises:
         ConfigError: the image is neither a Pillow image nor a uint8 tensor with three axes, or its channels
@@ -330,12 +334,12 @@ def pixels(image: Image.Image | Tensor, channels: int) -> Tensor:
 
 
 def decoded(image: Image.Image | Tensor) -> NDArray[np.uint8]:
-    """An image as uint8 (height, width, channels), its own channels, before anything is done to it."""
+    """Returns an unprocessed image as uint8 (height, width, channels), with its own channels."""
     return as_tensor(image).permute(1, 2, 0).contiguous().numpy()
 
 
 def _grey(array: Tensor) -> Tensor:
-    """uint8 (1, height, width) of colour: the weighted sum's whole part, from sums that float32 holds exactly."""
+    """Returns colour as grey uint8 (1, height, width): whole parts of weighted sums, which float32 holds exactly."""
     red, green, blue = array.unbind(0)
     total = red.mul(float(GREY[0])).add_(green, alpha=GREY[1]).add_(blue, alpha=GREY[2])
     return total.div_(GREY_UNIT).to(torch.uint8)[None]

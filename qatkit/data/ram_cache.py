@@ -1,4 +1,4 @@
-"""data.cache=ram: images that were decoded once stay in memory, as bytes, at the size of their files.
+"""The cache of decoded images in memory (`data.cache=ram`), as bytes, at the size of their files.
 
     worker ── image 17 ── known? ── yes ── its bytes, where they lie
                               └──── no ─── decoded, and put behind the last one while there is room
@@ -36,7 +36,7 @@ class Block:
     """Shared memory for the images of all splits.
 
     Args:
-        megabytes: how much it holds.
+        megabytes: its capacity.
 
     Raises:
         ConfigError: the system does not give so much address space.
@@ -55,12 +55,12 @@ class Block:
 
     @property
     def note(self) -> str:
-        """What there is in it, in words."""
+        """The content of the block, in words."""
         used, images = self._used.tolist()
         return f"{images:,} decoded images kept in {used / _MB:,.0f} MB"
 
     def take(self, size: int) -> int | None:
-        """Room for so many bytes, held by the lock: where it begins, or None if there is none."""
+        """Reserves `size` bytes, with the lock held; returns where they begin, or None if there is no room."""
         start = int(self._used[0])
         if start + size > self.size:
             return None
@@ -84,7 +84,7 @@ class KeptImages:
         return len(self.images)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        """The image and its label.
+        """Returns the image and its label.
 
         Raises:
             ConfigError: as `CheckedImages`.
@@ -109,7 +109,7 @@ class KeptImages:
         return found.permute(2, 0, 1) if innermost else found
 
     def _store(self, index: int, image: Tensor) -> None:
-        """Puts an image down as its bytes lie, which Pillow's and a tensor's do differently."""
+        """Stores an image in its memory order, which differs between Pillow and tensors."""
         innermost = not image.is_contiguous()
         values = (image.permute(1, 2, 0) if innermost else image).contiguous().numpy().reshape(-1)
         if not self.block.lock.acquire(timeout=_PATIENCE):
@@ -125,7 +125,7 @@ class KeptImages:
 
 
 def check_cache(cache: str, workers: int) -> None:
-    """Refuses what workers that are spawned, not forked, would each have to fill for themselves."""
+    """Raises ConfigError where workers are spawned, not forked, and each would fill a cache of its own."""
     if cache == "ram" and workers and not sys.platform.startswith("linux"):
         raise ConfigError(
             "data.cache", cache, f"none with data.workers={workers}, or 0 of them, on {sys.platform}"
@@ -133,6 +133,6 @@ def check_cache(cache: str, workers: int) -> None:
 
 
 def cached_images(images: CheckedImages, block: Block | None) -> CheckedImages | KeptImages:
-    """`images` as loaders read them: what is in memory already stays as it is."""
+    """Returns `images` with the cache; images that are in memory already need none."""
     source: Any = images.dataset
     return images if block is None or isinstance(source, TensorImages) else KeptImages(images, block)

@@ -1,4 +1,4 @@
-"""Splits of recordings that lie in files, each with the name of its class: read whole before anything long."""
+"""Splits of recordings in files, each with the name of its class; all are read before any long work."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class RecordingFiles:
 
     Args:
         files: with their labels.
-        rate: that samples are brought to.
+        rate: the rate to which samples are converted.
 
     Attributes:
         targets: the label of each.
@@ -46,13 +46,13 @@ def recording_splits(
     """Returns the splits of some files.
 
     Args:
-        root: of the files, for messages.
+        root: folder of the files, for messages.
         train, test: files of each split.
         request: whose settings say how long recordings are, and at which rate.
         notes: lines for the report.
 
     Raises:
-        ConfigError: one class alone, classes of one split alone, or files that can't be used.
+        ConfigError: there is only one class, a class occurs in only one split, or files cannot be used.
     """
     classes = _classes(root, train, test)
     settings: DataConfig = request.settings
@@ -88,7 +88,7 @@ def recording_splits(
 
 
 def _classes(root: str, train: Named, test: Named) -> tuple[str, ...]:
-    """The names of the classes, sorted.
+    """Returns the names of the classes, sorted.
 
     Raises:
         ConfigError: as `recording_splits`.

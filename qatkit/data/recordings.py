@@ -1,4 +1,4 @@
-"""Recordings in, batches of features out: as `Preprocessing` is for pictures, by `qatkit_verify.sound`.
+"""The preparation of recordings as batches of features, by `qatkit_verify.sound`.
 
     data.rate, seconds, features, ... ── SoundPreprocess, which the bundle carries as JSON ──> [N, 1, frames, bands]
     data.features_in=graph                                                                 ──> [N, samples]
@@ -30,7 +30,7 @@ from qatkit_verify.sound_limits import LARGEST_WINDOW, LOG_MEL, LONGEST, MFCC, W
 
 _RATES = {DIGITS_SPOKEN: 8000, TONES: 8000}
 _WINDOW = 0.04  # seconds
-# Mean and deviation, about, of speech with zeros behind it: 300 spoken digits have -9.7 and 5.2, as MFCC -6.5 and 21.1.
+# Mean and deviation, roughly, of speech followed by zeros: 300 spoken digits have -9.7 and 5.2, as MFCC -6.5 and 21.1.
 _USUAL = {LOG_MEL: (-9.0, 5.0), MFCC: (-6.0, 20.0)}
 _SHIFT, _GAIN, _NOISE = 0.1, 6.0, (10.0, 40.0)  # seconds and decibels each way; decibels below the recording
 
@@ -48,11 +48,11 @@ class RecordingInputs(ImageInputs):
 
 @dataclass(frozen=True)
 class Recordings:
-    """Makes batches of recordings.
+    """The preparation of batches of recordings.
 
     Attributes:
         sound: the features; of a file that computes them itself all of them, too.
-        in_graph: whether the model takes samples and computes the features.
+        in_graph: the model takes samples and computes the features.
     """
 
     sound: SoundPreprocess
@@ -139,7 +139,7 @@ def augmented(recording: NDArray[Any], augment: str, draw: random.Random, rate: 
 
 
 def _shifted(samples: Samples, by: int) -> Samples:
-    """Returns samples that begin later, behind zeros, or earlier, with zeros behind; never none of the recording."""
+    """Returns samples shifted later or earlier and padded with zeros; some of the recording always remains."""
     if by >= 0:
         return np.concatenate([np.zeros(by, np.float32), samples])
     by = min(-by, len(samples) // 2)

@@ -32,10 +32,11 @@ class Request:
 
     Attributes:
         settings: the data group.
-        inputs: of the model, without its states; empty where they are not known.
-        states: inputs of the model that are outputs of the step before, with these outputs. Items are steps then, and
-            both splits have an attribute `lengths`, the number of items of each sequence, in order.
-        about: what the model's file says beside its graph: its metadata, and the inputs that are fixed to one number.
+        inputs: inputs of the model, without its states; empty where they are not known.
+        states: inputs of the model that are outputs of the step before, with these outputs. Items are steps
+            then, and both splits have an attribute `lengths`, the number of items of each sequence, in order.
+        about: facts from the model's file in addition to its graph: its metadata, and the inputs fixed to one
+            number.
     """
 
     settings: DataConfig

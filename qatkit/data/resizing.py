@@ -15,7 +15,7 @@ _CACHED = 2**20  # bytes that are enlarged at a time, so that the next pass find
 
 
 def resized(array: Tensor, how: Fitting, interpolation: str) -> Tensor:
-    """The part of uint8 `array` (N, channels, height, width), resized, that is kept: uint8 or float32, 0..255."""
+    """Returns the kept part of uint8 `array` (N, channels, height, width), resized: uint8 or float32, 0..255."""
     height, width = array.shape[-2:]
     (top, left), (rows, columns) = how.start, how.kept
     cut = slice(top, top + rows), slice(left, left + columns)
@@ -28,7 +28,7 @@ def resized(array: Tensor, how: Fitting, interpolation: str) -> Tensor:
 
 
 def _shrunk(array: Tensor, size: Sides, interpolation: str) -> Tensor:
-    """uint8 (N, channels, height, width) resized to `size` in 8 bits.
+    """Resizes uint8 (N, channels, height, width) to `size` in 8 bits.
 
     torchvision's `resize` computes in float32 where a CPU has no AVX2, and is up to a level off there.
     """
@@ -38,7 +38,7 @@ def _shrunk(array: Tensor, size: Sides, interpolation: str) -> Tensor:
 
 
 def _enlarged(array: Tensor, rows: Taps, columns: Taps) -> Tensor:
-    """uint8 (N, channels, height, width) resized in float32, by the definition of `qatkit_verify.preprocess`."""
+    """Resizes uint8 (N, channels, height, width) in float32, as defined in `qatkit_verify.preprocess`."""
     shape = (*array.shape[:2], len(rows.index), len(columns.index))
     found = torch.empty(shape)
     images = max(1, _CACHED // (4 * math.prod(shape[1:])))
@@ -50,7 +50,7 @@ def _enlarged(array: Tensor, rows: Taps, columns: Taps) -> Tensor:
 
 
 def _resample(array: Tensor, axis: Taps, dim: int, into: Tensor) -> Tensor:
-    """float32 `array` resized along `dim`: products and sums are each rounded by themselves, none is fused."""
+    """Resizes float32 `array` along `dim`; products and sums are rounded separately, without fused operations."""
     index, weights = torch.from_numpy(axis.index), torch.from_numpy(axis.float32)
     weights = weights[:, None] if dim == 2 else weights
     torch.mul(array.index_select(dim, index[:, 0]), weights[..., 0], out=into)

@@ -1,4 +1,4 @@
-"""How images are prepared in a run: by its settings, else by the weights' own preprocessing, else by the source's."""
+"""The preprocessing of a run: from its settings, else from the weights, else from the source."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from qatkit_verify.fitting import LEVELS
 
 
 def resolve_preprocessing(config: DataConfig, base: Preprocessing | None) -> Preprocessing:
-    """`base` with what the configuration sets; an image size without a resize means no margin to crop.
+    """Returns `base` with the settings of the configuration; an image size without a resize means no crop margin.
 
     Raises:
         ConfigError: something is neither configured nor in `base`, or settings that exclude each other.
@@ -42,7 +42,7 @@ def resolve_preprocessing(config: DataConfig, base: Preprocessing | None) -> Pre
 def _normalisation(
     config: DataConfig, base: Preprocessing | None, pixels: str, order: str
 ) -> dict[str, tuple[float, ...] | None]:
-    """Mean and std by their names: those of `base` are of its pixels, and in its order of channels."""
+    """Returns mean and std by name, converted from the pixels and channel order of `base`."""
     found: dict[str, tuple[float, ...] | None] = {}
     count = len(config.mean or config.std or ()) or (base.channels if base else 3)
     for key, neutral in (("mean", 0.0), ("std", 1.0)):
@@ -56,7 +56,7 @@ def _normalisation(
 
 
 def _check_fit(config: DataConfig, fit: str) -> None:
-    """Refuses settings that `fit` has no use for, by ConfigError."""
+    """Raises ConfigError for settings that `fit` does not use."""
     if config.resize is not None and fit != "crop":
         raise ConfigError("data.resize", config.resize, f"null with data.fit={fit}, which cuts nothing off")
     for key in ("pad_value", "align"):

@@ -3,8 +3,8 @@
     step 0 ── float file ─> state ── step 1 ── float file ─> state ── step 2 ...
     sample 0 = step 0 + start          sample 1 = step 1 + state
 
-A sequence starts from the arrays of the states' names in its first step, else from zeros. So whatever comes behind
-(ranges, algorithms, fine-tuning, the comparison of files) sees ordinary samples, with every input.
+A sequence starts from the arrays of the states' names in its first step, else from zeros. All later stages
+(ranges, algorithms, fine-tuning, the comparison of files) thus see ordinary samples with every input.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ class Rollout:
         ports: the states.
         run: the float file.
         begin: states in which the first sequence continues another one; None: it has its own start.
-        progress: whether a bar is shown.
+        progress: a bar is shown.
 
     Attributes:
-        targets: of the samples.
+        targets: targets of the samples.
         lengths: steps of each sequence.
         every: n, the steps per sample.
-        last: the states behind the last step.
+        last: the states after the last step.
 
     Raises:
         ConfigError: the dataset does not say which items are sequences, or a state has no known start.
@@ -106,7 +106,7 @@ class Rollout:
             left -= len(span)
 
     def _start(self, index: int) -> Arrays:
-        """The states that a sequence starts from: those of its first step, else zeros."""
+        """Returns the states that a sequence starts from: those of its first step, else zeros."""
         _ = self.steps[index]  # checked, so an item is a pair
         with calling("data.source", self.steps.source, self.steps.dataset):
             given: Any = self.steps.dataset[index][0]
@@ -120,7 +120,7 @@ class Rollout:
         }
 
     def _keep(self, index: int, state: Mapping[str, NDArray[Any]]) -> None:
-        """Writes down the states that a step begins with."""
+        """Stores the states that a step begins with."""
         if not self._kept:
             steps, size = len(self.steps), sum(one.nbytes for one in state.values())
             self.every = max(1, math.ceil(steps * size / KEPT))
@@ -144,11 +144,11 @@ def rolled_out(
     """Returns splits whose items are samples with the float file's own states; each is a `Rollout`.
 
     Args:
-        splits: of a source whose items are steps.
+        splits: splits of a source whose items are steps.
         ports: all inputs of the model.
         source: dotted path of the source, for messages.
         task: whose targets there are.
-        progress: whether bars are shown.
+        progress: bars are shown.
 
     Raises:
         ConfigError: images, no sequences, or as `Rollout`.
@@ -200,7 +200,7 @@ def _lengths(steps: CheckedImages) -> tuple[int, ...]:
 
 
 def _zeros(port: Port, source: str) -> NDArray[Any]:
-    """A state of zeros; a lone open axis, or the batch axis, is one sample's."""
+    """Returns a state of zeros; a single open axis, or the batch axis, has the size of one sample."""
     others = [axis for axis, size in enumerate(port.shape) if size is None and axis != port.axis]
     if len(others) > (port.axis is None):
         shape = ["any" if size is None else size for size in port.shape]

@@ -3,8 +3,8 @@
     ROOT/VOCdevkit/VOC2012/{JPEGImages,SegmentationClass,ImageSets/Segmentation}     data=voc_segmentation
     ROOT/leftImg8bit/{train,val}/CITY/*.png  ROOT/gtFine/{train,val}/CITY/*.png      data=cityscapes
 
-Nothing is fetched unless `data.download` asks for it, which VOC alone allows: Cityscapes wants an account. Label
-pictures are read before anything long, as those of `label_pictures` are.
+Nothing is downloaded unless `data.download` asks for it, which only VOC allows: Cityscapes requires an
+account. Label pictures are read before any long work, like those of `label_pictures`.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ _VOC_CLASSES = (
 
 
 def voc_segmentation(root: str | None, download: bool, seed: int) -> Splits:
-    """Pascal VOC 2012: 1,464 pictures to train, 1,449 to verify, 20 classes and the background; borders (255) count as
-    nothing.
+    """Returns Pascal VOC 2012: 1,464 pictures to train, 1,449 to verify, 20 classes and background.
+
+    Borders (255) are ignored.
 
     Raises:
         ConfigError: the files are not there, can't be fetched, or hold other numbers.
@@ -55,7 +56,9 @@ def voc_segmentation(root: str | None, download: bool, seed: int) -> Splits:
 
 
 def cityscapes(root: str | None, download: bool, seed: int) -> Splits:
-    """Cityscapes with fine labels: 2,975 pictures to train, 500 to verify, 19 classes; other labels count as nothing.
+    """Returns Cityscapes with fine labels: 2,975 pictures to train, 500 to verify, 19 classes.
+
+    Other labels are ignored.
 
     Raises:
         ConfigError: the files are not there, or hold other numbers.
@@ -81,7 +84,7 @@ class CityLabels(LabelPictures):
 
     Args:
         samples: (path of the picture, path of the label picture below `root`).
-        root: of all label pictures.
+        root: folder of all label pictures.
     """
 
     def __init__(self, samples: Sequence[tuple[str, str]], root: Path) -> None:
@@ -98,7 +101,7 @@ class CityLabels(LabelPictures):
 
 
 def _below(top: Path, pictures: Sequence[Any], labels: Sequence[Any]) -> list[tuple[str, str]]:
-    """(picture, label picture below `top`), sorted."""
+    """Returns pairs (picture, label picture below `top`), sorted."""
     pairs = sorted(zip(map(str, pictures), map(str, labels), strict=True))
     return [(picture, Path(label).relative_to(top).as_posix()) for picture, label in pairs]
 

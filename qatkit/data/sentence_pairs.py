@@ -45,7 +45,7 @@ class PairRows:
 
     Args:
         rows: two for each pair.
-        scores: of the pairs, 0..1.
+        scores: scores of the pairs, 0..1.
     """
 
     def __init__(self, rows: Rows, scores: Sequence[float]) -> None:

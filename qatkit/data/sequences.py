@@ -1,4 +1,4 @@
-"""Items that are the steps of sequences, and how sequences are shared out to the two splits.
+"""Items that are the steps of sequences, and the distribution of sequences over the two splits.
 
 several sequences   every other one calibrates and trains, the others verify
 a single one        the first half calibrates and trains; the second half, which continues it, verifies
@@ -30,8 +30,8 @@ class Part:
     Args:
         whole: the dataset.
         indices: of the items, in order.
-        lengths: how many of them each sequence has, in order; empty where items are no steps.
-        continues: whether the first sequence continues the last one of the training split.
+        lengths: number of items of each sequence, in order; empty where items are not steps.
+        continues: the first sequence continues the last one of the training split.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Part:
 
 
 def shared_out(whole: Items, lengths: Sequence[int]) -> tuple[Part, Part]:
-    """Returns what calibrates and trains, and what verifies, of consecutive sequences of these lengths.
+    """Returns the training and the test part of consecutive sequences of these lengths.
 
     Args:
         whole: at least two items.

@@ -1,4 +1,7 @@
-"""Sound files are read once before anything long: what can't be used, and as much of their samples as memory takes."""
+"""The survey of sound files, which reads each file once before any long work and finds unusable files.
+
+Samples are kept as far as memory allows.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +27,10 @@ class Recording:
     """A file that was found whole.
 
     Attributes:
-        path: of the file.
-        rate: its own.
-        count: samples at the model's rate.
-        digest: of these samples.
+        path: path of the file.
+        rate: sampling rate of the file.
+        count: number of samples at the model's rate.
+        digest: digest of these samples.
         kept: these samples; None where memory has no room for them.
     """
 
@@ -39,12 +42,12 @@ class Recording:
 
 
 class SoundSurvey:
-    """Reads every file once, keeps samples as far as memory goes, and finds what can't be used.
+    """A survey that reads every file once, keeps samples as far as memory allows, and finds unusable files.
 
     Args:
-        root: of the data, for messages.
-        rate: that samples are brought to.
-        least: samples of a file that can be used.
+        root: folder of the data, for messages.
+        rate: the rate to which samples are converted.
+        least: minimum number of samples of a usable file.
         bad: "refuse" or "skip" files that can't be used.
     """
 
@@ -68,7 +71,7 @@ class SoundSurvey:
         return found
 
     def notes(self) -> list[str]:
-        """Returns what the report says of files that were left out."""
+        """Returns the report's notes on files that were left out."""
         return [f"data.bad=skip: {self._told()}"] if self.unusable else []
 
     def _told(self) -> str:

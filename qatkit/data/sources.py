@@ -1,7 +1,7 @@
-"""Where images come from: one function a source, all with the signature `(root, download, seed) -> Splits`.
+"""Data sources, each a function with the signature `(root, download, seed) -> Splits`.
 
 A source only says which images and labels exist. Small sets are held as one uint8 tensor; folders are read
-image by image. What is not there is reported before anything long starts, with what to do about it.
+image by image. Missing data are reported before any long work, with advice.
 """
 
 from __future__ import annotations
@@ -52,21 +52,21 @@ class ImageDataset(Protocol):
 
 @dataclass(frozen=True)
 class Splits:
-    """What a source returns.
+    """The splits that a source returns.
 
     Args:
         train: images for training and calibration.
         test: images for accuracy only.
         classes: name of each label; empty for tasks without classes, and where every target is `NO_LABEL`.
         default_preprocessing: used where neither the configuration nor the model's weights say otherwise.
-        notes: what the report is to say of the images, a line each.
-        arrays: whether items are (arrays by the names of the model's inputs, target) instead of images
+        notes: the report's notes on the images, one line each.
+        arrays: items are (arrays by the names of the model's inputs, target) instead of images
             (`qatkit.data.arrays`).
-        batched: whether a batch may hold several samples; False where what the model's file declares as the batch is
+        batched: a batch may hold several samples; False where what the model's file declares as the batch is
             something else.
-        recordings: whether items are (samples [T] of a recording at `data.rate`, target) instead of images: float32
+        recordings: items are (samples [T] of a recording at `data.rate`, target) instead of images: float32
             in -1..1, or int16 (`qatkit.data.recordings`).
-        drawn: whether samples were drawn at random, so that no figure says anything of real data.
+        drawn: samples were drawn at random, so that no figure is meaningful for real data.
     """
 
     train: ImageDataset
@@ -103,7 +103,7 @@ class TensorImages:
 
 
 def digits(root: str | None, download: bool, seed: int) -> Splits:
-    """scikit-learn's 1,797 handwritten digits, 8x8 grey; embedded, so `root` and `download` are not used.
+    """Returns scikit-learn's 1,797 handwritten digits, 8x8 grey; embedded, so `root` and `download` are unused.
 
     A fifth of each class, drawn by `seed`, is the test split. By default the images are enlarged to 32x32 and
     repeated over three channels, which is what torchvision's models take; `data.mean` with one number keeps
@@ -126,7 +126,7 @@ def digits(root: str | None, download: bool, seed: int) -> Splits:
 
 
 def synthetic(root: str | None, download: bool, seed: int) -> Splits:
-    """Ten classes of 32x32 colour images, each a smooth pattern of its class under noise; needs no files."""
+    """Returns ten classes of 32x32 colour images, each a smooth pattern of its class with noise; needs no files."""
     generator = torch.Generator().manual_seed(seed)
     coarse = torch.rand(_SYNTHETIC_CLASSES, 3, 4, 4, generator=generator)
     patterns = nn_functional.interpolate(coarse, size=(32, 32), mode="bilinear")
@@ -143,7 +143,7 @@ def synthetic(root: str | None, download: bool, seed: int) -> Splits:
 
 
 def image_folder(root: str | None, download: bool, seed: int) -> Splits:
-    """ImageNet's layout: `root/train/CLASS/*.jpg` and `root/val/CLASS/*.jpg` (or `root/test/...`).
+    """Returns images in ImageNet's layout: `root/train/CLASS/*.jpg` and `root/val/CLASS/*.jpg` (or `root/test/...`).
 
     `val` is taken where both exist. Classes and files are those of torchvision's `ImageFolder`, in its order, but for
     hidden ones and what systems put beside images. The layout says nothing of preprocessing: it comes from the
@@ -169,7 +169,7 @@ def image_folder(root: str | None, download: bool, seed: int) -> Splits:
 
 
 def _split(folder: Path, classes: Sequence[str], root: str) -> tuple[ImageFiles, list[str]]:
-    """The images of the class folders in `folder`, and what was left out."""
+    """Returns the images of the class folders in `folder`, and what was left out."""
     samples, left_out, empty = list[tuple[str, int]](), list[str](), list[str]()
     for label, name in enumerate(classes):
         paths, left = files_below(folder / name, is_image_name, "data.root")
@@ -184,7 +184,7 @@ def _split(folder: Path, classes: Sequence[str], root: str) -> tuple[ImageFiles,
 
 
 def _class_difference(folders: Sequence[Path], train: Sequence[str], test: Sequence[str]) -> str:
-    """Which classes only one of the two splits has, at most five names each."""
+    """Returns a description of the classes that only one split has, with at most five names each."""
     parts = []
     for folder, mine, other in ((folders[0], train, test), (folders[1], test, train)):
         if extra := sorted(set(mine) - set(other)):
@@ -194,7 +194,7 @@ def _class_difference(folders: Sequence[Path], train: Sequence[str], test: Seque
 
 
 def cifar10(root: str | None, download: bool, seed: int) -> Splits:
-    """CIFAR-10 as published (32x32 colour, 50,000 and 10,000 images), through torchvision."""
+    """Returns CIFAR-10 as published (32x32 colour, 50,000 and 10,000 images), through torchvision."""
     cls = datasets.CIFAR10
     place = f"{cls.url} into {root}"
     train, test = _torchvision_splits(cls, root, download, place)
@@ -205,7 +205,7 @@ def cifar10(root: str | None, download: bool, seed: int) -> Splits:
 
 
 def fashion_mnist(root: str | None, download: bool, seed: int) -> Splits:
-    """Fashion-MNIST (28x28 grey, 60,000 and 10,000 images), through torchvision; enlarged to 32x32 in
+    """Returns Fashion-MNIST (28x28 grey, 60,000 and 10,000 images), through torchvision; enlarged to 32x32 in
     three channels by default.
     """
     cls = datasets.FashionMNIST
@@ -220,7 +220,7 @@ def fashion_mnist(root: str | None, download: bool, seed: int) -> Splits:
 def _torchvision_splits(
     cls: Callable[..., Any], root: str | None, download: bool, place: str
 ) -> tuple[Any, Any]:
-    """Train and test part of a torchvision dataset; `place` says which files go where by hand.
+    """Returns train and test part of a torchvision dataset; `place` says which files go where by hand.
 
     Raises:
         ConfigError: the files are not there and cannot be fetched, or are damaged.

@@ -57,7 +57,7 @@ def speech_commands(root: str | None, download: bool, seed: int, request: Reques
 
 
 def _splits(top: Path, keys: list[str]) -> dict[str, str]:
-    """The split of each file, by the lists or by the hash of its speaker.
+    """Returns the split of each file, by the lists or by the hash of its speaker.
 
     Raises:
         ConfigError: a list names a file that is not there.

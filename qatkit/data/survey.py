@@ -1,4 +1,4 @@
-"""Image files are looked at before anything long: what can't be read, what is in both splits.
+"""The survey of image files before any long work, which finds unreadable files and files in both splits.
 
     paths ── stat ── seen before, unchanged? ─yes────────────────────────────────────┐
                 └─ no: header, size, mode, end of the file ── suspect? ── decoded ───┴─> reason, or an image
@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 
 class Look(NamedTuple):
-    """What a file is: `reason` why it is no image, or ""; `ends`, a digest of its size, first and last bytes."""
+    """The result for a file: `reason` why it is not an image, or ""; `ends`, a digest of size, first and last bytes."""
 
     reason: str
     ends: str = ""
@@ -51,12 +51,12 @@ class Look(NamedTuple):
 
 @dataclass(frozen=True)
 class Survey:
-    """What may be used of each split, and what the report says of the rest.
+    """The usable images of each split, and notes on the others.
 
     Attributes:
         train: indices of images that can be read.
         test: the same of the other split.
-        ends: what tells a training image's file from others (`Look.ends`), by its index; empty where there are none.
+        ends: digests of training files (`Look.ends`), by its index; empty where there are none.
         notes: lines for people.
     """
 
@@ -71,10 +71,11 @@ def survey(train: object, test: object, bad: str, *, progress: bool = False) -> 
 
     Args:
         bad: "refuse" or "skip" files that are no readable images.
-        progress: whether a bar is shown.
+        progress: a bar is shown.
 
     Raises:
-        ConfigError: files that can't be read, of which nothing says to skip them; or none, or none of a class, is left.
+        ConfigError: files that can't be read, of which nothing says to skip them; or none, or none of a
+            class, is left.
     """
     parts = {name: one for name, one in (("train", train), ("test", test)) if isinstance(one, ImageFiles)}
     looks = look_at([path for part in parts.values() for path, _ in part.samples], progress=progress)
@@ -98,7 +99,7 @@ def survey(train: object, test: object, bad: str, *, progress: bool = False) -> 
 
 
 def _listed(found: Mapping[str, str], root: str) -> str:
-    """The first paths, each with what there is to say of it."""
+    """Returns the first paths, each with its note."""
     some = [f"{printable(os.path.relpath(path, root))} ({why})" for path, why in list(found.items())[:_SHOWN]]
     return ", ".join(some) + (f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")
 
@@ -113,7 +114,7 @@ def _check_left(name: str, part: ImageFiles, usable: Sequence[int]) -> None:
 
 
 def look_at(paths: Sequence[str], *, progress: bool = False) -> dict[str, Look]:
-    """What each file is, by its path; from the cache where it has not changed."""
+    """Returns the result for each file, by path, from the cache if the file has not changed."""
     found, todo = dict[str, Look](), list[str]()
     kept, states = _Cache(paths), dict[str, tuple[int, int]]()
     for path in dict.fromkeys(paths):
@@ -139,14 +140,14 @@ def look_at(paths: Sequence[str], *, progress: bool = False) -> dict[str, Look]:
 
 
 def _of_link(path: str, error: Exception) -> str:
-    """Why there is no file, in words."""
+    """Returns the reason why there is no file, in words."""
     if isinstance(error, OSError) and os.path.islink(path):
         return "a link to nothing" if isinstance(error, FileNotFoundError) else "a link to itself"
     return reason(error)
 
 
 def _each(task: Callable[[str], T], paths: Sequence[str], title: str, *, progress: bool) -> dict[str, T]:
-    """`task` of each path, on several threads."""
+    """Returns the result of `task` for each path, on several threads."""
     found, pool = dict[str, T](), ThreadPoolExecutor(_THREADS)
     parts = [paths[i : i + _A_PART] for i in range(0, len(paths), _A_PART)]
     try:
@@ -180,7 +181,7 @@ def _look(path: str) -> Look:
 
 
 def _ends_well(kind: str, first: bytes, last: bytes, size: int) -> bool:
-    """Whether a file is as long as it says; False where its format does not say that at its ends (TIFF, PPM)."""
+    """Returns whether a file ends as its format requires; False for formats that do not show it (TIFF, PPM)."""
     if kind in ("JPEG", "MPO"):
         return last.rstrip(b"\0\r\n").endswith(b"\xff\xd9")
     if kind == "PNG":
@@ -193,7 +194,7 @@ def _ends_well(kind: str, first: bytes, last: bytes, size: int) -> bool:
 
 
 def _in_both(train: Mapping[str, Look], test: Mapping[str, Look]) -> dict[str, str]:
-    """Test files whose bytes a training file holds too, with that file: accuracy on those says little."""
+    """Returns test files with the same bytes as a training file, and that file: their accuracy means little."""
     seen = dict[str, list[str]]()
     for path, look in train.items():
         if not look.reason:
@@ -208,7 +209,7 @@ def _in_both(train: Mapping[str, Look], test: Mapping[str, Look]) -> dict[str, s
 
 
 def _content(path: str) -> bytes:
-    """A digest of a whole file; of one that has gone since, of its name."""
+    """Returns a digest of a whole file, or of its name if the file is gone."""
     try:
         with open_regular_file(path) as stream:
             return hashlib.file_digest(stream, "sha256").digest()
@@ -217,7 +218,7 @@ def _content(path: str) -> bytes:
 
 
 def _root(paths: Sequence[str]) -> str:
-    """The folder that all of them lie in."""
+    """Returns the common folder of all paths."""
     folders = {os.path.dirname(path) for path in paths}
     return os.path.commonpath([os.path.abspath(folder) for folder in folders]) if folders else ""
 
@@ -240,12 +241,12 @@ class _Cache:
         return cache_folder() / f"images-{name}.json"
 
     def ends(self, path: str, state: tuple[int, int]) -> str | None:
-        """The digest of a file that has not changed since; None for another one."""
+        """Returns the digest of a file that has not changed; None for others."""
         size, changed, ends = self.files.get(path, (None, None, ""))
         return ends if (size, changed) == state else None
 
     def write(self, files: Mapping[str, tuple[int, int, str]]) -> None:
-        """Keeps `files`; where that fails, they are looked at again the next time."""
+        """Writes `files`; if that fails, they are checked again the next time."""
         content = json.dumps(files, separators=(",", ":"))
         with suppress(OSError, RuntimeError):
             path = self._path()

@@ -103,7 +103,7 @@ def _of_files(paths: Sequence[str]) -> str:
 
 
 def _windows(tokenizer: Tokenizer, text: str, context: int, name: str, least: int = 1) -> NDArray[np.int32]:
-    """The tokens of a text, int32 [windows, context], at least so many windows."""
+    """Returns the tokens of a text, int32 [windows, context], with at least `least` windows."""
     pieces = _pieces(text)
     ids = [np.asarray(tokenizer.encode(one, add_special_tokens=False).ids, np.int32) for one in pieces]
     tokens = np.concatenate(ids) if ids else np.zeros(0, np.int32)
@@ -114,7 +114,7 @@ def _windows(tokenizer: Tokenizer, text: str, context: int, name: str, least: in
 
 
 def _pieces(text: str) -> list[str]:
-    """A text in pieces that end with lines."""
+    """Returns a text in pieces that end at line ends."""
     found, start = list[str](), 0
     while start < len(text):
         end = start + _LONGEST

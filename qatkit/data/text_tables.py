@@ -22,7 +22,7 @@ _HOW = "data.columns=[TEXT,LABEL] or [TEXT,SECOND,LABEL] names others"
 
 @dataclass(frozen=True)
 class LabelledText:
-    """A text, or two that are read together, and its label.
+    """A text, or two texts that are read together, with a label.
 
     Attributes:
         label: as the file has it; a number in digits.
@@ -85,7 +85,7 @@ def checked_columns(columns: Sequence[str]) -> Sequence[str]:
 
 
 def _rows(text: str, path: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """The rows of a table by the names of its columns, with their lines."""
+    """Yields the rows of a table by the names of its columns, with their line numbers."""
     tabs = path.lower().endswith(".tsv")
     reader = (
         csv.reader(io.StringIO(text, newline=""), delimiter="\t", quoting=csv.QUOTE_NONE)

@@ -60,7 +60,7 @@ def token_rows(parts: Sequence[Sequence[str | tuple[str, str]]], asked: Request)
 
 
 def _filled(coded: Sequence[Any], longest: int, name: str, about: Mapping[str, str]) -> NDArray[Any]:
-    """One input of all rows, [rows, T]."""
+    """Returns one input of all rows, [rows, T]."""
     value = int(about.get(PADDING, 0)) if name == TOKENS else 0
     found: NDArray[Any] = np.full((len(coded), longest), value, _DTYPES[name])
     for row, one in enumerate(coded):

@@ -1,4 +1,4 @@
-"""The tokenizer of a text model: a folder with a tokenizer.json, or what transformers makes one of."""
+"""The tokenizer of a text model, from a tokenizer.json or a folder that transformers can convert."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from qatkit.config.schema import DataConfig
 
 KEY = "data.tokenizer"
-# Of what a text model says of itself.
+# Keys of the facts that a text model declares.
 PLACE, VOCABULARY, POSITIONS, PADDING, LABELS = "tokenizer", "vocabulary", "positions", "padding", "labels"
 _CONFIG = "tokenizer_config.json"
 _LEAST = 0.9  # of the model's vocabulary, which is often padded by a few percent
@@ -28,7 +28,7 @@ def tokenizer_of(settings: DataConfig, about: Mapping[str, str]) -> Tokenizer:
 
     Args:
         settings: the data group.
-        about: what the model says of itself: where its tokenizer is, and its number of tokens.
+        about: facts that the model declares: the place of its tokenizer, and its number of tokens.
 
     Raises:
         ConfigError: neither names one, it can't be read, or it belongs to another model.

@@ -22,10 +22,10 @@ class Tones:
     """A dataset of tones of one length; an item is (int16 [T], label).
 
     Args:
-        count: of tones.
-        samples: of each.
+        count: number of tones.
+        samples: number of samples of each.
         rate: samples per second.
-        parts: that tell these tones from others.
+        parts: seeds that distinguish these tones from others.
 
     Attributes:
         targets: the label of each.

@@ -34,12 +34,12 @@ class WaveInput:
     Attributes:
         name: of the input.
         shape: of a frame, with the batch axis.
-        axis: of time.
+        axis: the axis of time.
         dtype: NumPy's name of its type.
         full: the value of a sample of 1.
         rate: samples per second.
         hop: samples from the start of a frame to that of the next.
-        because: where the rate comes from, in words.
+        because: origin of the rate, in words.
     """
 
     name: str
@@ -58,7 +58,7 @@ class WaveInput:
 
     @property
     def batched(self) -> bool:
-        """Returns whether the input has an axis beside that of time, which may hold several frames."""
+        """Returns whether the input has another axis than that of time, which may hold several frames."""
         return len(self.shape) > 1
 
     @property
@@ -111,7 +111,7 @@ def wave_input(request: Request) -> WaveInput:
 
 
 def _time_axis(port: Port, settings: DataConfig) -> int:
-    """The axis of time, by the shape."""
+    """Returns the axis of time, by the shape."""
     batch = None if len(port.shape) == 1 else port.axis
     left = [place for place, size in enumerate(port.shape) if size != 1 and place != batch]
     if len(left) == 2 and batch is None and left[0] == 0 and port.shape[0] is None:
@@ -147,7 +147,7 @@ def _frame(port: Port, axis: int, settings: DataConfig) -> int:
 
 
 def _rate(settings: DataConfig, about: Mapping[str, str]) -> tuple[int, str]:
-    """The rate, and where it comes from."""
+    """Returns the rate and its origin."""
     if settings.rate is not None:
         return settings.rate, "data.rate"
     for name, value in about.items():
@@ -158,7 +158,7 @@ def _rate(settings: DataConfig, about: Mapping[str, str]) -> tuple[int, str]:
 
 
 def _full(port: Port, settings: DataConfig) -> int:
-    """The value of a sample of 1."""
+    """Returns the value that represents a sample of 1."""
     kind = np.dtype(port.dtype)
     if kind.kind == "f":
         return _INT16 if settings.scale == "int16" else 1

@@ -1,17 +1,17 @@
 """The float model that a run starts from, and how its images are prepared.
 
-    build               the switch: by `model.name` to one of the sources, then the checkpoint
+    build               the choice of a source by `model.name`, then the checkpoint
     torchvision_models  "resnet18"
     timm_models         "timm/resnet18", the extra timm
     hf_models           "hf/vit", "hf/facebook/dinov2-small", "hf//my/folder", with the head that the task asks for; the
                         extra transformers
     lite                "lite/efficientnet-lite0", with its ImageNet weights from a package, the extra lite
     onnx_files          "onnx/FILE", a float ONNX file
-    declared            what a model says of its inputs by itself
-    hub                 what to do where the Hugging Face hub can't be reached
+    declared            the inputs that a model itself declares
+    hub                 advice for when the Hugging Face hub cannot be reached
     checkpoint          a file with a float state_dict
 
-A dotted path names a builder of the user's.
+A dotted path names a user's builder.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""The switch: `model.name` to the source that knows it, then the checkpoint.
+"""The choice of a model by `model.name` from the source that knows it, and the loading of its checkpoint.
 
-A name without a dot is one of torchvision's, "timm/NAME" one of timm's, "hf/NAME" one of Hugging Face's
-(with the head that the task asks for),
-"lite/NAME" one of efficientnet_lite_pytorch's, "onnx/FILE" a float ONNX file, a dotted path is a builder of the
-user's. Parameters come from one of
-three places: nowhere (random), the source's pretrained `weights`, or a `checkpoint` file, which must fit exactly.
+A name without a dot is one of torchvision's, "timm/NAME" one of timm's, "hf/NAME" one of Hugging Face's (with
+the head that the task asks for), "lite/NAME" one of efficientnet_lite_pytorch's and "onnx/FILE" a float ONNX
+file. A dotted path is a user's builder. Parameters are random, or come from the source's pretrained `weights`
+or from a `checkpoint` file, which must fit exactly.
 """
 
 from __future__ import annotations
@@ -34,13 +33,14 @@ PREFIXES = {module.PREFIX: module for module in (timm_models, lite, onnx_files)}
 
 
 def build(config: ModelConfig, num_classes: int | None = None, task: str = IMAGES) -> nn.Module:
-    """The float model in eval mode.
+    """Returns the float model in eval mode.
 
     Args:
-        config: the model group. With weights and a checkpoint its values are the checkpoint's, of a model that began
-            from those weights: only what they say of the model and of its images is taken of them, and nothing fetched.
-        num_classes: classes of the data; null leaves it to the configuration and the builder.
-        task: a value of `task`, by which a model of several heads has the one that it wants.
+        config: the model group. With both weights and a checkpoint, the values are the checkpoint's (its
+            training started from those weights). The weights then only describe the model and its images, and
+            are not fetched.
+        num_classes: classes of the data; None leaves it to the configuration and the builder.
+        task: a value of `task`, which selects the head of a model that has several.
 
     Raises:
         ConfigError: an unknown name, unknown weights, weights that cannot be fetched, a checkpoint that does
@@ -58,12 +58,12 @@ def build(config: ModelConfig, num_classes: int | None = None, task: str = IMAGE
     if checkpoint is not None:
         load(model, checkpoint, config)
     with calling("model.name", config.name, model):
-        model.eval()  # one of a user's may give nothing back
+        model.eval()  # a user's eval() may return None
     return model
 
 
 def weights_preprocessing(config: ModelConfig, task: str = IMAGES) -> Preprocessing | None:
-    """How the images were prepared that the pretrained weights were measured with; null without weights.
+    """Returns the preprocessing with which the pretrained weights were evaluated; None without weights.
 
     Raises:
         ConfigError: unknown name or weights.
@@ -75,7 +75,7 @@ def weights_preprocessing(config: ModelConfig, task: str = IMAGES) -> Preprocess
 
 
 def declared(config: ModelConfig, layout: str | None, task: str = IMAGES) -> Declared:
-    """Returns what a model says of its inputs by itself, as an ONNX file and a model of text do; nothing of others."""
+    """Returns the inputs that a model declares, as ONNX files and text models do; nothing for others."""
     if config.name.startswith(onnx_files.PREFIX):
         return onnx_files.declared(config, layout)
     if config.name.startswith(hf_models.PREFIX):
@@ -84,22 +84,22 @@ def declared(config: ModelConfig, layout: str | None, task: str = IMAGES) -> Dec
 
 
 def parameters(config: ModelConfig) -> int | None:
-    """Returns how many parameters a model has that would be loaded, where that is known before; else None."""
+    """Returns the number of parameters of a model before it is loaded, if that is known; else None."""
     return hf_models.parameters(config)
 
 
 def states(config: ModelConfig) -> States | None:
-    """Returns the outputs that are inputs of the next step, of an ONNX file with `model.kwargs.states`; else None."""
+    """Returns the outputs that are inputs of the next step, for ONNX files with `model.kwargs.states`; else None."""
     return onnx_files.states(config) if config.name.startswith(onnx_files.PREFIX) else None
 
 
 def has_weights(name: str) -> bool:
-    """Whether `model.weights` may be given for a model of that name: it is no builder of the user's."""
+    """Returns whether `model.weights` may be given for a model of that name: it is not a user's builder."""
     return _source(name) is not None
 
 
 def weights_classes(config: ModelConfig) -> int | None:
-    """How many classes the pretrained weights tell apart; None where only loading them would tell.
+    """Returns the number of classes of the pretrained weights; None if they would have to be loaded first.
 
     Raises:
         ConfigError: unknown name or weights.
@@ -110,7 +110,7 @@ def weights_classes(config: ModelConfig) -> int | None:
 
 
 def _classes(config: ModelConfig, of_data: int | None) -> int | None:
-    """The number of classes that the configuration and the data agree on."""
+    """Returns the number of classes that the configuration and the data agree on."""
     given = config.num_classes if config.num_classes is not None else config.kwargs.get("num_classes")
     if given is not None:
         limit_of(ModelConfig, "num_classes").check("model.num_classes", given)
@@ -138,14 +138,14 @@ def _source_of_weights(config: ModelConfig, task: str = IMAGES) -> Any:
 
 
 def _like_weights(config: ModelConfig) -> ModelConfig:
-    """With the arguments that the model of `config.weights` is built with, where those are not the builder's own."""
+    """Returns `config` with the arguments of the model of `config.weights`, where these are not the defaults."""
     if config.weights is None or _source_of_weights(config) is not torchvision_models:
         return config
     return replace(config, kwargs=torchvision_models.arguments(config) | config.kwargs)
 
 
 def _builder(name: str, task: str) -> Callable[..., Any]:
-    """The function or class called `name`: a source's, "package.module.fn" or "package.module:fn"."""
+    """Returns the function or class called `name`: a source's, "package.module.fn" or "package.module:fn"."""
     source = _source(name, task)
     if source is not None:
         found: Callable[..., Any] = source.builder(name)

@@ -1,11 +1,11 @@
-"""Float checkpoints as people have them: what is in the file, which part of it the model takes, and what does not fit.
+"""Float checkpoints: the content of the file, the part of it that the model takes, and errors about misfits.
 
     file ── read ──> its state_dicts by name: "", "state_dict", "model", "model_ema", ...
                        └─ the trained one, or the one that is asked for ── load ──> keys below one prefix ──> model
 
 A prefix is found by the model's own keys: that of DataParallel ("module."), Lightning ("model.", "net.", ...) or SWA;
-torch.compile's ("_orig_mod.") may be anywhere. What stands beside it (a loss's weights, an average, counters) is left
-out and said.
+torch.compile's ("_orig_mod.") may be anywhere. Anything else (weights of a loss, an average, counters) is
+left out and reported.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ _TRAINED = (
 _AVERAGES = ("state_dict_ema", "model_ema", "ema_state_dict", "params_ema", "ema")
 _COMPILED = "_orig_mod."
 _COUNTER = "num_batches_tracked"  # files of old versions of torch have none
-_DEEPEST = 2  # names in a prefix: deeper down stands a part of another model
-_TRIED = 8  # of the model's keys, by which a prefix is looked for
+_DEEPEST = 2  # names in a prefix: deeper keys belong to a part of another model
+_TRIED = 8  # number of the model's keys with which a prefix is searched for
 _SCALAR: Any = importlib.import_module("numpy._core.multiarray").scalar
-# Beside tensors in files of torchvision's, timm's and others' scripts: plain data, without code.
+# Plain data without code that files of torchvision's, timm's and other scripts hold in addition to tensors.
 _PLAIN = [
     argparse.Namespace,
     pathlib.PosixPath,
@@ -63,16 +63,16 @@ _PLAIN = [
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A file's state_dicts; "" is the name of one that is the file itself."""
+    """The state_dicts of a file; "" is the name of one that is the file itself."""
 
     path: str
     states: Mapping[str, State]
 
     def chosen(self, key: str | None) -> tuple[str, State]:
-        """The one called `key`; None: the trained one, an average only where there is nothing else.
+        """Returns the state_dict called `key`; None: the trained one, or an average if there is nothing else.
 
         Raises:
-            ConfigError: no such one.
+            ConfigError: there is no such state_dict.
         """
         if key is None:
             name = next(iter(self.states))
@@ -87,7 +87,7 @@ class Checkpoint:
 
 
 def read_checkpoint(path: str) -> Checkpoint:
-    """What is in a file of `torch.save` or safetensors.
+    """Returns the content of a file of `torch.save` or safetensors.
 
     Raises:
         ConfigError: the file is missing, damaged, holds code, or holds no `state_dict`.
@@ -113,7 +113,7 @@ def read_checkpoint(path: str) -> Checkpoint:
 
 
 def _is_state(content: Any) -> TypeGuard[State]:
-    """Names and tensors, and nothing else."""
+    """Returns whether `content` is a mapping of names to tensors and nothing else."""
     return (
         isinstance(content, Mapping)
         and bool(content)
@@ -135,7 +135,7 @@ def _unpickle(path: str, plain: pathlib.Path) -> Any:
         if zipfile.is_zipfile(plain) and (member := zipfile.ZipFile(plain).testzip()) is not None:
             raise ConfigError("model.checkpoint", path, f"an undamaged file ({member} fails its checksum)")
         with warnings.catch_warnings(), torch.serialization.safe_globals(_PLAIN):
-            warnings.simplefilter("ignore")  # on the pickle protocol of a file that is refused anyway
+            warnings.simplefilter("ignore")  # on the pickle protocol of a file that is rejected anyway
             return torch.load(plain, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         reason = _refused_global(str(error))
@@ -147,13 +147,13 @@ def _unpickle(path: str, plain: pathlib.Path) -> Any:
         raise ConfigError("model.checkpoint", path, allowed) from error
     except ConfigError:
         raise
-    except Exception as error:  # whatever damaged bytes make of torch's reader
+    except Exception as error:  # damaged bytes may raise anything in torch's reader
         allowed = f"a file written by torch.save; this one is damaged ({first_line(error)[:100]})"
         raise ConfigError("model.checkpoint", path, allowed) from error
 
 
 def _refused_global(message: str) -> str | None:
-    """What code torch refused to run, from its message; null when the file is merely no checkpoint."""
+    """Returns a note on code that torch refused to run, from its message; None if the file is just no checkpoint."""
     for marker in ("unsupported GLOBAL ", "Unsupported global: GLOBAL ", "Unsupported class "):
         if marker in message:
             return f"holds pickled code ({message.split(marker)[1].split()[0]}) and is refused"
@@ -161,10 +161,10 @@ def _refused_global(message: str) -> str | None:
 
 
 def load(model: nn.Module, checkpoint: Checkpoint, config: ModelConfig) -> None:
-    """Loads the chosen state_dict, and says what was taken of a file that holds more.
+    """Loads the chosen state_dict, and reports what was taken from a file that holds more.
 
     Raises:
-        ConfigError: what does not fit, by the first key of each kind; or values that no trained model has.
+        ConfigError: keys do not fit (the first of each kind is named), or no trained model has such values.
     """
     name, stored = checkpoint.chosen(config.checkpoint_key)
     own = model.state_dict()
@@ -191,7 +191,7 @@ def load(model: nn.Module, checkpoint: Checkpoint, config: ModelConfig) -> None:
 
 
 def _below_prefix(stored: State, own: Mapping[str, Any]) -> tuple[str, dict[str, Tensor], list[str]]:
-    """The prefix below which most of the model's keys are, what is there, and the keys that are not."""
+    """Returns the prefix below which most of the model's keys are, the state there, and the other keys."""
     plain = {key.replace(_COMPILED, ""): value for key, value in stored.items()}
     prefixes = {""}
     for wanted in islice(own, _TRIED):
@@ -203,7 +203,7 @@ def _below_prefix(stored: State, own: Mapping[str, Any]) -> tuple[str, dict[str,
 
 
 def _misfits(own: Mapping[str, Tensor], state: State) -> list[str]:
-    """What does not fit, in words."""
+    """Returns descriptions of what does not fit."""
     parts = []
     missing, unexpected = ([k for k in a if k not in b] for a, b in ((own, state), (state, own)))
     if missing:
@@ -223,10 +223,10 @@ def _first(keys: Iterable[str]) -> str:
 
 
 def _check_values(path: str, state: State) -> None:
-    """What torch would take without a word, or end at in words of its own.
+    """Checks for values that torch would accept silently or reject with an unhelpful message.
 
     Raises:
-        ConfigError: a tensor without values, of a layout or type that is no plain number, or one that is not finite.
+        ConfigError: a tensor has no values, no plain layout and number type, or values that are not finite.
     """
     for key, value in state.items():
         kind = str(value.dtype).removeprefix("torch.")

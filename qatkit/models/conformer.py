@@ -83,17 +83,17 @@ class ConformerBlock(nn.Module):
 
 
 class Conformer(nn.Module):
-    """Features [N, 1, frames, bands] to logits [N, num_classes].
+    """A Conformer from features [N, 1, frames, bands] to logits [N, num_classes].
 
     Args:
-        num_classes: of the logits.
-        bands: of the features: `data.mels`, or `data.coefficients` of MFCCs.
+        num_classes: number of logits.
+        bands: bands of the features: `data.mels`, or `data.coefficients` for MFCCs.
         width: features between the blocks.
-        blocks: of them.
-        heads: of attention, of `width / heads` features each.
+        blocks: number of blocks.
+        heads: heads of attention, of `width / heads` features each.
         expansion: features within a feed-forward, as a multiple of `width`.
         kernel: frames that a depthwise convolution sees, an odd number.
-        dropout: share of values that training leaves out.
+        dropout: share of values dropped in training.
     """
 
     def __init__(

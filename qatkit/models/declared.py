@@ -1,4 +1,4 @@
-"""The inputs that a model declares by itself: an ONNX file all of them, a model of text its tokens."""
+"""The inputs that a model itself declares: an ONNX file declares all of them, a text model its tokens."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 
 
 class Declared(NamedTuple):
-    """The inputs that a model declares by itself.
+    """The inputs that a model itself declares.
 
     Attributes:
-        ports: its inputs; none where it does not say.
-        image: the axes of its images; None where it does not say, or takes something else.
-        preprocessing: of the images that its bundle was made with.
-        about: what else it says: an ONNX file's metadata and the inputs that are fixed to one number; of a model of
-            text where its tokenizer is, and how many tokens and positions it has.
-        recordings: what its bundle says of the preparation of recordings.
+        ports: its inputs; empty if unknown.
+        image: the axes of its images; None if unknown, or if it takes something else.
+        preprocessing: preprocessing of the images that its bundle was made with.
+        about: further facts: an ONNX file's metadata and the inputs that are fixed to one number; for a text
+            model, the place of its tokenizer and its numbers of tokens and positions.
+        recordings: the preprocessing of recordings in its bundle.
     """
 
     ports: tuple[Port, ...] = ()

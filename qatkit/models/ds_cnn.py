@@ -26,13 +26,13 @@ class SeparableBlock(nn.Sequential):
 
 
 class DSCNN(nn.Module):
-    """Features [N, 1, frames, bands] to logits [N, num_classes].
+    """A DS-CNN from features [N, 1, frames, bands] to logits [N, num_classes].
 
     Args:
-        num_classes: of the logits.
-        channels: of all convolutions.
-        blocks: separable ones.
-        dropout: share of the pooled channels that training leaves out.
+        num_classes: number of logits.
+        channels: channels of all convolutions.
+        blocks: number of separable blocks.
+        dropout: share of the pooled channels dropped in training.
     """
 
     def __init__(

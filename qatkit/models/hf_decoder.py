@@ -37,11 +37,11 @@ class Decoder:
         model: as `qatkit.models.hf_models` builds it.
 
     Attributes:
-        layers: how many have keys and values.
-        heads: of keys and values.
-        width: of a head.
-        longest: text that it takes; of layers that attend to a window of tokens its length, within which they attend to
-            all.
+        layers: number of layers with keys and values.
+        heads: number of heads of keys and values.
+        width: features of a head.
+        longest: maximum length of a text; for layers that attend to a window of tokens, the length of the
+            window, within which they attend to all tokens.
 
     Raises:
         ConfigError: its layers do not all keep keys and values of all tokens.
@@ -68,7 +68,7 @@ class Decoder:
 
     @contextmanager
     def as_forward(self) -> Iterator[nn.Module]:
-        """Lends the model this forward."""
+        """Gives the model this forward within the context."""
         own = type(self.model)
         theirs = own.__mro__[1]
         self.model.__class__ = type(theirs.__name__, (theirs,), {"forward": _forward(theirs, self.layers)})
@@ -83,11 +83,11 @@ class Decoder:
         return self.inputs(tokens[:, past:], computed)
 
     def empty(self, rows: int) -> list[Tensor]:
-        """Returns keys and values of no token."""
+        """Returns empty keys and values, for no token."""
         return [torch.zeros(rows, self.heads, 0, self.width)] * (2 * self.layers)
 
     def inputs(self, tokens: Tensor, past: list[Tensor]) -> dict[str, Tensor]:
-        """Returns the inputs for tokens [N, T] behind others, none of which is padding."""
+        """Returns the inputs for tokens [N, T] that follow others, none of which is padding."""
         rows, count = tokens.shape
         before = past[0].shape[2]
         places = torch.arange(before, before + count).repeat(rows, 1)
@@ -106,7 +106,7 @@ class Decoder:
         return found
 
     def axes(self) -> dict[str, dict[int, str]]:
-        """Returns the free axes beside the batch, by input."""
+        """Returns the free axes other than the batch, by input."""
         lengths = {name: {1: "sequence"} for name in (TOKENS, MASK, POSITIONS)}
         return lengths | {PAST_MASK: {1: "past"}} | {name: {2: "past"} for name in past_names(self.layers)}
 
@@ -134,14 +134,14 @@ class Decoder:
                 found = theirs.forward(self.model, input_ids=tokens, use_cache=True).past_key_values  # type: ignore[attr-defined]
             shapes = {tuple(one.shape) for layer in found.layers for one in (layer.keys, layer.values)}
             ((_, heads, _, width),) = shapes
-        except Exception as error:  # whatever a cache of another kind raises
+        except Exception as error:  # a cache of another kind may raise anything
             allowed = f"false: the model keeps no keys and values of one shape ({first_line(error)[:160]})"
             raise ConfigError(KEY, True, allowed) from error
         return len(found.layers), heads, width
 
 
 def _forward(theirs: Any, layers: int) -> Any:
-    """The forward of a decoder for a type of model."""
+    """Returns the forward method of a decoder for a type of model."""
     from transformers.cache_utils import DynamicCache
 
     def forward(

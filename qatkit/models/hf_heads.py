@@ -1,4 +1,4 @@
-"""The heads that models of Hugging Face end in, one record each, by the task that asks for them."""
+"""The heads of Hugging Face models, one record for each task."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ from qatkit_verify.errors import ConfigError
 
 @dataclass(frozen=True)
 class Head:
-    """What a model of transformers ends in, as a task wants it.
+    """A head of a transformers model, as a task requires it.
 
     Attributes:
-        title: for messages.
+        title: name for messages.
         loader: transformers' class that loads such models.
-        mapping: of the architectures that have one, in its modeling_auto.
-        takes: the arguments of their forward that are inputs.
-        text: whether these are tokens.
-        replaceable: whether its weights may be missing, and are made afresh then.
-        rows: how many a sample has.
-        pairs: whether two texts may be read together, told apart by the types of their tokens where the model has
-            several.
+        mapping: mapping of the architectures with such a head, in transformers' modeling_auto.
+        takes: the arguments of forward that are inputs.
+        text: the inputs are tokens.
+        replaceable: its weights may be missing, and are then initialised.
+        rows: number of rows of a sample.
+        pairs: two texts may be read together, distinguished by token types where the model has several.
     """
 
     title: str
@@ -61,8 +60,9 @@ HEADS = {"causal_lm": CAUSAL_LM, "text_classification": TEXT_CLASSIFIER, "text_p
 
 
 def class_names(settings: Any, changes: Mapping[str, Any], name: str) -> list[str]:
-    """Returns what a configuration calls its classes; none of one that is no text classifier's, whose two classes mean
-    nothing.
+    """Returns the class names of a configuration.
+
+    There are none unless it is a text classifier's, since the default two classes have no meaning.
 
     Raises:
         ConfigError: it does not choose one of several classes, or does not name all of them.
@@ -83,10 +83,10 @@ def class_names(settings: Any, changes: Mapping[str, Any], name: str) -> list[st
 
 
 def class_of(loader: Any, head: Head, settings: Any, name: str) -> type:
-    """Returns the class of transformers that a configuration is built as.
+    """Returns the transformers class with which a configuration is built.
 
     Raises:
-        ConfigError: the type of the model has no such head, or is none of text.
+        ConfigError: the model type has no such head, or is not a text model.
     """
     known = loader._model_mapping
     if type(settings) not in known or getattr(settings, "vocab_size", None) is None:
@@ -98,7 +98,7 @@ def class_of(loader: Any, head: Head, settings: Any, name: str) -> type:
 
 
 def takes_of(head: Head, settings: Any, model: type) -> tuple[str, ...]:
-    """Returns the inputs of a model: the head's, and the types of tokens where there are several."""
+    """Returns the inputs of a model: the head's, and the token types if there are several."""
     several = head.pairs and (getattr(settings, "type_vocab_size", None) or 0) > 1
     known = inspect.signature(model.forward).parameters  # type: ignore[attr-defined]
     return (*head.takes, TYPES) if several and TYPES in known else head.takes

@@ -5,11 +5,10 @@
                                         model.weights is DEFAULT or a revision (branch, tag, commit)
     hf//data/my_model, hf/./my_model    the same from a folder that `save_pretrained` wrote
 
-The model is theirs with module paths and state_dict as they are, but gives its logits alone: [N, classes] of a
-classifier of images or texts (task=text_classification), [N, T, V] of a language model (task=causal_lm); an encoder
-gives embeddings (task=text_pairs).
-Images are prepared as their image processor does, except that the picture keeps its proportions where that one squeezes
-it; text by the tokenizer beside the weights.
+The model is theirs with module paths and state_dict as they are, but returns only its logits: [N, classes] of
+a classifier of images or texts (task=text_classification), [N, T, V] of a language model (task=causal_lm); an
+encoder gives embeddings (task=text_pairs). Images are prepared as their image processor does, except that the
+picture keeps its proportions where that one squeezes it; text by the tokenizer next to the weights.
 """
 
 from __future__ import annotations
@@ -58,23 +57,26 @@ _LONGEST_HEADER = 100_000_000  # bytes, the format's own limit
 
 
 def of_task(task: str) -> HuggingFace:
-    """Returns the models with the head that a task asks for; of tasks that say nothing of it image classifiers."""
+    """Returns the models with the head that a task requires; image classifiers for tasks without a head of
+    their own.
+    """
     return HuggingFace(HEADS.get(present_task(task), IMAGE_CLASSIFIER))
 
 
 class HuggingFace:
-    """The models of transformers with one kind of head, as `qatkit.models.build` asks a source for them.
+    """The source of transformers models with one kind of head, with the interface of `qatkit.models.build`.
 
     Args:
-        head: which one.
+        head: the kind of head.
     """
 
     def __init__(self, head: Head) -> None:
         self.head = head
 
     def builder(self, name: str) -> Callable[..., Any]:
-        """Returns the function that builds the model `name` with random weights; its arguments change the
-        configuration.
+        """Returns the function that builds the model `name` with random weights.
+
+        Its arguments change the configuration.
 
         Raises:
             ConfigError: transformers is not installed, or there is no such architecture or folder.
@@ -91,11 +93,13 @@ class HuggingFace:
         return functools.partial(self._random, name)
 
     def pretrained(self, config: ModelConfig, classes: int | None) -> nn.Module:
-        """Returns the model with the weights of the hub or of the folder; a classifier's head is made afresh where
-        `classes` is not theirs.
+        """Returns the model with the weights of the hub or of the folder.
+
+        A classifier's head is initialised if `classes` differs from theirs.
 
         Raises:
-            ConfigError: unknown name, weights that cannot be fetched (says where to put them), or that do not fit.
+            ConfigError: the name is unknown, or the weights cannot be fetched (the message says where to put
+                them) or do not fit.
         """
         self.builder(config.name)
         revision = self._revision(config)
@@ -123,10 +127,11 @@ class HuggingFace:
         return _adapted(model, self.head, config.name)
 
     def preprocessing(self, config: ModelConfig) -> Preprocessing | None:
-        """Returns how their image processor prepares images for `model.weights`; None of text.
+        """Returns the preprocessing of the image processor of `model.weights`; None for text.
 
         Raises:
-            ConfigError: unknown name, an image processor that cannot be fetched or says what can't be done here.
+            ConfigError: the name is unknown, or the image processor cannot be fetched or is not supported
+                here.
         """
         self.builder(config.name)
         revision = self._revision(config)
@@ -142,11 +147,10 @@ class HuggingFace:
         return preprocessing_of(processor, config)
 
     def declared(self, config: ModelConfig) -> Declared:
-        """Returns the inputs of a model of text, where its tokenizer is and what its classes are called; nothing of one
-        of images.
+        """Returns the inputs, tokenizer place and class names of a text model; nothing for an image model.
 
         Raises:
-            ConfigError: as `builder`, or a configuration that cannot be fetched.
+            ConfigError: as for `builder`, or a configuration cannot be fetched.
         """
         if not self.head.text:
             return Declared()
@@ -185,7 +189,7 @@ class HuggingFace:
         return _adapted(model, self.head, name)
 
     def _settings(self, name: str, changes: Mapping[str, Any], revision: str | None = None) -> Any:
-        """The configuration of an architecture, an id or a folder, with `changes`.
+        """Returns the configuration of an architecture, an id or a folder, with `changes`.
 
         Raises:
             ConfigError: it cannot be fetched, or has no setting of such a name or value.
@@ -210,10 +214,10 @@ class HuggingFace:
             ) from error
 
     def _check_loaded(self, model: Any, report: Mapping[str, Any], config: ModelConfig) -> None:
-        """Every parameter comes from the weights, but for those of a head that may be made afresh.
+        """Checks that every parameter comes from the weights, except those of a replaceable head.
 
         Raises:
-            ConfigError: others are missing or of another shape.
+            ConfigError: other parameters are missing or have another shape.
         """
         body = f"{model.base_model_prefix}." if self.head.replaceable else ""
         of_head = f"{body}{_UNREAD}"  # a pooler, where there is a body apart from the head
@@ -226,10 +230,10 @@ class HuggingFace:
             raise ConfigError("model.weights", config.weights, allowed)
 
     def _revision(self, config: ModelConfig) -> str | None:
-        """What `model.weights` asks the hub for.
+        """Returns the revision that `model.weights` requests from the hub.
 
         Raises:
-            ConfigError: an architecture has no weights, a folder has no revisions.
+            ConfigError: an architecture has no weights, and a folder has no revisions.
         """
         plain = config.name.removeprefix(PREFIX)
         if plain in self._architectures():
@@ -246,32 +250,32 @@ class HuggingFace:
         return getattr(_transformers(name), self.head.loader)
 
     def _architectures(self) -> list[str]:
-        """The model types that have such a head."""
+        """Returns the model types that have such a head."""
         from transformers.models.auto import modeling_auto
 
         return list(getattr(modeling_auto, self.head.mapping))
 
 
 def _unloaded(report: Mapping[str, Any]) -> list[str]:
-    """The parameters that outputs depend on and no weights were loaded into."""
+    """Returns the parameters that outputs depend on and that no weights were loaded into."""
     keys = {*report["missing_keys"], *(mismatch[0] for mismatch in report["mismatched_keys"])}
     return sorted(key for key in keys if not key.startswith(_UNREAD))
 
 
 def parameters(config: ModelConfig) -> int | None:
-    """Returns how many numbers the weights of a folder hold, by the headers of its safetensors; None of others."""
+    """Returns the number of parameters in a folder's weights, from safetensors headers; None for other sources."""
     folder = Path(config.name.removeprefix(PREFIX))
     files = sorted(folder.glob("*.safetensors")) if config.name.startswith(PREFIX) else []
     if config.weights is None or not files:
         return None
     try:
         return sum(int(math.prod(one["shape"])) for file in files for one in _entries(file))
-    except (OSError, ValueError, KeyError, TypeError):  # said by whoever reads it whole
+    except (OSError, ValueError, KeyError, TypeError):  # reported when the file is read
         return None
 
 
 def _entries(file: Path) -> Iterator[dict[str, Any]]:
-    """The tensors of a safetensors file, of which only the header is read."""
+    """Yields the entries of a safetensors file's tensors, of which only the header is read."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         header = json.loads(stream.read(min(length, _LONGEST_HEADER)))
@@ -279,7 +283,7 @@ def _entries(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def _check_names(known: Iterable[str], changes: Mapping[str, Any], what: str) -> None:
-    """A configuration takes any name without a word; a typo would change nothing."""
+    """Raises ConfigError for unknown names, since a configuration silently accepts any and a typo has no effect."""
     names = {*known, *_GENERAL}
     for key, value in changes.items():
         if key not in names:
@@ -288,12 +292,12 @@ def _check_names(known: Iterable[str], changes: Mapping[str, Any], what: str) ->
 
 
 def _adapted(model: nn.Module, head: Head, name: str) -> nn.Module:
-    """`model`, whose forward takes its inputs and gives one tensor instead of a ModelOutput.
+    """Returns `model` with a forward that takes its inputs and returns one tensor instead of a ModelOutput.
 
-    A subclass of its own type, so that module paths and state_dict stay as they are.
+    It becomes a subclass of its own type, so that module paths and state_dict stay the same.
 
     Raises:
-        ConfigError: its forward takes no such input (ImageGPT's takes the numbers of colours).
+        ConfigError: forward does not take such an input (ImageGPT's takes colour indices).
     """
     theirs: Any = type(model)
     missing = [one for one in head.takes if one not in inspect.signature(theirs.forward).parameters]

@@ -1,4 +1,4 @@
-"""What to do where the Hugging Face hub can't be reached: one sentence for every source that needs it."""
+"""Advice for when the Hugging Face hub cannot be reached, shared by all sources that need it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from qatkit_verify.errors import first_line
 
 
 def how_to_fetch(repository: str, error: BaseException) -> str:
-    """Why `repository` ("google/vit-base-patch16-224") isn't here, what to run elsewhere, and where to put it."""
+    """Returns why `repository` ("google/vit-base-patch16-224") is missing, and how to fetch it elsewhere."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     folder = f"models--{repository.replace('/', '--')}"

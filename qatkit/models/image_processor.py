@@ -1,7 +1,7 @@
-"""What an image processor of Hugging Face does, as a `Preprocessing`.
+"""The conversion of a Hugging Face image processor to a `Preprocessing`.
 
-Its class and its many settings (rescaling, offsets, a second normalisation) are not read but tried: black, white
-and red pictures show size, mean, standard deviation and order of the channels.
+Its class and its many settings (rescaling, offsets, a second normalisation) are not read. Instead black,
+white and red pictures are passed through it, which show size, mean, standard deviation and channel order.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from qatkit.config.schema import ModelConfig
 from qatkit.data.preprocessing import Preprocessing
 from qatkit_verify.errors import ConfigError
 
-# Pillow's numbers; Lanczos is between none of ours, and bicubic is next to it.
+# Pillow's numbers; Lanczos is not supported here, and bicubic is closest to it.
 _INTERPOLATIONS = {0: "nearest", 1: "bicubic", 2: "bilinear", 3: "bicubic"}
 _SQUEEZED_FROM = 384  # ConvNeXt's processor crops smaller inputs only
 
 
 def preprocessing_of(processor: Any, config: ModelConfig) -> Preprocessing:
-    """The `Preprocessing` that gives what `processor` gives, for square pictures.
+    """Returns the `Preprocessing` with the same results as `processor`, for square pictures.
 
     Raises:
-        ConfigError: it gives inputs that are not square, or reorders the channels.
+        ConfigError: its outputs are not square, or it reorders the channels.
     """
     black, white, red = (_tried(processor, colour) for colour in ((0, 0, 0), (255, 255, 255), (255, 0, 0)))
     height, width = black.shape[-2:]
@@ -48,7 +48,7 @@ def preprocessing_of(processor: Any, config: ModelConfig) -> Preprocessing:
 
 
 def _tried(processor: Any, colour: tuple[int, int, int]) -> Tensor:
-    """What a picture of one colour becomes: float [C, H, W]."""
+    """Returns the processed picture of one colour, float [C, H, W]."""
     found: Tensor = processor(images=Image.new("RGB", (600, 600), colour), return_tensors="pt")[
         "pixel_values"
     ][0]
@@ -56,7 +56,7 @@ def _tried(processor: Any, colour: tuple[int, int, int]) -> Tensor:
 
 
 def _shorter_side(processor: Any, image_size: int) -> int:
-    """Pixels of the shorter side before the centre crop."""
+    """Returns the length of the shorter side before the centre crop, in pixels."""
     size = dict(processor.size) if getattr(processor, "do_resize", True) else {}
     side = size.get("shortest_edge") or min(size.get("height", image_size), size.get("width", image_size))
     share = getattr(processor, "crop_pct", None)
@@ -66,5 +66,5 @@ def _shorter_side(processor: Any, image_size: int) -> int:
 
 
 def _rounded(values: Tensor) -> list[float]:
-    """Without float32's noise, so that 0.5 is 0.5."""
+    """Returns the values without float32's noise, so that 0.5 is 0.5."""
     return [round(value, 6) for value in values.tolist()]

@@ -26,7 +26,7 @@ _TRAINED_CLASSES = 1000
 
 
 def builder(name: str) -> Callable[..., Any]:
-    """The function that builds the model `name` ("lite/efficientnet-lite0") with random weights.
+    """Returns the function that builds the model `name` ("lite/efficientnet-lite0") with random weights.
 
     Raises:
         ConfigError: the package is not installed, or has no such model.
@@ -39,7 +39,7 @@ def builder(name: str) -> Callable[..., Any]:
 
 
 def pretrained(config: ModelConfig, classes: int | None) -> nn.Module:
-    """The model with its ImageNet weights, its head replaced where `classes` is not 1,000.
+    """Returns the model with its ImageNet weights, its head replaced where `classes` is not 1,000.
 
     Raises:
         ConfigError: unknown name or weights, a package that is missing, wrong arguments.
@@ -60,7 +60,7 @@ def pretrained(config: ModelConfig, classes: int | None) -> nn.Module:
 
 
 def preprocessing(config: ModelConfig) -> Preprocessing:
-    """How the images were prepared that the weights were measured with: (pixel - 127) / 128, 224 of 256 pixels.
+    """Returns the preprocessing with which the weights were evaluated: (pixel - 127) / 128, 224 of 256 pixels.
 
     Raises:
         ConfigError: unknown name or weights.

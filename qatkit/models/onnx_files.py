@@ -44,15 +44,15 @@ def builder(name: str) -> Callable[..., Any]:
 
 
 def declared(config: ModelConfig, layout: str | None) -> Declared:
-    """Returns what the file says of its inputs, and the model.json beside it of its images.
+    """Returns the inputs that the file declares, and the images that the model.json next to it describes.
 
     Args:
         config: the model group.
-        layout: of images, nchw | nhwc; None: as the model.json says.
+        layout: layout of images, nchw | nhwc; None: as in model.json.
 
     Raises:
-        ConfigError: there is no such file, it can't be read, it does not say what an input is, or a model.json that
-            can't be used.
+        ConfigError: the file is missing, cannot be read or does not describe an input, or model.json cannot
+            be used.
     """
     path = _path(config.name)
     model, fixed = read(path), config.kwargs.get("fix") or {}
@@ -64,7 +64,7 @@ def declared(config: ModelConfig, layout: str | None) -> Declared:
 
 
 def _beside(path: Path, image: ImageInput) -> Preprocessing | None:
-    """The preprocessing in the model.json of the bundle that a file lies in, if it fits the file's input."""
+    """Returns the preprocessing in the model.json of the file's bundle, if it fits the file's input."""
     values = preprocessing_beside(path)
     if values is None:
         return None
@@ -76,14 +76,14 @@ def _beside(path: Path, image: ImageInput) -> Preprocessing | None:
 
 
 def _about(metadata: Mapping[str, str], fixed: Mapping[str, Any]) -> dict[str, str]:
-    """The inputs that are fixed to one number, before the metadata of the file."""
+    """Returns the inputs that are fixed to one number, followed by the metadata of the file."""
     values = {name: np.ravel(one) for name, one in fixed.items()}
     numbers = {name: str(one[0]) for name, one in values.items() if one.size == 1 and one.dtype.kind in "if"}
     return {**numbers, **metadata, **numbers}
 
 
 def states(config: ModelConfig) -> States | None:
-    """Returns the outputs of the file that are inputs of its next step; None where no such are named.
+    """Returns the outputs of the file that are inputs of its next step; None if none are named.
 
     Raises:
         ConfigError: as `declared` and `qatkit.importing.states.file_states`.
@@ -124,14 +124,14 @@ def _imported(
     custom_ops: str | None = None,
     states: Mapping[str, str] | None = None,
 ) -> nn.Module:
-    """Returns the module of one step; what becomes of its states is the data's matter (`qatkit.data.rollout`)."""
-    from qatkit.importing import import_onnx  # with ONNX Runtime, which other models do without
+    """Returns the module of one step; the data handle its states (`qatkit.data.rollout`)."""
+    from qatkit.importing import import_onnx  # imports ONNX Runtime, which other models do not need
 
     return import_onnx(path, fixed=fix, custom_ops=custom_ops)
 
 
 def pretrained(config: ModelConfig, classes: int | None) -> NoReturn:
-    """The file holds its weights.
+    """Raises an error, since the file holds its weights.
 
     Raises:
         ConfigError: always.

@@ -36,11 +36,12 @@ _KNOWN: dict[str, Pooling] = {"mean_tokens": _mean, "cls_token": _first, "max_to
 
 
 def pooling_of(place: str) -> Pooling:
-    """Returns the pooling that a folder of sentence-transformers asks for (1_Pooling/config.json), else the mean; of
-    length 1.
+    """Returns the pooling of a sentence-transformers folder (1_Pooling/config.json), by default the mean.
+
+    Its embeddings have length 1.
 
     Raises:
-        ConfigError: one that is not known, or several, or a file that can't be read.
+        ConfigError: the pooling is unknown, there are several, or the file cannot be read.
     """
     file = Path(place, "1_Pooling", "config.json")
     asked = ["mean_tokens"]

@@ -1,4 +1,4 @@
-"""The features of recordings as part of the model's graph: `data.features_in=graph`.
+"""Features of recordings, computed in the model's graph (`data.features_in=graph`).
 
 samples [N, T] ── Conv1d with windowed cosines and sines ── squares ── Conv1d 1x1: mel bands ── ln (── Conv1d 1x1: DCT)
                ── (x - mean) / std ── [N, 1, frames, bands] ── the model
@@ -23,10 +23,10 @@ FEATURES = "features"  # name of the module, by which its operators are left flo
 
 
 class SoundFeatures(nn.Module):
-    """Samples [N, T] in -1..1 to features [N, 1, frames, bands].
+    """A module from samples [N, T] in -1..1 to features [N, 1, frames, bands].
 
     Args:
-        sound: the preparation that is computed.
+        sound: the preprocessing to compute.
     """
 
     def __init__(self, sound: SoundPreprocess) -> None:
@@ -55,8 +55,8 @@ class WithFeatures(nn.Module):
     """A model that takes samples: its features, then the model itself.
 
     Args:
-        sound: the preparation that is computed in the graph.
-        network: what takes the features.
+        sound: the preprocessing that is computed in the graph.
+        network: the model that takes the features.
     """
 
     def __init__(self, sound: SoundPreprocess, network: nn.Module) -> None:

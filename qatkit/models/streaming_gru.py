@@ -2,8 +2,8 @@
 
     features [N, 1, frames, bands] ── Linear, ReLU, frame by frame ── GRU (state) ── last frame ── Linear ──> logits
 
-Nothing but the GRU looks from frame to frame, so a recording may come in chunks of any length: the state behind one
-chunk, given to the next, leads to the same logits. `export.stream` writes the file that takes and gives the state.
+Only the GRU connects frames, so a recording may come in chunks of any length: passing the state after one
+chunk to the next gives the same logits. `export.stream` writes a file with the state as input and output.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from torch import Tensor, nn
 
 
 class StreamingGRU(nn.Module):
-    """Features [N, 1, frames, bands] to the logits [N, num_classes] behind the last frame.
+    """A model from features [N, 1, frames, bands] to the logits [N, num_classes] after the last frame.
 
     Args:
-        num_classes: of the logits.
-        bands: of the features: `data.mels`, or `data.coefficients` of MFCCs.
-        width: features of a frame that the GRU takes.
+        num_classes: number of logits.
+        bands: bands of the features: `data.mels`, or `data.coefficients` for MFCCs.
+        width: features of a frame at the GRU's input.
         hidden: size of the state.
-        layers: of the GRU.
-        dropout: share of values before the last Linear, and between layers, that training leaves out.
+        layers: layers of the GRU.
+        dropout: share of values dropped in training, before the last Linear and between layers.
     """
 
     def __init__(

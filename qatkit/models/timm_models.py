@@ -23,7 +23,7 @@ PREFIX = "timm/"
 
 
 def builder(name: str) -> Callable[..., Any]:
-    """The function that builds timm's model `name` ("timm/resnet18") with random weights.
+    """Returns the function that builds timm's model `name` ("timm/resnet18") with random weights.
 
     Raises:
         ConfigError: timm is not installed, or has no such model.
@@ -37,7 +37,7 @@ def builder(name: str) -> Callable[..., Any]:
 
 
 def pretrained(config: ModelConfig, classes: int | None) -> nn.Module:
-    """The model with timm's weights; timm makes the head afresh where `classes` is not theirs.
+    """Returns the model with timm's weights; timm initialises a new head if `classes` differs from theirs.
 
     Raises:
         ConfigError: unknown name or tag, or weights that cannot be fetched (says where to put them).
@@ -56,7 +56,7 @@ def pretrained(config: ModelConfig, classes: int | None) -> nn.Module:
 
 
 def preprocessing(config: ModelConfig) -> Preprocessing:
-    """How timm prepares the images that it evaluates `model.weights` with.
+    """Returns the preprocessing with which timm evaluates `model.weights`.
 
     Raises:
         ConfigError: unknown name or tag.
@@ -85,7 +85,7 @@ def _timm(name: str) -> ModuleType:
 
 
 def _pretrained_config(config: ModelConfig) -> Any:
-    """The entry of timm for `model.weights`."""
+    """Returns timm's entry for `model.weights`."""
     builder(config.name)
     from timm.models import get_pretrained_cfg, list_pretrained
 

@@ -23,7 +23,7 @@ from qatkit_verify.errors import ConfigError, did_you_mean, first_line
 
 # Their own initialisation warns that it is slow and about to change; only training from nothing needs it.
 _INIT_WEIGHTS = ("googlenet", "inception_v3")
-# What torchvision builds with beside weights alone; inputs are normalised once more inside.
+# Arguments that torchvision only sets together with weights; inputs are then normalised once more inside.
 _OF_WEIGHTS = {
     "googlenet": {"transform_input": True, "aux_logits": False},
     "inception_v3": {"transform_input": True},
@@ -31,7 +31,7 @@ _OF_WEIGHTS = {
 
 
 def builder(name: str) -> Callable[..., Any]:
-    """The function that builds torchvision's model `name` with random weights.
+    """Returns the function that builds torchvision's model `name` with random weights.
 
     Raises:
         ConfigError: torchvision has no such model.
@@ -49,13 +49,13 @@ def builder(name: str) -> Callable[..., Any]:
 
 
 def _segmenters() -> list[str]:
-    """The models that give a class for each pixel; their backbones' weights are fetched unless they are refused."""
+    """Returns the segmentation models; the weights of their backbones are fetched unless disabled."""
     found: list[str] = torchvision.models.list_models(module=torchvision.models.segmentation)
     return found
 
 
 def _detectors() -> list[str]:
-    """The models that find boxes."""
+    """Returns the detection models."""
     found: list[str] = torchvision.models.list_models(module=torchvision.models.detection)
     return found
 
@@ -91,8 +91,9 @@ def detector_builder(name: str) -> Callable[..., nn.Module]:
 def _pretrained_detector(
     name: str, weights: WeightsEnum, classes: int | None, kwargs: dict[str, Any]
 ) -> nn.Module:
-    """A detector with torchvision's weights; what depends on the number of classes is drawn where the data have
-    another one.
+    """Returns a detector with torchvision's weights.
+
+    Layers that depend on the number of classes are initialised if the data have another number.
     """
     from qatkit.models.detectors.torchvision_detectors import counts_background
 
@@ -108,10 +109,11 @@ def _pretrained_detector(
 
 
 def pretrained(config: ModelConfig, classes: int | None) -> nn.Module:
-    """The model with torchvision's weights, its head replaced where `classes` is not theirs.
+    """Returns the model with torchvision's weights, its head replaced if `classes` differs from theirs.
 
     Raises:
-        ConfigError: unknown weights, weights that cannot be fetched (says where to put them), wrong arguments.
+        ConfigError: unknown weights, weights that cannot be fetched (says where to put them), wrong
+            arguments.
     """
     weights = _weights(config)
     kwargs = {key: value for key, value in config.kwargs.items() if key != "num_classes"}
@@ -140,19 +142,19 @@ def pretrained(config: ModelConfig, classes: int | None) -> nn.Module:
 
 
 def arguments(config: ModelConfig) -> dict[str, Any]:
-    """What torchvision builds the model of `config.weights` with, where a model without weights is another.
+    """Returns the arguments of the model of `config.weights`, where they differ from a model without weights.
 
     Raises:
         ConfigError: unknown name or weights.
     """
     weights = _weights(config)
-    if config.name.startswith("vit_"):  # of the positional embedding
+    if config.name.startswith("vit_"):  # the positional embedding has this size
         return {"image_size": weights.meta["min_size"][0]}
     return dict(_OF_WEIGHTS.get(config.name, {}))
 
 
 def classes(config: ModelConfig) -> int:
-    """Of the pretrained weights, which are not fetched for it.
+    """Returns the number of classes of the pretrained weights, without fetching them.
 
     Raises:
         ConfigError: unknown name or weights.
@@ -161,7 +163,7 @@ def classes(config: ModelConfig) -> int:
 
 
 def preprocessing(config: ModelConfig) -> Preprocessing | None:
-    """How the images were prepared that `model.weights` were measured with; None for another task's.
+    """Returns the preprocessing with which `model.weights` were evaluated; None for other tasks.
 
     Raises:
         ConfigError: unknown name or weights.
@@ -179,7 +181,7 @@ def preprocessing(config: ModelConfig) -> Preprocessing | None:
 
 
 def _weights(config: ModelConfig) -> WeightsEnum:
-    """The member of torchvision's enum that `config.weights` names."""
+    """Returns the member of torchvision's enum that `config.weights` names."""
     builder(config.name)
     members = torchvision.models.get_model_weights(config.name).__members__
     if config.weights not in members:
@@ -192,12 +194,12 @@ def _weights(config: ModelConfig) -> WeightsEnum:
 
 
 def replace_heads(model: nn.Module, old: int, new: int, *, every: bool = False) -> None:
-    """Gives the classifier `new` outputs: the last Linear or Conv2d with `old` outputs is made afresh.
+    """Gives the classifier `new` outputs: the last Linear or Conv2d with `old` outputs is replaced.
 
     So is the last one of each auxiliary classifier (GoogLeNet, Inception).
 
     Args:
-        every: whether all such layers are made afresh, as where the outputs of several are added (LR-ASPP).
+        every: all such layers are replaced, for models that add the outputs of several (LR-ASPP).
 
     Raises:
         ConfigError: no layer has `old` outputs.
@@ -223,7 +225,7 @@ def _outputs(module: nn.Module) -> int | None:
 
 
 def _fresh(head: nn.Module, outputs: int) -> nn.Module:
-    """A randomly initialised layer like `head` with another number of outputs."""
+    """Returns a randomly initialised layer like `head` with another number of outputs."""
     if isinstance(head, nn.Linear):
         return nn.Linear(head.in_features, outputs, bias=head.bias is not None)
     assert isinstance(head, nn.Conv2d)

@@ -4,8 +4,8 @@
     decoder   nearest upsampling to the skip's size, a 3x3 convolution, concatenation, two 3x3 convolutions
     head      a 1x1 convolution
 
-Values are repeated to the size of the encoder's features beside them, so odd sizes need neither padding nor cropping,
-and ONNX Runtime repeats bytes: nothing of the network but its ends is float in an INT8 file. A transposed convolution
+Values are repeated to the size of the encoder's features, so odd sizes need neither padding nor cropping.
+ONNX Runtime repeats bytes, so only the ends of the network are float in an INT8 file. A transposed convolution
 has no int8 kernel there, and bilinear upsampling is float.
 
 Source: Ronneberger et al., "U-Net: convolutional networks for biomedical image segmentation", 2015; BatchNorm, padded
@@ -28,7 +28,7 @@ class UNet(nn.Module):
         num_classes: channels of the logits.
         width: channels of the first level; each level has twice those of the level before.
         levels: resolutions, of which the last is the bottom.
-        channels: of the images.
+        channels: channels of the images.
 
     Raises:
         ConfigError: a count that is not positive.
@@ -61,7 +61,7 @@ class UNet(nn.Module):
 
 
 class _Up(nn.Module):
-    """Features of a level below, enlarged to those of the encoder and joined with them."""
+    """A decoder block that enlarges features of the level below and joins them with those of the encoder."""
 
     def __init__(self, below: int, width: int) -> None:
         super().__init__()

@@ -16,16 +16,16 @@ from qatkit_verify.errors import ConfigError
 
 @dataclass(frozen=True)
 class OpRule:
-    """How one operator class is treated.
+    """A rule that says how one operator class is quantized.
 
     Attributes:
-        when: "always": its inputs (and weight) are quantized wherever it stands. "inputs": it runs in int8
-            where all of its inputs are int8 anyway, else in float. "shortcut": of an Add that follows a
-            Conv, the other input is quantized, so that the two can run as one int8 kernel. "output": its output
-            is quantized wherever it stands, as naive tools do. "weight": its weight is quantized and it computes in
-            float (`Backend.weights_alone`).
-        output: its output is quantized as well; otherwise the output stays float unless an operator after
-            it wants int8 (transformers run faster, and more accurately, with a float residual stream).
+        when: "always": its inputs (and weight) are always quantized. "inputs": it runs in int8 where all of
+            its inputs are int8 anyway, else in float. "shortcut": the other input of an Add that follows a
+            Conv is quantized, so that the two can run as one int8 kernel. "output": its output is always
+            quantized, as naive tools do. "weight": only its weight is quantized and it computes in float
+            (`Backend.weights_alone`).
+        output: its output is quantized as well; otherwise the output stays float unless a later operator
+            wants int8 (transformers run faster, and more accurately, with a float residual stream).
     """
 
     when: str
@@ -34,14 +34,15 @@ class OpRule:
 
 @dataclass(frozen=True)
 class Shifts:
-    """Bounds of the shifts by which hardware with scales 2^-pos requantizes, ends included (decision 77).
+    """Inclusive bounds of the shifts by which hardware with scales 2^-pos requantizes (decision 77).
 
     Attributes:
-        cut: of a convolution or Linear: pos(weight) + pos(input) - pos(output). The weight's scale is moved.
-        bias: of its bias: pos(weight) + pos(input) - pos(bias), not below 0. The bias's scale is moved.
-        read: of a sum: how far the positions of its inputs are apart. The finer input's scale is moved.
-        sum_write: of a sum: the least position of an input - pos(output). The output's scale is moved.
-        product_write: of a product: positions of both inputs - pos(output). The output's scale is moved.
+        cut: for a convolution or Linear: pos(weight) + pos(input) - pos(output). The weight's scale is moved.
+        bias: for its bias: pos(weight) + pos(input) - pos(bias), not below 0. The bias's scale is moved.
+        read: for a sum: the distance between the positions of its inputs. The finer input's scale is moved.
+        sum_write: for a sum: the smallest position of an input - pos(output). The output's scale is moved.
+        product_write: for a product: the sum of both inputs' positions - pos(output). The output's scale is
+            moved.
     """
 
     cut: tuple[int, int]
@@ -56,29 +57,31 @@ class Backend:
     """A deployment target.
 
     Attributes:
-        activation, weight: default specs; of weights per tensor or by output channel, `PerChannel(0)`, or where
-            `weights_alone` in blocks. An asymmetric weight has zero points (what they cost: docs/onnxruntime-qdq.md,
-            2a), and no guard (`QuantSpec.pairs`).
-        rules: by operator class (`qatkit.graph.operators`); a class that is missing stays float.
+        activation, weight: default specs. Weights are per-tensor, per-channel (`PerChannel(0)`) or, with
+            `weights_alone`, in blocks. An asymmetric weight has zero points (their cost:
+            docs/onnxruntime-qdq.md, 2a) and no guard (`QuantSpec.pairs`).
+        rules: the rule of each operator class (`qatkit.graph.operators`); a missing class stays float.
         session_options: config entries that ONNX Runtime needs to run this backend's files.
-        other_runtime: empty for ONNX Runtime, for whose int8 kernels the file is shaped (int32 biases, barriers
-            against its fusions), and on which it is audited. Else the dotted path of the module that knows what
-            another runtime takes (`asks_for_int8`, `broken_pairs`, as `qatkit.verify.tensorrt_pairs`): biases
-            are float (but with `integer_biases`), nothing is added, ONNX Runtime only computes what the pairs say, and
-            the audit reads the file.
-        channel_multiples: that the int8 kernels want, of "conv" and of "depthwise"; empty where any number does
-            (`qatkit.graph.pad_channels`).
-        has_amx: whether its CPUs may have AMX, for which weights can be stored (`qatkit.export.shift_weights`).
-        every_operator: the rules are those of `everywhere`; ONNX Runtime's tools take every node that they can.
-        fuses: by operator class, the activation classes that it computes in one step where they alone read it: no pair
-            stands between.
-        aligned: operator classes whose inputs and output have one scale and zero point. Those that only pick or move
-            values have it with any backend.
-        shifts: that the hardware has, of scales that are powers of two; None where any will do.
-        integer_biases: another runtime takes biases as integers, as ONNX Runtime does.
-        sixteen_bits: another runtime takes 16-bit integers too, as ONNX Runtime does.
-        all_int8: no operator is left float for its accuracy (`calibration.mixed_scales` reports): a float operator is
-            computed by another processor.
+        other_runtime: empty for ONNX Runtime. The file is then shaped for its int8 kernels (int32 biases,
+            barriers against its fusions) and audited on it. Otherwise the dotted path of the module that
+            knows what another runtime accepts (`asks_for_int8`, `broken_pairs`, like
+            `qatkit.verify.tensorrt_pairs`): biases are float (except with `integer_biases`), nothing is
+            added, ONNX Runtime only computes what the pairs say, and the audit reads the file.
+        channel_multiples: the multiples of channels that the int8 kernels want for "conv" and "depthwise";
+            empty where any number will do (`qatkit.graph.pad_channels`).
+        has_amx: its CPUs may have AMX, and weights can be stored for it (`qatkit.export.shift_weights`).
+        every_operator: the rules are those of `everywhere`; ONNX Runtime's tools quantize every node they
+            can.
+        fuses: for each operator class, the activation classes that it computes in one step where nothing else
+            reads it: no pair is placed in between.
+        aligned: operator classes whose inputs and output share one scale and zero point. Operators that only
+            pick or move values share them with any backend.
+        shifts: bounds of the hardware's shifts, for scales that are powers of two; None where any shift will
+            do.
+        integer_biases: the other runtime takes biases as integers, as ONNX Runtime does.
+        sixteen_bits: the other runtime also takes 16-bit integers, as ONNX Runtime does.
+        all_int8: no operator stays float for accuracy (`calibration.mixed_scales` only reports), because
+            another processor would compute it.
     """
 
     name: str
@@ -116,7 +119,7 @@ class Backend:
 
     @property
     def for_onnxruntime(self) -> bool:
-        """Whether ONNX Runtime executes the files."""
+        """Returns whether ONNX Runtime executes the files."""
         return not self.other_runtime
 
     @property
@@ -126,7 +129,7 @@ class Backend:
 
     @property
     def simulated(self) -> bool:
-        """Returns whether numbers are of formats that no kernel computes with here: the file does in float."""
+        """Returns whether the file simulates number formats in float, since no kernel here computes with them."""
         return self.weight.form is not None
 
     @property
@@ -139,11 +142,11 @@ class Backend:
         return f"W{self.weight.bits}A{self.activation.bits}" if self.activation.wide else "INT8"
 
     def with_activations(self, dtype: str) -> Backend:
-        """The same target with activations of another number type.
+        """Returns the same target with activations of another number type.
 
         ONNX Runtime has no kernel for 16-bit activations, so nothing is shaped for one. Version 1.32 turns a
-        MatMul after them into one that rounds activations to 8 bits, unless the session sets accuracy level 0.
-        Bounds of shifts are known for 8 bits only.
+        MatMul after them into one that rounds activations to 8 bits unless the session asks for accuracy
+        level 0.
         """
         found = replace(self, activation=replace(self.activation, dtype=dtype))
         if not found.activation.wide:
@@ -153,15 +156,15 @@ class Backend:
 
     @property
     def saturates(self) -> bool:
-        """Whether some of its processors add pairs of products in 16 bits, as x86 without VNNI does."""
+        """Returns whether some of its processors add pairs of products in 16 bits, as x86 without VNNI does."""
         return self.for_onnxruntime and self.activation.dtype == "uint8" and not self.weights_alone
 
     def reduced(self, choice: bool | str) -> Backend:
-        """The same target with weights for processors on which 8-bit products saturate (`saturates`).
+        """Returns the same target with weights for processors on which 8-bit products saturate (`saturates`).
 
         Args:
-            choice: "auto": no two weights that a kernel adds up can saturate (`qatkit.quant.pairs`), of as many bits as
-                the target has; True: 7-bit weights; False: 8-bit weights, whatever becomes of them there.
+            choice: "auto": weights keep the target's bits, and no two that a kernel adds up can saturate
+                (`qatkit.quant.pairs`); True: 7-bit weights; False: 8-bit weights, which may saturate there.
         """
         if choice == "auto":
             weight = replace(self.weight, pairs=self.saturates)
@@ -170,10 +173,10 @@ class Backend:
         return replace(self, weight=weight)
 
     def everywhere(self) -> Backend:
-        """The same number types on the output of every operator, LayerNorm, Softmax, GELU and sums included.
+        """Returns the same target with every output quantized, LayerNorm, Softmax, GELU and sums included.
 
-        What quantizes a whole graph without looking does; for comparison, since it costs transformers accuracy and
-        speed.
+        This is what tools do that quantize a whole graph without looking. It is for comparison: it costs
+        transformers accuracy and speed.
         """
         own = {name: replace(rule, output=True) for name, rule in self.rules.items() if rule.when == "always"}
         rules = {**self.rules, **dict.fromkeys(_COMPUTE, OpRule("output")), **own}
@@ -213,7 +216,7 @@ QNNPACK = Backend(
     session_options={"session.qdqisint8allowed": "1"},
 )
 
-# NVIDIA GPUs. TensorRT takes symmetric int8 alone, wants pairs on the inputs of Conv and Gemm and on one branch
+# NVIDIA GPUs. TensorRT takes only symmetric int8, wants pairs on the inputs of Conv and Gemm and on one branch
 # of a residual sum, and fuses bias, ReLU and sum itself; a quantized bias or a zero point other than 0 is refused.
 # Source: "Explicit Quantization" and "Q/DQ Layer-Placement Recommendations" of its developer guide.
 TENSORRT = Backend(
@@ -230,9 +233,9 @@ TENSORRT = Backend(
     other_runtime="qatkit.verify.tensorrt_pairs",
 )
 
-# Few bits, in blocks, for what reads more weights than it computes: language models, and files that have to be small.
-# ONNX Runtime multiplies by such weights without making floats of them first (MatMulNBits); those of convolutions it
-# makes floats when it loads the file.
+# Weights of few bits in blocks, for models limited by reading weights (language models) and for small files.
+# ONNX Runtime multiplies by such weights without converting them to float first (MatMulNBits); it converts
+# those of convolutions to float when it loads the file.
 WEIGHT_ONLY = Backend(
     name="weight_only",
     activation=QuantSpec("uint8"),
@@ -240,8 +243,9 @@ WEIGHT_ONLY = Backend(
     rules=dict.fromkeys(("conv", "linear"), OpRule("weight")),
 )
 
-# Number formats of other hardware (`qatkit.quant.formats`): the inputs and weights of every product, in blocks along
-# the axis over which it adds up. Between the products everything is float, as it is where such hardware accumulates.
+# Number formats of other hardware (`qatkit.quant.formats`), for the inputs and weights of every product, in
+# blocks along the axis that it sums over. Between products everything is float, as in the accumulators of
+# such hardware.
 SIMULATED = Backend(
     name="simulated",
     activation=QuantSpec("mxfp8_e4m3", symmetric=True),
@@ -272,7 +276,7 @@ NPU_CNN = Backend(
     shifts=Shifts(cut=(0, 16), bias=15, read=(0, 7), sum_write=(-7, 25), product_write=(0, 32)),
 )
 
-# Transformers on the same NPUs: products with a weight alone, uint8 activations and scales of any size.
+# Transformers on the same NPUs: only products with a weight, uint8 activations and scales of any size.
 NPU_TRANSFORMER = Backend(
     name="npu_transformer",
     activation=QuantSpec("uint8"),

@@ -1,10 +1,10 @@
-"""Conv and Linear whose weight, bias or both are computed from parameters: weight_norm, LoRA, a pruning mask.
+"""Conv and Linear whose weight or bias is computed from parameters: weight_norm, LoRA, a pruning mask.
 
     weight = g · v / |v|        the arithmetic is a program, a module whose inputs are the parameters
 
-`weight` and `bias` are properties, so that whoever reads them (the float forward, `QATOperator`, the quantizer of
-the weight, conversion) gets the value as it is now, and gradients reach the parameters. Nobody can assign them:
-what moves weights leaves these operators alone. For inference the values are computed once (`settled`).
+`weight` and `bias` are properties, so that every reader (the float forward, `QATOperator`, the weight's
+quantizer, conversion) gets the current value, and gradients reach the parameters. They cannot be assigned:
+code that changes weights skips these operators. For inference the values are computed once (`settled`).
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from qatkit.quant.qat_layers import (
 
 
 class Computed(nn.Module):
-    """What a Conv or Linear gets in front of its own type.
+    """A mixin that computes the weight or bias of a Conv or Linear.
 
     Attributes:
-        leaves: by "weight" and "bias", where they are computed: the names, from this module on, of the tensors
-            that the program takes. They are this module's own parameters and buffers, or those of its children.
+        leaves: for "weight" and "bias", where computed, the names (relative to this module) of the tensors
+            that the program takes. They are parameters and buffers of this module or of its children.
     """
 
     leaves: dict[str, tuple[str, ...]]
 
     def program(self, name: str) -> nn.Module | None:
-        """What computes "weight" or "bias"; None where that is a parameter or missing."""
+        """Returns the module that computes "weight" or "bias"; None where that is a parameter or missing."""
         # A ModuleDict, or a plain Module in a graph's own hierarchy.
         parametrized = self._modules.get("parametrizations")
         given = None if parametrized is None else parametrized._modules.get(name)
@@ -47,7 +47,7 @@ class Computed(nn.Module):
             return self._parameters.get(name)
         return cast(Tensor, program(*[tensor_at(self, leaf) for leaf in self.leaves[name]]))
 
-    # Properties, declared as what the other base's attributes may be.
+    # Properties, declared with the type that the other base's attributes may have.
     weight: Any = property(lambda self: self._value("weight"), doc="As it is now.")
     bias: Any = property(lambda self: self._value("bias"), doc="As it is now, or None.")
 
@@ -69,22 +69,22 @@ class ComputedLinear(Computed, nn.Linear):
 
 
 class QATComputedConv1d(Computed, QATConv1d):
-    """The same, quantized."""
+    """Conv1d with a computed weight or bias, quantized."""
 
 
 class QATComputedConv2d(Computed, QATConv2d):
-    """The same, quantized."""
+    """Conv2d with a computed weight or bias, quantized."""
 
 
 class QATComputedConv3d(Computed, QATConv3d):
-    """The same, quantized."""
+    """Conv3d with a computed weight or bias, quantized."""
 
 
 class QATComputedLinear(Computed, QATLinear):
-    """The same, quantized."""
+    """Linear with a computed weight or bias, quantized."""
 
 
-# By the type without `Computed`: the one with it.
+# The type with `Computed` for each type without it.
 COMPUTED: dict[type[nn.Module], type[Computed]] = {
     nn.Conv1d: ComputedConv1d,
     nn.Conv2d: ComputedConv2d,
@@ -99,7 +99,7 @@ _PLAIN = {computed: plain for plain, computed in COMPUTED.items()}
 
 
 def tensor_at(module: nn.Module, path: str) -> Tensor:
-    """A parameter or buffer of a module by its name; not what a property of that name gives."""
+    """Returns a parameter or buffer of a module by its name, never the value of a property of that name."""
     owner, _, name = path.rpartition(".")
     home = module.get_submodule(owner)
     found = home._parameters.get(name)
@@ -107,7 +107,7 @@ def tensor_at(module: nn.Module, path: str) -> Tensor:
 
 
 def settled(module: nn.Module) -> nn.Module:
-    """A module without programs, whose weight and bias are parameters with the values of now; others as they are."""
+    """Returns a `Computed` module as a plain one, its current weight and bias as parameters; others unchanged."""
     if not isinstance(module, Computed):
         return module
     with torch.no_grad():
@@ -122,6 +122,6 @@ def settled(module: nn.Module) -> nn.Module:
 
 
 def identity_of(module: nn.Module, name: str) -> int:
-    """What is the same for two operators that share their weight ("weight") or bias ("bias"), and only then."""
+    """Returns a key that two operators have in common if and only if they share their "weight" or "bias"."""
     program = module.program(name) if isinstance(module, Computed) else None
     return id(program) if program is not None else id(getattr(module, name))

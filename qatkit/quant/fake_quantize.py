@@ -1,14 +1,18 @@
-"""Quantizers: what everybody else asks of the modules on the edges of the graph and on its weights; and the one on an
-edge, whose scale and zero point come from an observer's range. A weight's: `qatkit.quant.weight_fake_quantize`.
+"""Quantizers: the interface of all of them, and the fake quantization of activations.
 
-Alignment, conversion, the cache and the report ask a quantizer for its scale and its integers and compute neither,
-so that a scale or a rounding that was found in another way reaches the file: learned (LSQ), solved for (GPTQ, AdaRound)
-or given. `fix` ends the following of whatever the scale came from; a quantizer that learns its own is a subclass which
-says what it wants (`settle`, `wanted_scale`), named by `quantizer.activation` and `quantizer.weight`.
+`Quantizer` is what the rest of the code sees of the modules on the graph's edges and on its weights.
+`FakeQuantize` is the quantizer of an edge: its scale and zero point come from an observer's range. The
+quantizer of a weight is in `qatkit.quant.weight_fake_quantize`.
 
-A ReLU or ReLU6 before the edge is absorbed as the edge's `bounds`: quantizing to a range that starts at
-zero is the activation, in the simulation (one pass less forward and backward) as in the exported file
-(where ONNX Runtime wants no activation between an operator and its QuantizeLinear).
+Alignment, conversion, the cache and the report ask a quantizer for its scale and its integers and compute
+neither. A scale or a rounding that was found in another way thus reaches the file: learned (LSQ), solved for
+(GPTQ, AdaRound) or given. `fix` freezes a scale, so that it no longer follows its source. A quantizer that
+learns its scale is a subclass that says which scale it wants (`settle`, `wanted_scale`), named by
+`quantizer.activation` and `quantizer.weight`.
+
+A ReLU or ReLU6 before the edge is absorbed as the edge's `bounds`: quantizing to a range that starts at zero
+implements the activation. This holds in the simulation (one pass less forward and backward) and in the
+exported file (where ONNX Runtime wants no activation between an operator and its QuantizeLinear).
 """
 
 from __future__ import annotations
@@ -28,18 +32,18 @@ Bounds = tuple[float | None, float | None]
 
 
 class Quantizer(nn.Module):
-    """What an activation's and a weight's quantizer have in common.
+    """The base class of the quantizers of activations and weights.
 
     Attributes:
         spec: dtype, symmetry and granularity.
         enabled: the next forward passes quantize.
-        fixed_scale: the scale that stands; None while it follows its source. It is part of a
-            checkpoint where it is set, and only there.
+        fixed_scale: the frozen scale; None while the scale follows its source. A checkpoint holds it only
+            where it is set.
     """
 
     _optional: ClassVar[tuple[str, ...]] = ("fixed_scale",)
     decayed: ClassVar[bool] = False  # whether weight decay is applied to what it learns
-    scale_types: ClassVar[tuple[str, ...]] = SCALE_VALUES  # those that it takes (`QuantSpec.scale_type`)
+    scale_types: ClassVar[tuple[str, ...]] = SCALE_VALUES  # accepted values of `QuantSpec.scale_type`
     spec: QuantSpec
     enabled: bool
     fixed_scale: Tensor | None
@@ -52,38 +56,38 @@ class Quantizer(nn.Module):
 
     @property
     def frozen(self) -> bool:
-        """Whether the scale stands: neither observers, nor training, nor alignment move it."""
+        """Returns whether the scale is frozen: neither observers, nor training, nor alignment move it."""
         return self.fixed_scale is not None
 
     @property
     def learns(self) -> bool:
-        """Whether the scale is trained: fine-tuning has begun, and it does not stand."""
+        """Returns whether the scale is trained: fine-tuning has begun, and the scale is not frozen."""
         return False
 
     def set_phase(self, *, observe: bool, quantize: bool, calibrating: bool = False) -> None:
-        """What the next forward passes do.
+        """Sets what the next forward passes do.
 
         Args:
-            observe: ranges follow what passes.
+            observe: ranges follow the values.
             quantize: values are quantized.
-            calibrating: also those ranges follow that fine-tuning does not move.
+            calibrating: ranges that fine-tuning does not move follow as well.
         """
         self.enabled = quantize
 
     def begin(self, weight: Tensor | None = None) -> None:
-        """Before the optimizer is made: what is learned starts from calibration.
+        """Starts what is learned from calibration; called before the optimizer is created.
 
         Args:
-            weight: of a weight's quantizer, as inference uses it.
+            weight: the weight as inference uses it, for a weight's quantizer.
         """
 
     def begin_anew(self, weight: Tensor | None = None) -> None:
-        """`begin` of what is learned already, from what range and weight have come to: nothing was quantized yet."""
+        """Restarts what is learned from the current range and weight; called before anything was quantized."""
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         device = next(self.buffers()).device
         if not any(key.startswith(prefix) for key in state_dict):
-            return super()._load_from_state_dict(state_dict, prefix, *args)  # nothing of this quantizer
+            return super()._load_from_state_dict(state_dict, prefix, *args)  # not in the checkpoint
         for name in self._optional:
             stored = state_dict.get(prefix + name)
             setattr(self, name, None if stored is None else torch.empty_like(stored, device=device))
@@ -104,9 +108,9 @@ class FakeQuantize(Quantizer):
     Attributes:
         scale, zero_point: rank 0, float32 and int32, as they will ship.
         observing: the next forward passes update the range.
-        range_limits: [2], ends to which ranges are cut, since no reader tells values beyond apart
+        range_limits: [2], the ends to which ranges are cut, since no reader distinguishes values beyond them
             (`qatkit.calibration.limits`); None where there are none.
-        features: values of the tensor for one image.
+        features: number of values of the tensor for one image.
     """
 
     _optional: ClassVar[tuple[str, ...]] = (*Quantizer._optional, "range_limits")
@@ -120,7 +124,7 @@ class FakeQuantize(Quantizer):
         self.observer, self.bounds, self.observing = observer, bounds, False
         self.register_buffer("scale", torch.tensor(1.0))
         self.register_buffer("zero_point", torch.tensor(0, dtype=torch.int32))
-        if bounds[0] == 0:  # a file that is exported before calibration has the zero point of its ReLUs
+        if bounds[0] == 0:  # so that a file exported before calibration has the zero point of its ReLUs
             self.zero_point.copy_(self.qparams(torch.zeros(()), torch.ones(()))[1])
         if observer is None:
             low, high = bounds
@@ -145,10 +149,12 @@ class FakeQuantize(Quantizer):
         return numerics.choose_qparams(low, high, self.spec)
 
     def follow_range(self, low: Tensor, high: Tensor) -> None:
-        """Takes scale and zero point of a range that may be empty yet, which changes nothing; without asking a device.
+        """Takes scale and zero point from a range, without waiting for a device; an empty range changes
+        nothing.
 
-        Zero alone stands in the middle, unless a ReLU cuts off what is below: at an end of its range a value has no
-        gradient, so a branch that begins at zero (an adapter, a BatchNorm whose γ is 0) would stay there.
+        In a range that holds only zero, zero is placed in the middle unless a ReLU cuts off values below it.
+        At an end of the range a value has no gradient, so a branch that begins at zero (an adapter, a
+        BatchNorm whose γ is 0) would stay there.
         """
         scale, zero_point = self.qparams(low, high)
         if self.bounds[0] != 0.0:
@@ -160,13 +166,13 @@ class FakeQuantize(Quantizer):
 
     @torch.no_grad()
     def begin(self, weight: Tensor | None = None) -> None:
-        """A range of zeros alone follows the training, whichever observer found it: it can hold next to nothing."""
+        """Lets a range of only zeros follow the training, whichever observer found it: it can hold next to nothing."""
         if not self.frozen and self._is_empty:
             self._observe_anew()
 
     @property
     def _is_empty(self) -> bool:
-        """Whether calibration has seen nothing but zero."""
+        """Returns whether calibration has seen nothing but zero."""
         return self.observer is not None and bool((self.observer.low == 0) & (self.observer.high == 0))
 
     def _observe_anew(self) -> None:
@@ -202,25 +208,25 @@ class FakeQuantize(Quantizer):
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Ends calibration: the range of what all ranks have seen."""
+        """Ends calibration with the range of what all ranks have seen."""
         if self.observer is not None:
             self.observer.all_reduce()
             self.observer.finish(self.spec)
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Scale and zero point as their source has them, before alignment: the observer's range, if it has seen any."""
+        """Takes scale and zero point from the observer's range, if it has seen any, before alignment."""
         if not self.frozen and self.observer is not None:
             self.follow()
 
     @torch.no_grad()
     def follow(self) -> None:
-        """`settle` of one that does not stand: no value is read on the host."""
+        """Does what `settle` does for a scale that is not frozen; no value is read on the host."""
         assert self.observer is not None
         self.follow_range(self.observer.low, self.observer.high)
 
     def own_scale(self) -> Tensor | None:
-        """Returns the scale of the range alone, before any alignment; None of one that stands, or has seen nothing."""
+        """Returns the scale of the range before any alignment; None where it is frozen or nothing was seen."""
         if self.frozen or (self.observer is not None and not self.observer.seen):
             return None
         if self.observer is None:
@@ -229,22 +235,22 @@ class FakeQuantize(Quantizer):
 
     @property
     def movable(self) -> bool:
-        """Whether alignment may move the scale: it has a source, and does not stand."""
+        """Returns whether alignment may move the scale: it has a source and is not frozen."""
         return not self.frozen and self.observer is not None and self.observer.seen
 
     @torch.no_grad()
     def fix(self, scale: Tensor, zero_point: Tensor) -> None:
-        """Scale and zero point, rank 0, that stand from now on; of a type of scales the nearest."""
+        """Freezes scale and zero point, rank 0; the scale becomes the nearest one of the spec's scale type."""
         self.scale.copy_(scale_types.nearest(scale, self.spec))
         self.zero_point.copy_(zero_point)
         self.fixed_scale = self.scale.clone()
 
     def shipped(self) -> tuple[Tensor, Tensor]:
-        """Scale (float32) and zero point (of the quantized type), rank 0, as the file will hold them."""
+        """Returns scale (float32) and zero point (of the quantized type), rank 0, as the file will hold them."""
         return self.scale.detach().clone(), self.zero_point.detach().to(self.spec.torch_dtype)
 
     def range_record(self) -> dict[str, float | int | str]:
-        """What there is to tell people: the range that the type can hold, its scale and zero point."""
+        """Returns a record for reports: the range that the type can hold, its scale and zero point."""
         scale, zero = self.scale.item(), int(self.zero_point.item())
         low, high = ((end - zero) * scale for end in self.spec.type_range)
         return {"low": low, "high": high, "scale": scale, "zero_point": zero, "dtype": self.spec.dtype}

@@ -1,16 +1,17 @@
-"""How many scales a tensor has, and which of its elements each one serves.
+"""Granularity: the number of scales of a tensor, and the elements that share each of them.
 
-    PerTensor         one in all                                       scale []
+    PerTensor         one for the tensor                               scale []
     PerChannel(axis)  one for each index along `axis`                  scale [channels]
-    PerBlock(size)    of a weight: one for each `size` neighbours      scale [out, ceil(inputs / size)]
+    PerBlock(size)    for a weight: one for each `size` neighbours     scale [out, ceil(inputs / size)]
                       among the inputs of an output channel
-    AlongAxis(size, axis)   one for each `size` neighbours along   scale as the tensor, but for that
-                      an axis, which number formats ask for        axis: ceil(values / size)
+    AlongAxis(size, axis)   one for each `size` neighbours along   scale as the tensor, except for that
+                            an axis, as in number formats          axis: ceil(values / size)
 
-The inputs of an output channel are all its values in their order: of a Linear its row, of a Conv the input channels
-times the kernel. These are the forms that ONNX's DequantizeLinear (blocks from opset 21 on, of a matrix) and ONNX
-Runtime's MatMulNBits know. Whoever needs the shape of the scales, the scale of an element or a reduction over what
-shares a scale asks the type for it. The module loads no torch: the command line's checks read it.
+The inputs of an output channel are all its values in order: the row of a Linear, or the input channels times
+the kernel of a Conv. These are the granularities that ONNX's DequantizeLinear (blocks of a matrix from opset
+21 on) and ONNX Runtime's MatMulNBits support. Code that needs the shape of the scales, the scale of an
+element or a reduction over elements that share a scale asks the type for it. The module does not import
+torch, since the command line's checks read it.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-BLOCK_SIZES = (16, 32, 64, 128, 256)  # that ONNX Runtime's kernels take
+BLOCK_SIZES = (16, 32, 64, 128, 256)  # supported by ONNX Runtime's kernels
 
 
 class Granularity(ABC):
-    """What the three have in common; `str` gives the text that configurations hold."""
+    """The base class of all granularities; `str` gives the text that configurations hold."""
 
     @abstractmethod
     def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
@@ -37,23 +38,23 @@ class Granularity(ABC):
 
     @abstractmethod
     def spread(self, scale: Tensor, shape: Sequence[int]) -> Tensor:
-        """Returns `scale` such that it broadcasts against a tensor of `shape`, each element beside its own."""
+        """Returns `scale` expanded to broadcast against a tensor of `shape`, so that each element meets its own."""
 
     @abstractmethod
     def grouped(self, x: Tensor) -> tuple[Tensor, list[int]]:
-        """Returns the values of `x` and the dimensions to reduce, after which what is left has the scales' shape.
+        """Returns the values of `x`, and the dimensions to reduce to get the scales' shape.
 
-        Zeros fill up a last block that is shorter.
+        A shorter last block is filled up with zeros.
         """
 
     @abstractmethod
     def separates(self, axis: int) -> bool:
-        """Returns whether no scale serves two indices of `axis` (not negative)."""
+        """Returns whether no two indices of `axis` (not negative) share a scale."""
 
 
 @dataclass(frozen=True)
 class PerTensor(Granularity):
-    """One scale for the tensor."""
+    """A granularity with one scale for the tensor."""
 
     def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         return ()
@@ -73,7 +74,7 @@ class PerTensor(Granularity):
 
 @dataclass(frozen=True)
 class PerChannel(Granularity):
-    """One scale for each index along an axis; of weights that of the output channels, 0.
+    """A granularity with one scale for each index along an axis; weights use axis 0, the output channels.
 
     Attributes:
         axis: negative values count from the last one.
@@ -99,7 +100,7 @@ class PerChannel(Granularity):
 
 @dataclass(frozen=True)
 class PerBlock(Granularity):
-    """One scale for each block of neighbours among the inputs of an output channel; the last block may be shorter.
+    """A granularity with one scale for each block of inputs of an output channel; the last may be shorter.
 
     Attributes:
         size: elements of a block.
@@ -132,7 +133,7 @@ class PerBlock(Granularity):
 
 @dataclass(frozen=True)
 class AlongAxis(Granularity):
-    """One scale for each block of neighbours along an axis; the last block may be shorter.
+    """A granularity with one scale for each block of neighbours along an axis; the last may be shorter.
 
     Attributes:
         size: elements of a block.
@@ -165,16 +166,16 @@ class AlongAxis(Granularity):
 
 _BLOCK = "block"  # the key of a configuration
 _BY_TEXT: dict[str, Granularity] = {str(one): one for one in (PerTensor(), PerChannel(0))}
-# Of weights, as configurations say it.
+# Granularities of weights, as written in configurations.
 GRANULARITIES = tuple(_BY_TEXT)
 BLOCKS = f"{{{_BLOCK}: {' | '.join(map(str, BLOCK_SIZES))}}}"
 
 
 def granularity_of(asked: Any) -> Granularity:
-    """Returns the granularity of a weight that a configuration names: a text, or {block: SIZE}.
+    """Returns the granularity of a weight that a configuration names: a text or {block: SIZE}.
 
     Raises:
-        ValueError: neither one of `GRANULARITIES` nor blocks of one of `BLOCK_SIZES`.
+        ValueError: it is neither one of `GRANULARITIES` nor blocks of one of `BLOCK_SIZES`.
     """
     if isinstance(asked, Mapping) and set(asked) == {_BLOCK} and asked[_BLOCK] in BLOCK_SIZES:
         return PerBlock(int(asked[_BLOCK]))

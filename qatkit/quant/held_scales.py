@@ -1,12 +1,13 @@
-"""Scales of weights as a file holds them: in float32, in float16, or as integers with scales of their own.
+"""Storage of weight scales in the file: float32, float16, or integers with scales of their own.
 
-    float32    as they were found
+    float32    unchanged
     float16    the nearest float16 above 0
-    uint8      double quantization: scale = code · unit, code 1 to 255, one unit for each output channel
+    uint8      double quantization: scale = code · unit, code 1 to 255, one unit per output channel
 
 Blocks of 32 weights of 4 bits with zero points take 5.1 bits per weight with scales in float32, 4.6 in float16 and 4.4
-in uint8; blocks of 64 take 4.6, 4.3 and 4.2. A unit has 16 significant bits, so that its products with codes are exact
-in float32: the scales of a file are those of the simulation bit for bit, and held scales are not changed by `held`.
+in uint8; blocks of 64 take 4.6, 4.3 and 4.2. A unit has 16 significant bits, so that its products with codes
+are exact in float32. The scales of the file are therefore those of the simulation bit for bit, and `held`
+does not change scales that it returned.
 
 Source: Dettmers et al., "QLoRA: Efficient finetuning of quantized LLMs", 2023, section 3.
 """
@@ -26,11 +27,11 @@ _LOW_BITS = 0xFF  # of a float32, which a unit has not
 
 
 def held(scale: Tensor, spec: QuantSpec) -> Tensor:
-    """Returns the scales that a file has in the place of `scale`, in float32.
+    """Returns the scales that the file holds instead of `scale`, in float32.
 
     Args:
-        scale: above 0, [out, blocks], [out] or []; in the last two cases one unit serves all.
-        spec: of the weight; the nearest scales of its type are taken.
+        scale: above 0, [out, blocks], [out] or []; in the last two cases all scales share one unit.
+        spec: spec of the weight; the nearest scales of its type are taken.
     """
     scale = nearest(scale, spec)
     return scale if spec.scale_dtype == "float32" else decoded(*encoded(scale, spec.scale_dtype))
@@ -39,13 +40,14 @@ def held(scale: Tensor, spec: QuantSpec) -> Tensor:
 def avoid_overflow(
     scale: Tensor, bias: Tensor, input_scale: Tensor, spec: QuantSpec
 ) -> tuple[Tensor, Tensor | None]:
-    """Raises the scale of channels whose bias would not fit int32, which leaves their weights fewer steps.
+    """Raises the scales of channels whose bias would not fit int32, which leaves their weights fewer steps.
 
-    One scale for the tensor becomes one per channel where that is needed: the others keep theirs. A raised step is
-    2⁻³⁰ of the bias, so that a result is off by a few times what float32 rounds it by (docs/decisions/0078).
+    A per-tensor scale becomes one per channel where that is needed, and the other channels keep theirs. A
+    raised step is 2⁻³⁰ of the bias, so that the error of a result is a few times its float32 rounding error
+    (docs/decisions/0078).
 
     Returns:
-        The scales, and bool [out], of which channels they are raised; None of none.
+        The scales, and bool [out], true for channels with a raised scale; None if there are none.
     """
     needed = bias.abs().double() / (input_scale.double() * (_INT32_MAX // 2))
     too_small = scale.double() < needed
@@ -56,9 +58,9 @@ def avoid_overflow(
 
 
 def encoded(scale: Tensor, dtype: str) -> tuple[Tensor, Tensor | None]:
-    """Returns what the file holds: scales of type `dtype`, of the shape of `scale`, and their units.
+    """Returns what the file holds: scales of type `dtype`, in the shape of `scale`, and their units.
 
-    Units are of shape [out, 1], [1] or [], and None unless `dtype` is uint8.
+    Units have the shape [out, 1], [1] or [], and are None unless `dtype` is uint8.
     """
     if dtype == "float32":
         return scale, None
@@ -70,5 +72,5 @@ def encoded(scale: Tensor, dtype: str) -> tuple[Tensor, Tensor | None]:
 
 
 def decoded(codes: Tensor, unit: Tensor | None) -> Tensor:
-    """Returns the scales in float32 that `encoded` gave."""
+    """Returns the float32 scales of the output of `encoded`."""
     return codes.float() if unit is None else codes.float() * unit

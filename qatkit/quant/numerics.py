@@ -19,15 +19,15 @@ from qatkit.quant.granularity import along
 from qatkit.quant.pairs import fitted, least_scale
 from qatkit.quant.spec import QuantSpec
 
-# The least and the largest integer, of a tensor or of each of its elements.
+# The smallest and the largest integer, of a tensor or of each of its elements.
 Ends = tuple[int | Tensor, int | Tensor]
 # Below this a float32 scale makes x / scale overflow for ordinary x; a channel this small is zero anyway.
 MIN_SCALE = 1e-12
-_PIECE = 2**17  # values a thread that all passes go over before the next ones: they stay in a core's cache
+_PIECE = 2**17  # values per thread that all passes process before the next ones: they stay in a core's cache
 
 
 def choose_qparams(low: Tensor, high: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
-    """Scale (float32) and zero_point (int32) so that [low, high], widened to hold 0, is representable.
+    """Returns scale (float32) and zero_point (int32) that represent [low, high], widened to hold 0.
 
     Args:
         low, high: float tensors of the same shape, [] or [channels].
@@ -48,7 +48,7 @@ def choose_qparams(low: Tensor, high: Tensor, spec: QuantSpec) -> tuple[Tensor, 
 
 
 def flat(x: Tensor) -> Tensor | None:
-    """All values in their order in memory, where that is contiguous or channels-last; else None."""
+    """Returns all values in memory order, if that is contiguous or channels-last; else None."""
     if x.is_contiguous():
         return x.view(-1)
     if x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last):
@@ -57,9 +57,10 @@ def flat(x: Tensor) -> Tensor | None:
 
 
 def to_steps(x: Tensor, scale: float, low: int, high: int, *, in_place: bool = False) -> Tensor:
-    """clamp(round(x / scale), low, high)·scale on the CPU, without a gradient.
+    """Returns clamp(round(x / scale), low, high)·scale on the CPU, without a gradient.
 
-    Four passes over a large tensor read memory four times; over a piece of it after the other they read it once.
+    Four passes over a large tensor read memory four times; when they process it piece by piece they read it
+    once.
     """
     x = x.detach()
     made = x if in_place else torch.empty_like(x)
@@ -73,9 +74,9 @@ def to_steps(x: Tensor, scale: float, low: int, high: int, *, in_place: bool = F
 
 
 class _FakeQuantizePerTensor(torch.autograd.Function):
-    """Quantize and dequantize with a straight-through gradient inside the representable range.
+    """Fake quantization on the CPU with a straight-through gradient inside the representable range.
 
-    ATen's fake_quantize kernels on the CPU are scalar code, so these four vectorised passes are spelled out
+    ATen's fake_quantize kernels on the CPU are scalar code, so these four vectorised passes replace them
     (figures: decision 1). The backward is hardtanh's kernel: for a range that starts at zero it is
     exactly the gradient of ReLU.
     """
@@ -94,10 +95,11 @@ class _FakeQuantizePerTensor(torch.autograd.Function):
 
 @torch.library.custom_op("qatkit::known_behind", mutates_args=())
 def _known_behind(x: Tensor, gradient: Tensor) -> Tensor:
-    """A copy that there is in the backward pass alone, as a compiler has to believe: it takes a gradient.
+    """Returns a copy that a compiler can only make in the backward pass, because it depends on a gradient.
 
-    What is asked of `x` is then asked there. Else a compiler keeps the answers, a bool a value, from the forward pass:
-    a quarter of the memory, but on the CPU Inductor writes bools one by one (torch 2.13).
+    Comparisons with `x` are then computed there. Otherwise a compiler stores their results, one bool per
+    value, in the forward pass. That takes a quarter of the memory, but on the CPU Inductor writes bools one
+    by one (torch 2.13).
     """
     return x.clone()
 
@@ -108,15 +110,18 @@ def _(x: Tensor, gradient: Tensor) -> Tensor:
 
 
 def within(gradient: Tensor, x: Tensor, ends: Tensor) -> Tensor:
-    """`gradient` where `x` lies between `ends` [2], 0 on them and beyond: hardtanh's, as a compiler takes it best."""
+    """Returns `gradient` where `x` lies between `ends` [2], else 0: hardtanh's gradient in a form that
+    compiles well.
+    """
     low, high = _known_behind(ends, gradient) if x.device.type == "cpu" else ends
     return torch.where((x > low) & (x < high), gradient, 0.0)
 
 
 class _FakeQuantizeTraced(torch.autograd.Function):
-    """The same of tensors alone: `torch.compile` makes one kernel each way of it, and nothing comes to the host.
+    """Fake quantization on tensors only: `torch.compile` makes one kernel per direction, without host transfers.
 
-    Run as it stands on the CPU it takes seven times as long (64x32x32x32, one thread: 11.6 ms against 1.6).
+    Without compilation it takes seven times as long on the CPU (64x32x32x32, one thread: 11.6 ms against
+    1.6).
     """
 
     @staticmethod
@@ -132,10 +137,10 @@ class _FakeQuantizeTraced(torch.autograd.Function):
 
 
 class _FakeQuantizeOnDevice(torch.autograd.Function):
-    """Fake quantization on an accelerator: torch's fused kernel, and the CPU's gradient.
+    """Fake quantization on an accelerator by torch's fused kernel, with the same gradient as on the CPU.
 
-    The kernel's own gradient also passes half a step outside of the range, where for a range that starts at zero
-    ReLU has none. What is kept for the backward pass is a byte a value, as by the kernel.
+    The kernel's own gradient also passes half a step outside of the range. With a range that starts at zero,
+    ReLU has no gradient there. Like the kernel, this keeps one byte per value for the backward pass.
     """
 
     @staticmethod
@@ -151,8 +156,9 @@ class _FakeQuantizeOnDevice(torch.autograd.Function):
 
 
 class _RoundWeight(torch.autograd.Function):
-    """Fake quantization of a weight within its range: nothing is clipped, so the straight-through gradient is
-    the identity and nothing is saved for it.
+    """Fake quantization of a weight within its range.
+
+    Nothing is clipped, so the straight-through gradient is the identity and saves nothing.
     """
 
     @staticmethod
@@ -165,14 +171,15 @@ class _RoundWeight(torch.autograd.Function):
 
 
 def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, spec: QuantSpec) -> Tensor:
-    """Per-tensor fake quantization with a straight-through gradient; `scale`, `zero_point` are rank 0.
+    """Applies per-tensor fake quantization with a straight-through gradient; `scale`, `zero_point` are rank 0.
 
     Saturates at the ends of the type, as QuantizeLinear does, even where `spec` chose a narrower range.
     """
     qmin, qmax = spec.type_range
     if x.dtype != torch.float32:  # bfloat16 holds neither the scale nor q·scale
         return fake_quantize(x.float(), scale, zero_point, spec).to(x.dtype)
-    # While nothing trains an accelerator divides by the scale, as the file does; its one kernel multiplies by 1/scale.
+    # Without training, an accelerator divides by the scale, as the file does: its fused kernel multiplies by
+    # 1/scale.
     if torch.compiler.is_compiling() or (x.device.type != "cpu" and not torch.is_grad_enabled()):
         traced: Tensor = _FakeQuantizeTraced.apply(x, scale, zero_point, qmin, qmax)  # type: ignore[no-untyped-call]
         return traced
@@ -181,7 +188,7 @@ def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, spec: QuantSpec)
         fused: Tensor = _FakeQuantizeOnDevice.apply(x, scale, zero_point, qmin, qmax)  # type: ignore[no-untyped-call]
         return fused
     apply: Any = _FakeQuantizePerTensor.apply
-    # Read where they lie: on the CPU there is no device to wait for.
+    # Read directly: on the CPU there is no device to wait for.
     result: Tensor = apply(x, float(scale.numpy()), int(zero_point.numpy()), qmin, qmax)
     return result
 
@@ -197,20 +204,21 @@ def _(x: Tensor) -> Tensor:
 
 
 def computed_once(x: Tensor) -> Tensor:
-    """`x` without a gradient, which a compiler computes where it stands and nowhere else.
+    """Returns `x` without a gradient, such that a compiler computes it once, at this place.
 
-    What is left to it goes into the kernels of those who read it: the scale of a channel, in float64, would be
-    computed for each of the channel's weights, and what a backward pass needs a second time there.
+    A compiler otherwise inlines it into the kernels that read it: the scale of a channel, in float64, would
+    be computed for each of the channel's weights, and again in the backward pass.
     """
     return cast(Tensor, _computed_once(x.detach())) if torch.compiler.is_compiling() else x.detach()
 
 
 def fake_quantize_weight(w: Tensor, scale: Tensor, spec: QuantSpec, ends: Ends | None = None) -> Tensor:
-    """Fake quantization of a weight that no range clips.
+    """Applies fake quantization to a weight within its range: nothing is clipped.
 
     Args:
-        scale: of the granularity's shape.
-        ends: the least and the largest integer; None: `weight_ends` of `w`.
+        w: [out, ...].
+        scale: in the granularity's shape.
+        ends: the smallest and the largest integer; None: `weight_ends` of `w`.
     """
     apply: Any = _RoundWeight.apply
     column = spec.granularity.spread(computed_once(scale), w.shape)
@@ -219,26 +227,26 @@ def fake_quantize_weight(w: Tensor, scale: Tensor, spec: QuantSpec, ends: Ends |
 
 
 def weight_scale(w: Tensor, spec: QuantSpec) -> Tensor:
-    """Scales of a weight, of the granularity's shape: the range of each is that of the values that it serves.
+    """Returns the scales of a weight, in the granularity's shape, from the range of the values that share each.
 
-    They are larger where `spec.pairs` asks for it (`guarded_scale`).
+    Scales are larger where `spec.pairs` requires it (`guarded_scale`).
     """
     return guarded_scale(choose_qparams(*_weight_range(w, spec), spec)[0], w, spec)
 
 
 def weight_zero_point(w: Tensor, spec: QuantSpec) -> Tensor:
-    """Zero points of a weight, int32, of the granularity's shape.
+    """Returns the zero points of a weight, int32, in the granularity's shape.
 
-    A larger or a smaller scale has the same: the range grows and shrinks around zero.
+    They do not depend on the size of the scale: the range grows and shrinks around zero.
     """
     return choose_qparams(*_weight_range(w, spec), spec)[1]
 
 
 def weight_ends(w: Tensor, spec: QuantSpec, zero_point: Tensor | None = None) -> Ends:
-    """The least and the largest integer of a weight, counted from its zero point, such that they broadcast against it.
+    """Returns the smallest and largest integer of a weight, counted from its zero point, shaped to broadcast.
 
     Args:
-        zero_point: of the granularity's shape; None: `weight_zero_point`.
+        zero_point: in the granularity's shape; None: `weight_zero_point`.
     """
     if not spec.has_zero_point:
         return spec.quant_min, spec.quant_max
@@ -248,13 +256,13 @@ def weight_ends(w: Tensor, spec: QuantSpec, zero_point: Tensor | None = None) ->
 
 
 def clamped(x: Tensor, ends: Ends) -> Tensor:
-    """`x` between `ends`, with the gradient of `torch.clamp`."""
+    """Returns `x` clamped to `ends`, with the gradient of `torch.clamp`."""
     low, high = cast("tuple[Tensor, Tensor]", ends)
     return torch.clamp(x, low, high)
 
 
 def _weight_range(w: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
-    """The least and the largest value of each scale, equally far from zero where `spec` is symmetric."""
+    """Returns the smallest and largest value for each scale, equally far from zero where `spec` is symmetric."""
     w = w.detach()
     values, dims = spec.granularity.grouped(w.abs() if spec.symmetric else w)
     largest = values.amax(dims)
@@ -262,7 +270,7 @@ def _weight_range(w: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
 
 
 def guarded_scale(scale: Tensor, w: Tensor, spec: QuantSpec) -> Tensor:
-    """`scale`, raised to where no pair of `w` can saturate (`qatkit.quant.pairs`) if `spec` asks for it."""
+    """Returns `scale`, raised so that no pair of `w` can saturate (`qatkit.quant.pairs`) if `spec` asks for it."""
     if not spec.guards_pairs:
         return scale
     least = least_scale(w.detach(), per_channel=spec.granularity.separates(0))
@@ -270,11 +278,12 @@ def guarded_scale(scale: Tensor, w: Tensor, spec: QuantSpec) -> Tensor:
 
 
 def mse_clip(w: Tensor, spec: QuantSpec, *, least: float = 0.4, steps: int = 31) -> Tensor:
-    """Share of a weight's `weight_scale` that leaves the least squared error of rounding and clipping.
+    """Returns the share of a weight's `weight_scale` with the least squared error of rounding and clipping.
 
     Returns:
-        Of the scales' shape: one of `steps` factors from 1 to `least`, chosen for each scale on its own.
-        Below `least` 2 bits have less error still, but what is clipped has no gradient: trained, they are worse.
+        In the scales' shape, one of `steps` factors from 1 to `least`, chosen for each scale separately.
+        Below `least`, 2-bit weights have an even smaller error, but clipped weights have no gradient, so
+        training gets worse.
     """
     w = w.detach()
     full, ends = weight_scale(w, spec), weight_ends(w, spec)
@@ -291,10 +300,10 @@ def mse_clip(w: Tensor, spec: QuantSpec, *, least: float = 0.4, steps: int = 31)
 
 
 def odd_fraction(multiplier: Tensor, *, up: bool) -> Tensor:
-    """The nearest p/q with q odd that is not below (`up`) or not above `multiplier`, within 1 %; float64.
+    """Returns the nearest p/q, q odd, not below (`up`) or not above `multiplier`, within 1 %; float64.
 
-    An integer times p/q is at least 1/(2q) away from every k + 1/2, so that rounding it is safe from small
-    errors (`qatkit.graph.scales.align`). p is 1 unless the multiplier is large.
+    An integer times p/q is at least 1/(2q) away from every k + 1/2, so that small errors do not change its
+    rounding (`qatkit.graph.scales.align`). p is 1 unless the multiplier is large.
     """
     m = multiplier.double().clamp(min=1e-30)
     p = torch.ceil(256 * m)
@@ -305,7 +314,7 @@ def odd_fraction(multiplier: Tensor, *, up: bool) -> Tensor:
 
 @torch.library.custom_op("qatkit::quantize", mutates_args=())
 def quantize(x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
-    """ONNX QuantizeLinear, per tensor: the result has zero_point's dtype and saturates at its ends."""
+    """Computes ONNX QuantizeLinear, per tensor: the result has zero_point's dtype and saturates at its ends."""
     info = torch.iinfo(zero_point.dtype)
     q = x.div(scale).round_().add_(zero_point.to(x.dtype))
     return q.clamp_(info.min, info.max).to(zero_point.dtype)
@@ -318,7 +327,7 @@ def _(x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
 
 @torch.library.custom_op("qatkit::dequantize", mutates_args=())
 def dequantize(q: Tensor, scale: Tensor, zero_point: Tensor, axis: int) -> Tensor:
-    """ONNX DequantizeLinear: `scale` and `zero_point` of shape [], or [channels] along `axis`."""
+    """Computes ONNX DequantizeLinear: `scale` and `zero_point` have shape [], or [channels] along `axis`."""
     centred = q.to(scale.dtype) - along(zero_point, axis, q.ndim).to(scale.dtype)
     return centred.mul_(along(scale, axis, q.ndim))
 

@@ -1,10 +1,10 @@
-"""Convolution and Linear with a quantized weight, and a BatchNorm when it stays alive during training.
+"""Conv and Linear layers with a quantized weight, and a BatchNorm where it is kept during training.
 
 `QATConv2d` is a `Conv2d` with the same parameters under the same names. Its `weight_fake_quant` is None
 until `prepare_qat` decides that this operator runs in int8. Its `bn`, if any, is the BatchNorm that followed:
 
     frozen:   y = conv(x, q(w·f), β - μ·f + b·f)        f = γ / sqrt(σ² + ε), running μ, σ²
-    training: y = bn(conv(x, q(w·f)) / f + b)            batch μ, σ²; the weight is quantized as it will ship
+    training: y = bn(conv(x, q(w·f)) / f + b)            batch μ, σ²; the weight is quantized as exported
 
 Source for the training form: Krishnamoorthi, "Quantizing deep convolutional networks", 2018, section 3.2.2.
 """
@@ -27,7 +27,7 @@ _Module = TypeVar("_Module", bound=nn.Module)
 
 
 class QATOperator(nn.Module):
-    """What Conv and Linear have in common here."""
+    """The base class of quantized Conv and Linear layers."""
 
     weight: Tensor
     bias: Tensor | None
@@ -37,25 +37,25 @@ class QATOperator(nn.Module):
 
     @classmethod
     def from_float(cls, module: nn.Module, bn: nn.Module | None = None, frozen: bool = False) -> Self:
-        """Takes over the parameters (not copies) and settings of `module`."""
+        """Returns a layer with the parameters (not copies) and settings of `module`."""
         new = with_the_same_parameters(module, cls)
         new.weight_fake_quant, new.bn, new.bn_frozen = None, bn, frozen
         return new
 
     def effective(self) -> tuple[Tensor, Tensor | None]:
-        """Weight (not yet quantized) and bias of the plain operator that inference runs."""
+        """Returns weight (not yet quantized) and bias of the plain operator that inference runs."""
         if self.bn is None:
             return self.weight, self.bias
         return fold_batch_norm(self.weight, self.bias, self.bn)
 
     def quantized(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias after fake quantization, if there is any."""
+        """Returns weight and bias after fake quantization, if there is any."""
         if self.weight_fake_quant is None:
             return weight, bias
         return cast("tuple[Tensor, Tensor | None]", self.weight_fake_quant(weight, bias))
 
     def run(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The plain operator with another weight and bias."""
+        """Runs the plain operator with another weight and bias."""
         raise NotImplementedError
 
     def train(self, mode: bool = True) -> Self:
@@ -67,10 +67,11 @@ class QATOperator(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.bn is None or not self.bn.training:
             return self.run(x, *self.quantized(*self.effective()))
-        # By the backward pass the forward pass has moved the statistics: a compiler may not compute them again there.
+        # The forward pass moves the statistics, so a compiler must not recompute this factor in the backward
+        # pass.
         factor = _factor(self.bn, numerics.computed_once)
         factor = torch.where(factor.abs() < _SMALLEST_FACTOR, _SMALLEST_FACTOR, factor)
-        plain, bias = self.weight, self.bias  # each is computed again when it is read, of some operators
+        plain, bias = self.weight, self.bias  # read once: some operators compute them at every read
         weight, _ = self.quantized(plain * _column(factor, plain), None)
         y = self.run(x, weight, None)
         y = y / factor.view(1, -1, *[1] * (y.ndim - 2))
@@ -112,14 +113,14 @@ QAT_TYPES: dict[type[nn.Module], type[QATOperator]] = {
 
 
 class QATEmbedding(nn.Embedding):
-    """Embedding with a quantized table [rows, values], one scale per row; what is looked up is float."""
+    """Embedding with a quantized table [rows, values], one scale per row; its outputs are float."""
 
     weight_fake_quant: WeightFakeQuantize
 
     def forward(self, rows: Tensor) -> Tensor:
         fake = self.weight_fake_quant
         apart = fake.enabled and fake.by_rows and not torch.is_grad_enabled()
-        if apart and rows.numel() < len(self.weight):  # a table is large, and most of it is not read
+        if apart and rows.numel() < len(self.weight):  # most of a large table is not read
             rows, places = torch.unique(rows, return_inverse=True)
             return F.embedding(places, fake.of_rows(rows)(self.weight[rows])[0])
         table, _ = fake(self.weight)
@@ -127,7 +128,7 @@ class QATEmbedding(nn.Embedding):
 
 
 def with_the_same_parameters(module: nn.Module, kind: type[_Module] | None = None) -> _Module:
-    """A module, of another type if `kind` says so, with the settings of `module` and the same parameters."""
+    """Returns a module (of type `kind` if given) with the settings of `module` and the same parameters."""
     chosen = cast("type[_Module]", kind or type(module))
     new = chosen.__new__(chosen)
     new.__dict__ = {k: v.copy() if isinstance(v, dict) else v for k, v in module.__dict__.items()}
@@ -135,7 +136,7 @@ def with_the_same_parameters(module: nn.Module, kind: type[_Module] | None = Non
 
 
 def plain_operator(operator: QATOperator) -> nn.Module:
-    """The float operator that inference runs where nothing is quantized: its BatchNorm folded, its own type again."""
+    """Returns the float operator of the original type that inference runs without quantization, BatchNorm folded."""
     weight, bias = operator.effective()
     base: Any = next(t for t in type(operator).__mro__ if t.__module__.startswith("torch.nn"))
     plain: nn.Module = base.__new__(base)
@@ -157,7 +158,7 @@ def _column(values: Tensor, weight: Tensor) -> Tensor:
 
 
 def fold_batch_norm(weight: Tensor, bias: Tensor | None, bn: nn.Module) -> tuple[Tensor, Tensor]:
-    """Weight [out, ...] and bias [out] of the operator that equals `bn(op(x))` with running statistics."""
+    """Returns weight [out, ...] and bias [out] of the operator equal to `bn(op(x))` with running statistics."""
     factor = _factor(bn)
     bn = cast(nn.BatchNorm2d, bn)
     mean = cast(Tensor, bn.running_mean)

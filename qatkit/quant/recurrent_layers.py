@@ -1,8 +1,8 @@
-"""LSTM, GRU and RNN whose weights are quantized, with one scale per row of each gate, and that compute in float.
+"""LSTM, GRU and RNN that compute in float with quantized weights, one scale per row of each gate.
 
-torch's recurrent modules run on a list of their weights; here that list is made again when it is read, of the values
-that the file will hold. Their forward is torch's own, so are the names of their parameters, and gradients reach these
-straight through the rounding. Biases stay float.
+torch's recurrent modules run on a list of their weights. Here that list is rebuilt at every read from the
+values that the file will hold. The forward pass and the names of the parameters are torch's own, and
+gradients pass straight through the rounding. Biases stay float.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from qatkit.quant.weight_fake_quantize import WeightFakeQuantize
 
 
 class QATRecurrent(nn.RNNBase):
-    """What the three have in common.
+    """The base class of the quantized recurrent layers.
 
     Attributes:
-        weight_fake_quants: by the name of the weight [gates · hidden, inputs].
+        weight_fake_quants: the quantizer of each weight [gates · hidden, inputs], by its name.
     """
 
     weight_fake_quants: nn.ModuleDict
@@ -28,7 +28,7 @@ class QATRecurrent(nn.RNNBase):
         return [self._value(name) for name in self._flat_weights_names]
 
     def _ignore(self, values: list[Tensor]) -> None:
-        """The list follows the parameters by itself."""
+        """Ignores assignments: the list follows the parameters by itself."""
 
     _flat_weights: Any = property(_values, _ignore, doc="Weights and biases as they will ship.")
 
@@ -37,14 +37,14 @@ class QATRecurrent(nn.RNNBase):
         return self.quantizer(name)(tensor)[0] if name in self.weight_fake_quants else tensor
 
     def quantizer(self, name: str) -> WeightFakeQuantize:
-        """Of a weight, by its name."""
+        """Returns the quantizer of a weight by the weight's name."""
         return cast(WeightFakeQuantize, self.weight_fake_quants[name])
 
     def _update_flat_weights(self) -> None:
-        """Nothing to update."""
+        """Does nothing: the list is rebuilt at every read."""
 
     def flatten_parameters(self) -> None:
-        """One block of memory for all weights, which cuDNN likes, is not to be had of computed ones."""
+        """Does nothing: computed weights cannot share one block of memory, which cuDNN prefers."""
 
 
 class QATLSTM(QATRecurrent, nn.LSTM):
@@ -63,5 +63,5 @@ RECURRENT_TYPES: dict[str, type[QATRecurrent]] = {"lstm": QATLSTM, "gru": QATGRU
 
 
 def weight_names(module: nn.RNNBase) -> Iterator[str]:
-    """Names of the weights, without the biases."""
+    """Returns the names of the weights, without the biases."""
     return (name for names in module._all_weights for name in names if name.startswith("weight"))

@@ -1,18 +1,21 @@
-"""Which scales there are, where not any (`QuantSpec.scale_type`), and which of them a tensor gets.
+"""Types of restricted scales (`QuantSpec.scale_type`), and the choice of a scale for a tensor.
 
     pow2       powers of two, for hardware that requantizes by shifts
-    float16    the numbers of float16, for hardware that stores scales in it; below 2⁻¹⁴ they have fewer bits, and
-               2⁻²⁴ is the least
-    int16      an integer of 15 bits times a power of two, for hardware that multiplies and shifts
+    float16    numbers of float16, for hardware that stores scales in it; below 2⁻¹⁴ they have fewer bits, and
+               2⁻²⁴ is the smallest
+    int16      a 15-bit integer times a power of two, for hardware that multiplies and shifts
 
-    activation   of a histogram: the scale, of those around that of the float range, and the zero point, of three, with
-                 the least squared error; of a range alone: the next larger scale, so that nothing is clipped
-    weight       each scale, of those around the float scale, with the least squared error
+The choice starts from the float scale:
 
-A sum of integers times a power of two is exact in float32 below 2²⁴, ties included, which all runtimes round to even.
-Kernels of sums and products add the zero point before they round, and QuantizeLinear adds it afterwards. Both round
-ties alike if the zero point is even, so all zero points beside powers of two are even (decision 75). No scale
-of a type is aligned (`qatkit.graph.scales.align`): what alignment asks for are other numbers.
+    activation   with a histogram: the scale near the float scale and the zero point (of three) with the least
+                 squared error; with only a range: the next larger scale, so that nothing is clipped
+    weight       for each scale, the one near the float scale with the least squared error
+
+A sum of integers times a power of two is exact in float32 below 2²⁴, ties included, which all runtimes round
+to even. Kernels of sums and products add the zero point before they round, and QuantizeLinear adds it
+afterwards. Both round ties alike if the zero point is even, so all zero points used with powers of two are
+even (decision 75). Restricted scales are not aligned (`qatkit.graph.scales.align`), since alignment would
+change them to other numbers.
 """
 
 from __future__ import annotations
@@ -30,12 +33,12 @@ from qatkit.quant.spec import QuantSpec
 
 _FRACTION, _EXPONENT = 0x7FFFFF, 0x7F800000  # the bits of a positive float32
 _LEAST_HALF, _NORMAL_HALF, _LARGEST_HALF = 2.0**-24, 2.0**-14, 65504.0  # of float16's positive values
-# A range is stored a little smaller than its scale, so that rounding in float32 leads to no larger scale.
+# A range is stored a little smaller than its scale, so that float32 rounding never leads to a larger scale.
 _WITHIN = 1 - 2.0**-18
 
 
 def _significant(bits: int) -> Callable[[Tensor, bool], Tensor]:
-    """Returns what rounds to so many significant bits, up or down."""
+    """Returns a function that rounds to `bits` significant bits, up or down."""
     dropped = (1 << (24 - bits)) - 1
 
     def rounded(scale: Tensor, up: bool) -> Tensor:
@@ -59,19 +62,19 @@ def _half(scale: Tensor, up: bool) -> Tensor:
 
 @dataclass(frozen=True)
 class ScaleType:
-    """A set of scales.
+    """A set of allowed scales.
 
     Attributes:
-        rounded: the next ones that are not below float32 scales above 0, or not above them.
-        factors: those that are tried, times the one that is not above the float scale; of equally good ones the first.
-            Empty: that one and the next.
+        rounded: rounds float32 scales above 0 up or down to the next allowed scales.
+        factors: multiples of the rounded-down scale to try, of which the first of equally good ones wins.
+        Empty: the rounded-down and the rounded-up scale are tried.
     """
 
     rounded: Callable[[Tensor, bool], Tensor]
     factors: tuple[float, ...] = ()
 
     def around(self, scale: Tensor) -> list[Tensor]:
-        """Returns the scales that are tried in the place of `scale`."""
+        """Returns the scales to try instead of `scale`."""
         down = self.rounded(scale, False)
         return [down * factor for factor in self.factors] or [down, self.rounded(scale, True)]
 
@@ -84,12 +87,14 @@ _TYPES = {
 
 
 def rounded_up(scale: Tensor, spec: QuantSpec) -> Tensor:
-    """Returns the least scales of the spec's type that are not below `scale`, float32 above 0."""
+    """Returns the smallest scales of the spec's type that are not below `scale`, float32 above 0."""
     return scale if spec.any_scale else _TYPES[spec.scale_type].rounded(scale, True)
 
 
 def nearest(scale: Tensor, spec: QuantSpec) -> Tensor:
-    """Returns the scales of the spec's type that are nearest to `scale`, float32 above 0; of powers by their ratio."""
+    """Returns the scales of the spec's type nearest to `scale`, float32 above 0; powers of two are compared
+    by ratio.
+    """
     if spec.any_scale:
         return scale
     if spec.powers_of_two:
@@ -99,19 +104,19 @@ def nearest(scale: Tensor, spec: QuantSpec) -> Tensor:
 
 
 def subnormal_scales(scale: Tensor, spec: QuantSpec) -> int:
-    """Returns how many scales have fewer bits than others of their type, as float16's least numbers do."""
+    """Returns the number of scales with reduced precision, such as float16's subnormal numbers."""
     return int((scale < _NORMAL_HALF).sum()) if spec.scale_type == "float16" else 0
 
 
 def qparams(low: Tensor, high: Tensor, spec: QuantSpec, *, fixed: bool = False) -> tuple[Tensor, Tensor]:
-    """Scale and zero point of a range, as `numerics.choose_qparams` has them, with the next scale of the type.
+    """Returns scale and zero point of a range like `numerics.choose_qparams`, with the next scale of the type.
 
     Args:
-        low, high: of rank 0.
+        low, high: rank 0.
         spec: the target range.
-        fixed: the range is that of a function (a Sigmoid's 0..1): between powers of two its end may be one step beyond
-            the largest integer, which costs the values beside it a step at most, where all others would lose half of
-            theirs.
+        fixed: the range is that of a function (a Sigmoid's 0..1). With powers of two its end may then be one
+            step beyond the largest integer. This costs the values next to the end at most one step, whereas
+            the next larger scale would cost all others half of their resolution.
     """
     if not spec.powers_of_two:
         scale = rounded_up(numerics.choose_qparams(low, high, spec)[0], spec)
@@ -125,7 +130,7 @@ def qparams(low: Tensor, high: Tensor, spec: QuantSpec, *, fixed: bool = False) 
         scale = rounded_up((width / (steps + fixed)).clamp(min=numerics.MIN_SCALE), spec)
         return scale, torch.full_like(scale, _middle(spec), dtype=torch.int32)
     steps = spec.quant_max - spec.quant_min
-    # Of two ends one step is left, so that an even zero point is among those by which neither is clipped.
+    # With two ends one step is left free, so that some even zero point clips neither end.
     divisor = torch.where(low < 0.0, steps - 1, steps + fixed)
     scale = rounded_up(((high / 2 - low / 2) / divisor * 2).clamp(min=numerics.MIN_SCALE), spec)
     at_low, at_high = spec.quant_min - low / scale, spec.quant_max - high / scale
@@ -135,10 +140,10 @@ def qparams(low: Tensor, high: Tensor, spec: QuantSpec, *, fixed: bool = False) 
 def range_of(
     points: Tensor, shares: Tensor, ends: tuple[float, float], spec: QuantSpec
 ) -> tuple[float, float]:
-    """Returns the range whose `qparams` have the least squared error around those of another range.
+    """Returns the range whose `qparams` have the least squared error near those of another range.
 
     Args:
-        points, shares: values [n] and how much each of them weighs.
+        points, shares: values [n] and their weights [n].
         ends: the other range.
         spec: the target range.
     """
@@ -156,13 +161,13 @@ def range_of(
 
 @torch.no_grad()
 def weight_scale(weight: Tensor, wanted: Tensor, spec: QuantSpec, ends: numerics.Ends) -> Tensor:
-    """Returns the scales of the type around `wanted`, of its shape, that leave the least squared error.
+    """Returns the scales of the type near `wanted`, in its shape, with the least squared error.
 
     Args:
-        weight: of an operator.
-        wanted: the float scales, of the granularity's shape.
-        spec: of the weight.
-        ends: the least and the largest integer, as `numerics.weight_ends` has them.
+        weight: the weight of an operator.
+        wanted: the float scales, in the granularity's shape.
+        spec: spec of the weight.
+        ends: the smallest and the largest integer, as from `numerics.weight_ends`.
     """
     weight = weight.detach()
     best, least = wanted, torch.full_like(wanted, torch.inf)
@@ -179,7 +184,7 @@ def weight_scale(weight: Tensor, wanted: Tensor, spec: QuantSpec, ends: numerics
 
 
 def _ends(scale: float, zero: int, spec: QuantSpec) -> tuple[float, float]:
-    """Returns the range of which `qparams` are these."""
+    """Returns a range whose `qparams` are these."""
     low, high = spec.quant_min - zero, spec.quant_max - zero
     if not spec.powers_of_two:
         low, high = (-high, high) if spec.symmetric else (low, high)
@@ -190,7 +195,7 @@ def _ends(scale: float, zero: int, spec: QuantSpec) -> tuple[float, float]:
 
 
 def _zero_points(low: float, high: float, scale: float, spec: QuantSpec) -> list[int]:
-    """Returns those by which a range ends at the least, at the largest and at both ends alike."""
+    """Returns the zero points that fit the lower end, the upper end, and both ends equally well."""
     if spec.symmetric:
         return [_middle(spec)]
     at_low, at_high = spec.quant_min - low / scale, spec.quant_max - high / scale
@@ -201,10 +206,10 @@ def _zero_points(low: float, high: float, scale: float, spec: QuantSpec) -> list
 
 
 def _even(zero: Tensor, spec: QuantSpec) -> Tensor:
-    """Returns the even zero points that are nearest."""
+    """Returns the nearest even zero points."""
     return (torch.round(zero / 2) * 2).clamp(spec.quant_min, spec.quant_max - 1).to(torch.int32)
 
 
 def _middle(spec: QuantSpec) -> int:
-    """Returns the integer of zero in a symmetric range."""
+    """Returns the integer that represents zero in a symmetric range."""
     return (spec.quant_max + spec.quant_min + 1) // 2

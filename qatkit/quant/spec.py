@@ -1,4 +1,4 @@
-"""What a quantized tensor is: number type, symmetry, granularity. Plain data; neither tensors nor PyTorch."""
+"""The specification of a quantized tensor: number type, symmetry, granularity; plain data without PyTorch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from qatkit_verify.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-# Why an operator computes in float although its weights are bytes in the file.
+# The reason of an operator that computes in float although its weights are bytes in the file.
 WEIGHT_ONLY = "weight-only int8"
-# Why an operator computes in float although it stands between pairs: none is a mistake of the file.
+# Reasons of operators that compute in float between pairs; none is a mistake in the file.
 SIXTEEN_BITS = "it takes or gives 16-bit integers, which ONNX Runtime rounds to and computes in float"
 NARROW_BIAS = (
     "its bias has fewer than 32 bits, which no kernel of ONNX Runtime adds: bias_dtype=int32 has kernels"
@@ -25,20 +25,21 @@ RECURRENT_WEIGHTS = f"{WEIGHT_ONLY}: ONNX Runtime has no int8 kernel for it"
 
 
 class Kind(StrEnum):
-    """How the values of a number type are spaced."""
+    """The spacing of the values of a number type."""
 
     INTEGER = "integer"  # evenly, one scale apart
 
 
 @dataclass(frozen=True)
 class NumberType:
-    """A number type: all that the rest of the code knows about it.
+    """A number type, with all that the rest of the code knows about it.
 
     Attributes:
-        low, high: its ends, at which a quantization saturates.
-        storage: the PyTorch type that holds it, by name. Its integers may fill a part of it; a QuantizeLinear
-            saturates at the ends of what it yields, so an activation of such a type is clipped before it.
-        kind: how its values are spaced.
+        low, high: its ends, at which quantization saturates.
+        storage: the name of the PyTorch type that holds it. Its integers may fill only a part of that type;
+            since a QuantizeLinear saturates at the ends of its output type, such an activation is clipped
+            before it.
+        kind: the spacing of its values.
     """
 
     low: int
@@ -48,12 +49,12 @@ class NumberType:
 
     @property
     def signed(self) -> bool:
-        """Whether it holds negative values."""
+        """Returns whether the type has negative values."""
         return self.low < 0
 
     @property
     def wide(self) -> bool:
-        """Returns whether it has more than 8 bits, which no kernel multiplies."""
+        """Returns whether the type has more than 8 bits, which no kernel multiplies."""
         return self.high - self.low > 255
 
 
@@ -68,49 +69,51 @@ DTYPES = {
     "uint16": NumberType(0, 65535, "uint16", Kind.INTEGER),
 }
 _HELD = tuple(name for name, row in DTYPES.items() if row.kind is Kind.INTEGER and row.storage == name)
-# Those that kernels compute with: named as what holds them.
+# Types that kernels compute with: their name is that of their storage.
 WHOLE = tuple(name for name in _HELD if not DTYPES[name].wide)
-# Integers of 16 bits: the file holds and rounds to them, and ONNX Runtime multiplies the floats behind.
+# Integers of 16 bits: the file holds and rounds to them, and ONNX Runtime multiplies the dequantized floats.
 WIDE = tuple(name for name in _HELD if DTYPES[name].wide)
-# Of weights that fit into 4 bits and are kept in bytes, which those kernels take.
+# Types of weights that fit into 4 bits and are stored in bytes, which those kernels take.
 FEW_BITS = tuple(name for name in DTYPES if name not in _HELD)
-# Of activations: these, and what is simulated, in float, wherever the file runs.
+# Types of activations: the above, and uint4, which is simulated in float wherever the file runs.
 ACTIVATIONS = (*WHOLE, "uint4", *WIDE)
-# Of weights that an override may name.
+# Types of weights that an override may name.
 SIGNED = tuple(name for name, row in DTYPES.items() if row.signed)
-# What is quantized, in blocks or not, to numbers that are no integers (`qatkit.quant.formats`).
+# Number formats other than integers, in blocks or not (`qatkit.quant.formats`).
 FORMAT_NAMES = tuple(FORMATS)
-# Types that scales of weights are held in; uint8 with a scale of its own for each output channel
+# Types that hold scales of weights; uint8 has a scale of its own for each output channel
 # (`qatkit.quant.held_scales`).
 SCALE_TYPES = ("float32", "float16", "uint8")
-# Values that scales may have (`qatkit.quant.scale_types`).
+# Restrictions on the values of scales (`qatkit.quant.scale_types`).
 SCALE_VALUES = ("float", "pow2", "float16", "int16")
 # Types that hold biases (`qatkit.quant.bias_types`).
 BIAS_TYPES = ("int32", "int16", "int8", "float")
-# Of them those of integers with a scale of their own, which no kernel of ONNX Runtime takes.
+# Types of biases with a scale of their own, which no kernel of ONNX Runtime takes.
 NARROW_BIASES = ("int16", "int8")
-# The largest sum of two weights of one sign whose products with uint8 activations fit into 16 bits: 255 · 128 < 2¹⁵.
+# Largest sum of two weights of one sign whose products with uint8 activations fit into 16 bits: 255 · 128 <
+# 2¹⁵.
 PAIR_LIMIT = 128
 
 
 @dataclass(frozen=True)
 class QuantSpec:
-    """How one tensor is quantized.
+    """The specification of the quantization of one tensor.
 
     Attributes:
-        dtype: a name in `DTYPES`, or in `FORMATS` of `qatkit.quant.formats.table`; the latter has no integers, so that
-            of the rest `granularity` alone says something of it.
-        symmetric: real zero sits at the middle of the range and the two ends are equally far from it. For a
-            signed type the range is then narrow (int8: -127..127; int2: -1, 0 and 1), and zero_point is 0.
+        dtype: a name in `DTYPES`, or in `FORMATS` of `qatkit.quant.formats.table`; formats have no integers,
+            so that only `granularity` of the other attributes applies to them.
+        symmetric: real zero is the middle of the range and both ends are equally far from it. For a signed
+            type the range is then narrow (int8: -127..127; int2: -1, 0 and 1), and zero_point is 0.
         granularity: which elements share a scale; an activation has one scale.
         reduce_range: give up one bit (0..127, -64..63). On x86 without VNNI the int8 kernels add pairs of
             products in 16 bits and saturate; 7-bit weights cannot.
-        pairs: of a weight: no two integers that such a kernel adds up can saturate, whatever their activations
-            (`qatkit.quant.pairs`), as `backend.reduce_range=auto` asks; refused of asymmetric ones that `may_saturate`.
-        scale_dtype: of a weight: the type in `SCALE_TYPES` that holds its scales.
-        scale_type: which scales there are: "float", any, or of integers alone "pow2", powers of two, "float16", numbers
-            of float16, or "int16", integers of 15 bits times powers of two.
-        bias_dtype: of a weight: the type in `BIAS_TYPES` that holds the bias of its operator.
+        pairs: for weights: no two integers that such a kernel adds up can saturate, whatever their
+            activations (`qatkit.quant.pairs`), as `backend.reduce_range=auto` asks; refused for asymmetric
+            weights that `may_saturate`.
+        scale_dtype: for weights: the type in `SCALE_TYPES` that holds the scales.
+        scale_type: the values that scales may have: "float" (any), or for integers only "pow2" (powers of
+            two), "float16" (numbers of float16) or "int16" (15-bit integers times powers of two).
+        bias_dtype: for weights: the type in `BIAS_TYPES` that holds the bias of the operator.
     """
 
     dtype: str = "uint8"
@@ -155,12 +158,12 @@ class QuantSpec:
 
     @property
     def narrow_bias(self) -> bool:
-        """Returns whether biases have integers of fewer bits than a sum of products, and a scale of their own."""
+        """Returns whether biases are integers of fewer bits than the accumulator, with a scale of their own."""
         return self.bias_dtype in NARROW_BIASES
 
     @property
     def form(self) -> Format | None:
-        """The number format; None of integers."""
+        """The number format; None for integers."""
         return FORMATS.get(self.dtype)
 
     def along(self, axis: int) -> QuantSpec:
@@ -174,7 +177,7 @@ class QuantSpec:
 
     @property
     def wide(self) -> bool:
-        """Returns whether it has integers of more than 8 bits, which no kernel multiplies."""
+        """Returns whether its integers have more than 8 bits, which no kernel multiplies."""
         return self.form is None and self.number_type.wide
 
     @property
@@ -184,7 +187,7 @@ class QuantSpec:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The type of the tensors that hold it."""
+        """The type of the tensors that hold the integers."""
         import torch
 
         found: torch.dtype = getattr(torch, self.number_type.storage)
@@ -192,7 +195,7 @@ class QuantSpec:
 
     @property
     def differences(self) -> torch.dtype:
-        """The smallest type of tensors that hold the difference of any two integers."""
+        """The smallest tensor type that holds the difference of any two integers."""
         import torch
 
         kinds = (torch.int8, torch.int16, torch.int32)
@@ -200,7 +203,7 @@ class QuantSpec:
 
     @property
     def counted(self) -> torch.dtype:
-        """The smallest type of tensors that hold integers counted from a zero point."""
+        """The smallest tensor type that holds integers counted from a zero point."""
         import torch
 
         smallest = torch.int16 if self.wide else torch.int8
@@ -208,7 +211,7 @@ class QuantSpec:
 
     @property
     def type_range(self) -> tuple[int, int]:
-        """The ends of the type, at which a quantization saturates whatever the range chosen."""
+        """The ends of the type, at which quantization saturates whatever the chosen range."""
         return self.number_type.low, self.number_type.high
 
     @property
@@ -225,18 +228,19 @@ class QuantSpec:
 
     @property
     def has_zero_point(self) -> bool:
-        """Whether integers are counted from a zero point that may be other than 0."""
+        """Returns whether integers are counted from a zero point that may differ from 0."""
         return self.form is None and not (self.symmetric and self.number_type.signed)
 
     @property
     def may_saturate(self) -> bool:
-        """Whether two of the largest integers do, of a weight. Unsigned ones and those of 16 bits are multiplied
-        otherwise.
+        """Returns whether two of a weight's largest integers can saturate.
+
+        Unsigned weights and 16-bit weights are multiplied in another way.
         """
         narrow = self.form is None and not self.wide
         return narrow and self.number_type.signed and 2 * self.quant_max > PAIR_LIMIT
 
     @property
     def guards_pairs(self) -> bool:
-        """Whether there are pairs to keep from saturating."""
+        """Returns whether there are pairs to keep from saturating."""
         return self.pairs and self.may_saturate

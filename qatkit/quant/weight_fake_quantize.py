@@ -1,5 +1,7 @@
-"""The quantizer of a weight, with its bias: a scale that follows the largest values, rounding to the nearest; or those
-that were found in another way (`WeightFakeQuantize.fix`). And what `prepare_qat` makes all quantizers with.
+"""The quantizer of a weight and its bias, and the factory that `prepare_qat` creates all quantizers with.
+
+The scale follows the largest values and weights are rounded to the nearest, unless a scale and a rounding
+were found in another way (`WeightFakeQuantize.fix`).
 """
 
 from __future__ import annotations
@@ -24,23 +26,24 @@ from qatkit.quant.pairs import fitted
 from qatkit.quant.spec import QuantSpec
 from qatkit_verify.errors import ConfigError
 
-_PIECE = 2**19  # values of a weight that are worked on at a time: all at once take several times its memory
+_PIECE = 2**19  # values of a weight processed at a time: all at once would take several times its memory
 
 
 @dataclass(frozen=True)
 class Integers:
-    """A weight and its bias as they ship.
+    """The integers of a weight and its bias, as exported.
 
     Attributes:
         weight: of the quantized type, in the weight's shape.
-        scale: of the granularity's shape, or [out] where one for the tensor was repaired.
-        zero_point: of the scale's shape and the weight's type; 0 of a symmetric spec of a signed type.
+        scale: in the granularity's shape, or [out] where a per-tensor scale was repaired.
+        zero_point: in the scale's shape, of the weight's type; 0 for a symmetric spec of a signed type.
         bias: [out] in steps of `bias_scale`, whole numbers in float64; None without a bias.
         bias_scale: input scale times `scale` times the multiplier.
-        bias_multiplier: 1, or of biases of 8 or 16 bits other whole numbers in float64, of the shape of `scale`.
-        repaired: channels whose scale was raised so that the bias fits int32.
-        lost: what the rounding of their weights moves a result by, at most, as a share of the bias and for each step
-            of the input.
+        bias_multiplier: 1, or for biases of 8 or 16 bits other whole numbers in float64, in the shape of
+            `scale`.
+        repaired: number of channels whose scale was raised so that the bias fits int32.
+        lost: the largest change of a result by the rounding of their weights, as a share of the bias and per
+            step of the input.
     """
 
     weight: Tensor
@@ -56,25 +59,30 @@ class Integers:
 class WeightFakeQuantize(Quantizer):
     """Fake quantization of a weight; scale and zero point follow the weight's range at each step.
 
-    With it goes the bias, as it will be in the file (`qatkit.quant.bias_types`). Integers are counted
-    from the zero point, so that their product with the scale is the weight; those of the file (`integers`) are not.
+    The bias is quantized with it, as it will be in the file (`qatkit.quant.bias_types`). Integers are counted
+    from the zero point, so that their product with the scale is the weight; those of the file (`integers`)
+    are not.
 
     Args:
-        spec: a symmetric one of a signed type has no zero point (0), as most of ONNX Runtime's kernels like it best.
-        shape: of the weight; its first axis is that of the output channels.
+        spec: a symmetric spec of a signed type has no zero point (0), which most of ONNX Runtime's kernels
+            prefer.
+        shape: shape of the weight; its first axis holds the output channels.
 
     Attributes:
-        clip: of the scales' shape, which share of its range is kept; beyond it the weight is clipped and gets no
-            gradient.
-        fixed_zero_point: int32, of the scales' shape, the zero point that stands; None while it follows the weight.
-        rounding: whole numbers of the weight's shape, how far above `below` each weight is rounded: 0 down, 1 up,
-            others where an algorithm makes up for the errors of other weights; None: to the nearest.
-        bias_shift: [out], the part of the operator's bias that makes up for quantization, and is left out without it;
-            None: nothing does.
-        bits: [], those of the number type that `narrow` chose; None: the type that the quantizer was made with.
-        oscillation: follows the integers through fine-tuning, and holds those that are frozen; None: nothing does.
+        clip: in the scales' shape, the share of the range that is kept; weights beyond it are clipped and get
+            no gradient.
+        fixed_zero_point: int32, in the scales' shape, the frozen zero point; None while it follows the
+            weight.
+        rounding: integers in the weight's shape, the distance by which each weight is rounded above `below`:
+            0 down, 1 up, others where an algorithm compensates for the errors of other weights; None: to the
+            nearest.
+        bias_shift: [out], the part of the operator's bias that compensates for quantization and is omitted
+            without quantization; None: nothing compensates.
+        bits: [], bits of the number type that `narrow` chose; None: the type that the quantizer was created
+            with.
+        oscillation: tracks the integers during fine-tuning and holds frozen ones; None: not tracked.
         source, target: FakeQuantize of the operator's input and of its output; None where there is none, or
-            more than one. No submodules: they live on the graph's edges.
+            more than one. They are not submodules, since they belong to the graph's edges.
     """
 
     _optional: ClassVar[tuple[str, ...]] = (
@@ -95,7 +103,7 @@ class WeightFakeQuantize(Quantizer):
 
     @classmethod
     def check(cls, spec: QuantSpec) -> None:
-        """Raises a ConfigError where this class quantizes no weight by `spec`."""
+        """Raises a ConfigError if this class cannot quantize a weight by `spec`."""
         if spec.has_zero_point and not cls.takes_zero_points:
             known = f"{WeightFakeQuantize.__module__}.{WeightFakeQuantize.__qualname__}"
             allowed = f"a quantizer of weights with zero points, such as {known}"
@@ -107,7 +115,7 @@ class WeightFakeQuantize(Quantizer):
         self._made_with = spec.dtype
         self.register_buffer("clip", torch.ones(spec.granularity.scale_shape(shape)))
         self.oscillation = None
-        # `clip` as a plain bool, since asking a GPU at each step would wait for it.
+        # Whether `clip` clips, as a plain bool: reading it from a GPU at each step would wait for the GPU.
         self._clips = not spec.any_scale
         self._edges: tuple[FakeQuantize | None, FakeQuantize | None] = (None, None)
         self._shifts: Shifts | None = None
@@ -118,16 +126,16 @@ class WeightFakeQuantize(Quantizer):
         target: FakeQuantize | None,
         shifts: Shifts | None = None,
     ) -> None:
-        """Says which tensors the operator stands between, and which shifts the hardware has."""
+        """Sets the quantizers of the operator's input and output, and the shifts that the hardware has."""
         self._edges, self._shifts = (source, target), shifts
 
     @property
     def _bias_shift(self) -> int | None:
-        """The largest shift that the hardware has for a bias; None where any will do."""
+        """The largest shift that the hardware has for a bias; None where any shift will do."""
         return None if self._shifts is None else self._shifts.bias
 
     def bounded(self, scale: Tensor) -> Tensor:
-        """Returns scales, powers of two, with which the shift to the output is within its bounds."""
+        """Returns powers of two near `scale` with which the shift to the output is within its bounds."""
         source, target = self._edges
         if self._shifts is None or source is None or target is None or not self.spec.powers_of_two:
             return scale
@@ -136,7 +144,7 @@ class WeightFakeQuantize(Quantizer):
         return scale.clamp(ratio * 2.0**-most, ratio * 2.0**-least)
 
     def narrow(self, dtype: str) -> None:
-        """Quantizes to another signed number type from now on, which is part of a checkpoint.
+        """Quantizes to another signed number type from now on; checkpoints hold this type.
 
         Args:
             dtype: a name in `qatkit.quant.spec.SIGNED`.
@@ -145,20 +153,20 @@ class WeightFakeQuantize(Quantizer):
         self.spec = replace(self.spec, dtype=dtype)
 
     def share(self, other: WeightFakeQuantize) -> None:
-        """Learns what `other` learns: it quantizes the same weight. Nothing is learned here."""
+        """Shares what `other` learns, since it quantizes the same weight; here nothing is learned."""
 
     def clip_to_least_error(self, weight: Tensor) -> None:
-        """Sets `clip` such that `weight` has the least squared error; it stays as `weight` is trained.
+        """Sets `clip` to the least squared error of `weight`; it stays while `weight` is trained.
 
-        Nothing to do where the scale was fixed.
+        Does nothing where the scale is frozen.
         """
         self.clip_to(numerics.mse_clip(weight, self.spec))
 
     @torch.no_grad()
     def clip_to(self, shares: Tensor) -> None:
-        """Sets `clip`: the shares, of its shape, above 0, of the range that are kept.
+        """Sets `clip` to the shares of the range to keep, in its shape and above 0.
 
-        Nothing to do where the scale was fixed.
+        Does nothing where the scale is frozen.
         """
         if not self.frozen:
             self.clip.copy_(shares)
@@ -172,20 +180,20 @@ class WeightFakeQuantize(Quantizer):
         integers: Tensor | None = None,
         zero_point: Tensor | None = None,
     ) -> None:
-        """Sets a scale that stands from now on, and the integers of a weight.
+        """Freezes the scale, and optionally the zero point and the integers of a weight.
 
-        The integers move with the weight where that is trained: what stays is their distance from `below`.
+        If the weight is trained, the integers move with it: their distance from `below` stays.
 
         Args:
-            scale: of the shape of `clip`, above 0, rounded to what the spec's scales are (`held`); weights beyond it
+            scale: in the shape of `clip`, above 0, rounded to the spec's scales (`held`); weights beyond it
                 times the largest integer are clipped.
-            weight: as inference uses it; given together with `integers`.
-            integers: whole numbers of any type, of the weight's shape, counted from the zero point; None: the weight
-                is rounded to the nearest.
-            zero_point: whole numbers of the shape of `clip`, which stand as well; None: they follow the weight.
+            weight: the weight as inference uses it; given together with `integers`.
+            integers: whole numbers of any type, in the weight's shape, counted from the zero point; None: the
+                weight is rounded to the nearest.
+            zero_point: whole numbers in the shape of `clip`, frozen as well; None: they follow the weight.
 
         Raises:
-            ValueError: a zero point for a spec that has none.
+            ValueError: a zero point was given for a spec that has none.
         """
         if zero_point is not None and not self.spec.has_zero_point:
             raise ValueError("zero_point: expected None with a symmetric spec of a signed type")
@@ -197,7 +205,7 @@ class WeightFakeQuantize(Quantizer):
         self._clips = True
 
     def _distances(self, weight: Tensor, integers: Tensor) -> Tensor:
-        """Returns how far the integers are from `below`: a byte each where the range of the integers fits one."""
+        """Returns the distances of the integers from `below`, in one byte each where their range fits."""
         found = torch.empty_like(weight, dtype=self.spec.differences)
         for rows in self.pieces(weight):
             part, one = weight[rows], self.of_rows(rows)
@@ -206,14 +214,14 @@ class WeightFakeQuantize(Quantizer):
         return found
 
     def pieces(self, weight: Tensor) -> list[slice]:
-        """Returns parts of a weight's output channels that can be quantized one after the other (`of_rows`)."""
+        """Returns slices of a weight's output channels that can be quantized one after the other (`of_rows`)."""
         if not self.by_rows:
             return [slice(None)]
         step = max(1, _PIECE // max(1, weight[0].numel()))
         return [slice(start, start + step) for start in range(0, len(weight), step)]
 
     def of_rows(self, rows: slice | Tensor) -> Self:
-        """Returns the quantizer of some output channels, which reads this one's scales and rounding.
+        """Returns a quantizer of some output channels, which uses this one's scales and rounding.
 
         Args:
             rows: a slice, or indices; all of them unless `by_rows`.
@@ -229,44 +237,44 @@ class WeightFakeQuantize(Quantizer):
 
     @property
     def by_rows(self) -> bool:
-        """Returns whether output channels can be quantized apart from each other."""
+        """Returns whether output channels can be quantized independently of each other."""
         one_unit = self.spec.scale_dtype == "uint8" and isinstance(self.spec.granularity, PerChannel)
         return self.spec.granularity.separates(0) and self.oscillation is None and not one_unit
 
     @torch.no_grad()
     def below(self, weight: Tensor, scale: Tensor) -> Tensor:
-        """Returns `weight` over `scale` rounded down, in float: in the range, or one below where the weight is."""
+        """Returns `weight` over `scale` rounded down, in float: in range, or one below where the weight is below."""
         return _floor(weight.detach() / self._spread(scale, weight), self.ends(weight))
 
     @torch.no_grad()
     def zero_point(self, weight: Tensor) -> Tensor:
-        """The zero points as the file holds them, int32, of the shape of `clip`."""
+        """Returns the zero points as the file holds them, int32, in the shape of `clip`."""
         if self.fixed_zero_point is not None:
             return self.fixed_zero_point
         return numerics.weight_zero_point(weight, self.spec)
 
     @torch.no_grad()
     def ends(self, weight: Tensor) -> numerics.Ends:
-        """The least and the largest integer, such that they broadcast against the weight."""
+        """Returns the smallest and the largest integer, shaped to broadcast against the weight."""
         return numerics.weight_ends(weight, self.spec, self.fixed_zero_point)
 
     @torch.no_grad()
     def times(self, weight: Tensor, factors: Tensor) -> Tensor:
-        """Returns a weight of per-channel scales with its output channels multiplied by `factors` [out].
+        """Returns a weight with per-channel scales whose output channels are multiplied by `factors` [out].
 
-        What was fixed moves with it: the integers stay, but for their sign.
+        A frozen scale is multiplied too: the integers stay the same except for their sign.
         """
         rows = along(factors, 0, weight.ndim)
         if self.fixed_scale is None:
             return weight * rows
-        if not self.spec.any_scale:  # the products are none: what was fixed is rounded again
+        if not self.spec.any_scale:  # the products are not of that type, so frozen values are rounded again
             weight = self._shipped(weight, self.fixed_scale) * rows
             self.fixed_scale = self.fixed_zero_point = self.rounding = None
             return weight
         steps = self._steps(weight, self._spread(self.fixed_scale, weight))
         factors = along(factors, 0, self.fixed_scale.ndim)
         scale, zero = (self.fixed_scale * factors.abs()).clamp(min=numerics.MIN_SCALE), self.fixed_zero_point
-        if zero is not None:  # turned round, the range begins where it ended
+        if zero is not None:  # a reversed range begins where it ended
             zero = torch.where(factors < 0, self.spec.quant_min + self.spec.quant_max - zero, zero)
         self.fix(scale, zero_point=zero)
         return steps * self._spread(scale, weight) * rows.sign()
@@ -281,19 +289,21 @@ class WeightFakeQuantize(Quantizer):
         self._clips = self.frozen or not self.spec.any_scale or bool((self.clip < 1).any())
 
     def wanted_scale(self, weight: Tensor) -> Tensor:
-        """The scales before alignment: `clip` times the scale at which the whole weight is in range."""
+        """Returns the scales before alignment: `clip` times the scale at which the whole weight is in range."""
         return numerics.weight_scale(weight, self.spec) * self.clip
 
     def unbounded(self, weight: Tensor) -> Tensor:
-        """Returns the scales of the weight alone, as a file can hold them."""
+        """Returns the scales before bounds and alignment, as a file can hold them."""
         wanted = self.wanted_scale(weight)
         if not self.spec.any_scale:
             wanted = scale_types.weight_scale(weight, wanted, self.spec, self.ends(weight))
         return held(wanted, self.spec)
 
     def scale(self, weight: Tensor) -> Tensor:
-        """The scales, of the shape of `clip`. Between two quantized tensors they are at most 1 % above those that are
-        wanted, such that the requantization has no near-ties (`qatkit.graph.scales.align`).
+        """Returns the scales, in the shape of `clip`.
+
+        Between two quantized tensors they are at most 1 % above the wanted scales, so that the requantization
+        has no near-ties (`qatkit.graph.scales.align`).
         """
         if self.fixed_scale is not None:
             return self.bounded(self.fixed_scale)
@@ -311,7 +321,7 @@ class WeightFakeQuantize(Quantizer):
         return (numerics.odd_fraction(scale / per_step, up=True) * per_step).to(scale.dtype)
 
     def forward(self, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias [out] as they will ship."""
+        """Returns weight and bias [out] with the values that the file will hold."""
         if not self.enabled:
             return weight, bias if bias is None or self.bias_shift is None else bias - self.bias_shift
         scale = self.scale(weight)
@@ -319,56 +329,57 @@ class WeightFakeQuantize(Quantizer):
         if bias is not None and source is not None:
             bias = rounded_bias(bias, self._by_outputs(scale) * source.scale, self.spec, self._bias_shift)
         rounded = self.rounded(weight, scale)
-        if self.oscillation is not None:  # what is frozen follows its scale alone
+        if self.oscillation is not None:  # a frozen weight only follows its scale
             spread = self._spread(self.trained(scale, weight), weight)
             whole = numerics.clamped(self.oscillation.whole, self.ends(weight))
             rounded = torch.where(self.oscillation.frozen, whole * spread, rounded)
-            if self.spec.guards_pairs:  # beside what is frozen others may not round as they would
+            if self.spec.guards_pairs:  # next to frozen weights others may have to round differently
                 rounded = rounded + (self._shipped(weight, scale) - rounded).detach()
         return rounded, bias
 
     def trained(self, scale: Tensor, weight: Tensor) -> Tensor:
-        """`scale` with the gradient that trains it; here it follows the weight, and has none."""
+        """Returns `scale` with the gradient that trains it; here the scale follows the weight and has none."""
         return scale
 
     def rounded(self, weight: Tensor, scale: Tensor) -> Tensor:
-        """The weight on whole steps of `scale`, with the gradient that trains it."""
+        """Returns the weight rounded to whole steps of `scale`, with the gradient that trains it."""
         given, ends = weight, self.ends(weight)
         if self._clips:
             weight = numerics.clamped(weight, self._reach(scale, weight))
-        # Of the weight as it is: floor of one at the range's end may be a step below. Pairs of a scale that is not the
-        # weight's own may have to be moved.
+        # Takes the weight before clipping, since the floor of one at the range's end may be a step below.
+        # With a scale
+        # that is not the weight's own, pairs may have to be moved.
         if self.rounding is not None or (self._clips and self.spec.guards_pairs):
             return weight + (self._shipped(given, scale) - weight).detach()
         return numerics.fake_quantize_weight(weight, scale, self.spec, ends)
 
     def _reach(self, scale: Tensor, weight: Tensor) -> numerics.Ends:
-        """The values at which the weight is clipped."""
+        """Returns the values at which the weight is clipped."""
         spread, (low, high) = self._spread(scale, weight), self.ends(weight)
         return low * spread, high * spread
 
     def _shipped(self, weight: Tensor, scale: Tensor) -> Tensor:
-        """The values of `weight` in the file, without a gradient."""
+        """Returns the values of `weight` in the file, without a gradient."""
         spread = self._spread(scale, weight)
         return self._steps(weight, spread) * spread
 
     @torch.no_grad()
     def whole(self, weight: Tensor) -> Tensor:
-        """The integers of `weight` as they are now, in float, of its shape."""
+        """Returns the current integers of `weight`, in float, in its shape."""
         return self._steps(weight, self._spread(self.scale(weight), weight))
 
     def dampening(self, weight: Tensor) -> Tensor:
-        """Σ (ŵ - w)² over the weights that are not clipped, ŵ what they are rounded to, without gradient; rank 0."""
+        """Returns Σ (ŵ - w)² over the weights that are not clipped, ŵ being w rounded, without gradient; rank 0."""
         scale = self.scale(weight)
         target = self._shipped(weight, scale).detach()
         return (target - numerics.clamped(weight, self._reach(scale, weight))).square().sum()
 
     def _spread(self, scale: Tensor, weight: Tensor) -> Tensor:
-        """`scale` such that it broadcasts against the weight."""
+        """Returns `scale` shaped to broadcast against the weight."""
         return self.spec.granularity.spread(scale, weight.shape)
 
     def _by_outputs(self, scale: Tensor) -> Tensor:
-        """`scale`, [] or [out], as the steps of an int32 bias need it."""
+        """Returns `scale`, [] or [out], as a quantized bias needs it; raises ValueError for blocks."""
         if isinstance(self.spec.granularity, PerBlock):
             allowed = (
                 "per_tensor or per_channel where a bias is quantized, which has one scale per output channel"
@@ -377,7 +388,7 @@ class WeightFakeQuantize(Quantizer):
         return scale
 
     def _steps(self, weight: Tensor, spread: Tensor) -> Tensor:
-        """Whole numbers, in float, of `weight` over scales that broadcast against it."""
+        """Returns the integers, in float, of `weight` over scales that broadcast against it."""
         steps, ends = weight.detach() / spread, self.ends(weight)
         if self.rounding is None and self.oscillation is None:
             return self._nearest(steps, ends)
@@ -388,17 +399,17 @@ class WeightFakeQuantize(Quantizer):
         return fitted(rounded, steps) if self.spec.guards_pairs else rounded
 
     def _nearest(self, steps: Tensor, ends: numerics.Ends) -> Tensor:
-        """Whole numbers, in float, that are nearest to `steps` and in range."""
+        """Returns the integers in range, in float, that are nearest to `steps`."""
         rounded = numerics.clamped(torch.round(steps), ends)
         return fitted(rounded, steps) if self.spec.guards_pairs else rounded
 
     @torch.no_grad()
     def integers(self, weight: Tensor, bias: Tensor | None, input_scale: Tensor) -> Integers:
-        """What the file will hold of a float weight and bias [out].
+        """Returns the integers that the file will hold for a float weight and bias [out].
 
         Args:
-            weight, bias: as inference uses them, a BatchNorm folded in.
-            input_scale: of the operator's input, [].
+            weight, bias: as inference uses them, with a BatchNorm folded in.
+            input_scale: scale [] of the operator's input.
         """
         scale, raised, lost = self.scale(weight), None, 0.0
         if bias is not None:
@@ -414,7 +425,7 @@ class WeightFakeQuantize(Quantizer):
             whole[rows] = (steps + zeros).to(whole.dtype)
         if bias is not None and raised is not None:
             spread = granularity.spread(scale, weight.shape)
-            steps = self._nearest(weight / spread, self.ends(weight))  # what was found is of another scale
+            steps = self._nearest(weight / spread, self.ends(weight))  # frozen rounding is of another scale
             found = (steps + granularity.spread(zero, weight.shape)).to(whole.dtype)
             whole = torch.where(along(raised, 0, weight.ndim), found, whole)
             errors = (steps * spread - weight).abs().flatten(1).sum(1) * input_scale
@@ -434,12 +445,12 @@ def _floor(steps: Tensor, ends: numerics.Ends) -> Tensor:
 
 @dataclass(frozen=True)
 class Quantizers:
-    """What `prepare_qat` makes the quantizers with.
+    """The factories with which `prepare_qat` creates observers and quantizers.
 
     Attributes:
-        observer: makes the observer of each activation.
-        activation: from spec, observer (None: `bounds` is the range) and bounds.
-        weight: from spec and the shape of the weight.
+        observer: creates the observer of each activation.
+        activation: creates a quantizer from spec, observer (None: `bounds` is the range) and bounds.
+        weight: creates a quantizer from spec and the shape of the weight.
     """
 
     observer: Callable[[], Observer] = MovingAverageMinMaxObserver

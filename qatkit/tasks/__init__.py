@@ -1,11 +1,11 @@
-"""What a model is for: its loss, its metrics, what it decides. The rest of qatkit asks the task and knows no other.
+"""Tasks: the loss, the metrics and the decisions of a model; the rest of qatkit knows them only through `Task`.
 
 base.py             `Task`, which a task of your own derives from
 drawing.py          `Drawing`: how the report shows samples of a task
 class_maps.py       the drawing of segmentation
-logits.py           what tasks share whose models give logits of classes
-vectors.py          what tasks share whose models give vectors
-influence.py        what tasks share whose metric is no mean over samples
+logits.py           base class of tasks whose models return logits of classes
+vectors.py          base class of tasks whose models return vectors
+influence.py        base class of tasks whose metric is not a mean over samples
 classification.py   one of a number of classes
 causal_lm.py        the next token of a text
 text_classification.py  one of a number of classes for a text or a pair of texts
@@ -16,7 +16,7 @@ embedding.py        vectors of samples with class labels, by their nearest neigh
 regression.py       numbers for a sample
 detection.py        boxes of objects; average_precision.py counts which are right, drawn_boxes.py draws them
 outputs.py          outputs of any meaning, compared with the float model's
-decisions/          what two such outputs have the same where they agree
+decisions/          rules by which two such outputs agree
 
 A task is named by `task`: one of `TASKS`, or the dotted path of a class derived from `Task`.
 """
@@ -56,7 +56,7 @@ def dotted(name: str) -> str:
     """Returns the dotted path that a value of `task` stands for.
 
     Raises:
-        ConfigError: no task of ours, and no dotted path.
+        ConfigError: `name` is neither a built-in task nor a dotted path.
     """
     return dotted_path(present_task(name), TASKS, "task", "qatkit.tasks.base.Task")
 
@@ -65,12 +65,12 @@ def task_of(name: str, decision: str = AUTO) -> Task:
     """Returns the task that a value of `task` names.
 
     Args:
-        name: of the task.
+        name: name of the task.
         decision: a value of `verify.decision`.
 
     Raises:
-        ConfigError: as `dotted`, a path that leads to no `Task`, or to one that does not implement it, or a decision
-            for a task that has its own.
+        ConfigError: as for `dotted`; the path leads to no implemented `Task`; or `decision` is given for a
+            task that has its own.
     """
     task = _task_of(name)
     if decision == AUTO:

@@ -1,4 +1,4 @@
-"""One class of several for each recording: logits [N, classes] against labels [N].
+"""The task of classifying recordings: logits [N, classes] against labels [N].
 
 samples [T] ── features ── model ──> logits [N, classes] ── argmax ──> class
 """
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class AudioClassification(Classification):
-    """Cross entropy, top-1 and top-5, agreement by the largest logit."""
+    """Classification of recordings, with cross entropy, top-1 and top-5; agreement by the largest logit."""
 
     names = TaskNames(
         "audio_classification", "audio classification", (TOP1, TOP5), "top-1", "logits", samples="recordings"

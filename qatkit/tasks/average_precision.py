@@ -1,11 +1,11 @@
-"""Average precision of detectors: detections of a picture against its labelled boxes, and what all pictures add up to.
+"""Average precision of detectors, from detections and labelled boxes of all pictures.
 
     rows of a picture ── detections ──> boxes by score ── matched ──> a row of values ── precisions ──> AP by class
 
-The protocol is COCO's: at most 100 detections a picture, matched in the order of their scores to the labelled box of
-their class that they overlap most, at ten thresholds of overlap; the precision at a recall is the best one at that
-recall or a higher one, its mean is over 101 recalls. Labelled boxes that are ignored (difficult ones, crowds) make what
-they match neither right nor wrong.
+The protocol is COCO's. At most 100 detections per picture are matched, in the order of their scores, to the
+labelled box of their class that they overlap most, at ten thresholds of overlap. The precision at a recall is
+the best one at that recall or a higher one, and its mean is over 101 recalls. Detections that match ignored
+boxes (difficult ones, crowds) count neither as right nor as wrong.
 
 Source: Lin et al., "Microsoft COCO: Common Objects in Context", 2014, and the code of pycocotools.
 """
@@ -24,9 +24,9 @@ OVERLAPS = np.arange(50, 100, 5) / 100  # at which a detection is right
 DETECTIONS = 100  # of a picture, at most
 LEAST_SCORE = 0.01
 MOST_OVERLAP = 0.6  # of two detections of a class
-# Of a labelled box: one that does not count; a group, which any number of detections match.
+# Flags of a labelled box: it does not count; it is a group, which any number of detections may match.
 IGNORED, CROWD = 1, 2
-# Of a detection's values; of a class the number of its boxes is the first.
+# Columns of a detection's values; in the row of a class, the first is the number of its boxes.
 CLASS, SCORE, RIGHT, LEFT_OUT, OVERLAP = range(5)
 _BINS = 400  # of scores, of histograms
 _CANDIDATES = 500  # detections of a picture before suppression
@@ -36,7 +36,7 @@ _RECALLS = np.linspace(0, 1, 101)
 def detections(
     rows: Array, least: float = LEAST_SCORE, most: float = MOST_OVERLAP, count: int = DETECTIONS
 ) -> Boxes:
-    """Returns the boxes of a picture that non-maximum suppression within each class leaves, best first.
+    """Returns the boxes of a picture after non-maximum suppression within each class, best first.
 
     Args:
         rows: corners and the score of each class, [boxes, 4 + classes].
@@ -60,16 +60,16 @@ def detections(
 
 
 def picture_values(found: Boxes, truth: Array, classes: int) -> Array:
-    """Returns what a picture contributes, [DETECTIONS + classes, 5].
+    """Returns the contribution of a picture, [DETECTIONS + classes, 5].
 
-    A detection's row has its class, its score, the thresholds at which it is right and those at which it is left out
-    (a bit each), and its overlap with the box that it matches at the lowest one; -1 is no detection's class. A class's
-    row begins with the number of its labelled boxes.
+    A detection's row holds its class, its score, the thresholds at which it is right and those at which it is
+    left out (one bit each), and its overlap with the box that it matches at the lowest threshold. Class -1
+    marks an unused row. A class's row begins with the number of its labelled boxes.
 
     Args:
         found: by descending score.
         truth: labelled boxes, [n, 6]: class, corners, and 0, `IGNORED` or `CROWD`; rows of class -1 are none.
-        classes: how many there are.
+        classes: number of classes.
     """
     values = np.zeros((DETECTIONS + classes, 5))
     values[:DETECTIONS, CLASS] = -1
@@ -84,9 +84,9 @@ def picture_values(found: Boxes, truth: Array, classes: int) -> Array:
 
 
 def _matched(corners: Array, truth: Array) -> Array:
-    """[detections, 3] of one class, best first: the bits of right and of left out, and the overlap."""
+    """Returns [detections, 3] for one class, best first: bits of right, bits of left out, and the overlap."""
     found = np.zeros((len(corners), 3))
-    truth = truth[np.argsort(truth[:, 5] > 0, kind="stable")]  # those that count first
+    truth = truth[np.argsort(truth[:, 5] > 0, kind="stable")]  # counted boxes first
     near, ignored, crowd = _overlaps(corners, truth), truth[:, 5] > 0, truth[:, 5] == CROWD
     for bit, least in enumerate(OVERLAPS):
         free = np.ones(len(truth), np.bool_)
@@ -102,7 +102,7 @@ def _matched(corners: Array, truth: Array) -> Array:
 
 
 def _best(row: Array, free: Array, ignored: Array, least: float) -> int | None:
-    """The free box that is overlapped most, of those that count where one of them is overlapped enough."""
+    """Returns the free box that is overlapped most and enough: a counted one if possible, else an ignored one."""
     for those in (free & ~ignored, free & ignored):
         near = np.where(those, row, -1.0)
         if len(near) and near.max() >= least:
@@ -111,7 +111,7 @@ def _best(row: Array, free: Array, ignored: Array, least: float) -> int | None:
 
 
 def _overlaps(corners: Array, truth: Array) -> Array:
-    """[detections, boxes]; with a crowd the share of the detection that lies in it."""
+    """Returns overlaps [detections, boxes]; for a crowd, the share of the detection that lies in it."""
     near = overlap(corners, truth[:, 1:5])
     low = np.maximum(corners[:, None, :2], truth[None, :, 1:3])
     high = np.minimum(corners[:, None, 2:], truth[None, :, 3:5])
@@ -121,8 +121,9 @@ def _overlaps(corners: Array, truth: Array) -> Array:
 
 
 def precisions(values: Array) -> Array:
-    """Returns the average precision of each class at each threshold, [classes, thresholds]; NaN of a class without
-    labelled boxes.
+    """Returns the average precision of each class at each threshold, [classes, thresholds].
+
+    It is NaN for a class without labelled boxes.
 
     Args:
         values: of pictures, [N, DETECTIONS + classes, 5].
@@ -139,7 +140,7 @@ def precisions(values: Array) -> Array:
 
 
 def _average(rows: Array, count: float) -> Array:
-    """The average precision at each threshold, from the detections of a class, best first."""
+    """Returns the average precision at each threshold, from the detections of a class, best first."""
     bits = 1 << np.arange(len(OVERLAPS))
     right, left_out = ((rows[:, column, None].astype(np.int64) & bits) > 0 for column in (RIGHT, LEFT_OUT))
     hits, misses = right.cumsum(0), (~right & ~left_out).cumsum(0)
@@ -160,8 +161,9 @@ def mean_precision(found: Array) -> float:
 
 
 def histograms(values: Array) -> Array:
-    """Returns sums that can be added, [classes, 1 + 2 thresholds, bins]: labelled boxes in the first place; right and
-    wrong detections by score.
+    """Returns additive counts [classes, 1 + 2 thresholds, bins].
+
+    They are the labelled boxes, in the first place, and the right and wrong detections by score.
     """
     boxes, thresholds = values[:, DETECTIONS:, 0].sum(0), len(OVERLAPS)
     found = np.zeros((len(boxes), 1 + 2 * thresholds, _BINS))
@@ -178,7 +180,7 @@ def histograms(values: Array) -> Array:
 
 
 def mean_of_histograms(counts: Array) -> float:
-    """Returns the mean average precision of sums of `histograms`, in percent, exact but for the width of a bin."""
+    """Returns the mean average precision of sums of `histograms`, in percent, exact up to the width of a bin."""
     thresholds, averages = len(OVERLAPS), list[float]()
     for of_class in counts:
         boxes = of_class[0, 0]

@@ -1,17 +1,17 @@
-"""What a task is: all that data, training, verification and reports need to know of what a model is for.
+"""The interface of tasks, which tells data, training, verification and reports the purpose of a model.
 
-    data      target, group, collate, augmentations     what an item's target is, and how a batch is made of them
-              of_data                                   what the task learns of all targets
-    model     width, fits                               what the model has to give
-    training  loss, distillation, total, figure         what is minimized, and the figure of an epoch
-    judging   values, meter, decision, divergence       how good a file is, image by image, and how near to float
-    report    names, drawing                            what all of it is called, and how samples are drawn
+    data      target, group, collate, augmentations     the target of an item, and batches of targets
+              of_data                                   statistics of all targets
+    model     width, fits                               the required outputs of the model
+    training  loss, distillation, total, figure         the loss to minimize, and the figure of an epoch
+    judging   values, meter, decision, divergence       quality of a file per image, and distance from float
+    report    names, drawing                            names of all these, and drawings of samples
 
-A task is one class in one file. It has to say `names`, `loss`, `values` and `decision`; the rest has defaults, which
-suit a task whose main metric is the mean of a value for each image. Outputs are the model's first output, or what
-`joined` makes of all of them. Methods of training get tensors and may import torch; the others get NumPy arrays, since
-reports and verification have no torch. The command line reads a task by its name, so both are imported by what
-computes.
+A task is one class in one file. It has to define `names`, `loss`, `values` and `decision`. The other methods
+have defaults, which suit a task whose main metric is the mean of one value per image. Outputs are the model's
+first output, or the result of `joined` for all of them. Methods for training get tensors and may import
+torch. The others get NumPy arrays, since reports and verification do not depend on torch. The command line
+reads tasks by name, so torch and NumPy are imported only inside the methods that compute.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
 
     Array = NDArray[Any]
 
-NO_TARGET = -1  # the target of an image that has none
+NO_TARGET = -1  # the target of an image without one
 AUXILIARY_WEIGHT = 0.3
 
 
 class Meter(Protocol):
-    """A metric that streams: it takes batches and keeps sums.
+    """A streaming metric, which takes batches and keeps sums.
 
     Attributes:
-        images: seen so far.
+        images: number of images seen so far.
     """
 
     images: int
@@ -54,16 +54,16 @@ class Meter(Protocol):
 
 
 class Agreement(ABC):
-    """Adds up, batch by batch, how far two models decide the same."""
+    """A count, batch by batch, of how often two models decide the same."""
 
     @abstractmethod
     def add(self, exact: Array, found: Array) -> None:
-        """Takes the outputs of both for one batch, as `Task.joined` gives them."""
+        """Takes the outputs of both models for one batch, as returned by `Task.joined`."""
 
     @property
     @abstractmethod
     def share(self) -> float:
-        """The share of what was compared that is decided the same, 0..1."""
+        """The share of decisions that are the same, 0..1."""
 
     @property
     def remark(self) -> str:
@@ -72,22 +72,22 @@ class Agreement(ABC):
 
     @property
     def doubt(self) -> str:
-        """The reason why the share is meaningless, as a clause; "" where it is not."""
+        """The reason why the share is meaningless, as a clause; "" if it is meaningful."""
         return ""
 
 
 class Task(ABC):
-    """What a model is for. A class without arguments.
+    """The base class of tasks; a task takes no arguments.
 
     Attributes:
-        names: what metrics, decisions and outputs are called; the first metric decides.
-        augmentations: the values of `data.augment` that leave the targets true; None: all of them.
-        maps: whether targets are maps of labels, which go the way of their images: a target stands for the map that
-            the dataset's `label_map(target)` returns, and a batch of them is int64 [N, height, width].
-        boxes: whether targets are boxes in pixels of their images, which go the way of these: a batch of them is
+        names: names of metrics, decisions and outputs; the first metric decides.
+        augmentations: the values of `data.augment` that keep the targets valid; None: all of them.
+        maps: targets are maps of labels, which are transformed like their images: a target stands for the map
+            that the dataset's `label_map(target)` returns, and a batch of them is int64 [N, height, width].
+        boxes: targets are boxes in pixels of their images and are transformed with these: a batch of them is
             float32 [N, n, 6] (`qatkit.data.box_targets`).
-        every_output: whether distillation is over all outputs of a model, or over its first one alone.
-        auxiliary: names of outputs that are for training alone where a model has them beside "out".
+        every_output: distillation covers all outputs of a model, not only the first one.
+        auxiliary: names of outputs that are only for training, in models that have them in addition to "out".
     """
 
     names: ClassVar[TaskNames]
@@ -99,15 +99,15 @@ class Task(ABC):
 
     @abstractmethod
     def loss(self, output: Tensor, targets: Tensor, schedule: ScheduleConfig) -> Tensor:
-        """Returns what training minimizes, a scalar: the mean over a batch of outputs [N, ...]."""
+        """Returns the training loss, a scalar: the mean over a batch of outputs [N, ...]."""
 
     @abstractmethod
     def values(self, outputs: Array, targets: Any) -> Array:
-        """Returns what each image contributes to the main metric, [N]; models are compared image by image with it."""
+        """Returns the contribution of each image to the main metric, [N], with which models are compared per image."""
 
     @abstractmethod
     def decision(self, outputs: Array) -> Array:
-        """Returns what the outputs decide, integers or booleans [N, ...]: what "the same as float" compares."""
+        """Returns the decisions of the outputs, integers or booleans [N, ...], compared for "the same as float"."""
 
     def agree(self, exact: Array, found: Array) -> Array:
         """Returns where two models decide the same, booleans [N, ...]; by default where their decisions are equal."""
@@ -115,39 +115,40 @@ class Task(ABC):
 
     @property
     def rule(self) -> Callable[[Array], Array] | Alike | None:
-        """How `qatkit_verify.compare` tells whether two ways to compute an output agree; None: by its class axis."""
+        """The rule by which `qatkit_verify.compare` tells whether two outputs agree; None: by the class axis."""
         return self.decision
 
     def agreement(self) -> Agreement:
-        """Returns a fresh count of `agree`, which is the figure of reports: by default the share of decisions."""
+        """Returns a new count of `agree`, the figure in reports: by default the share of equal decisions."""
         return Agreed(self.agree)
 
     def joined(self, outputs: Sequence[Array]) -> Array:
-        """Returns what of all outputs of a model is judged, float32 [N, ...]; by default the first one."""
+        """Returns the outputs to judge, float32 [N, ...], from all outputs of a model; by default the first one."""
         import numpy as np
 
         return np.asarray(outputs[0], np.float32)
 
     def answers(self, outputs: Array) -> Array:
-        """Returns targets that a teacher's outputs stand for where there are none; by default its decisions."""
+        """Returns targets derived from a teacher's outputs, for data without targets; by default its decisions."""
         return self.decision(outputs)
 
     def of_data(self, targets: Sequence[Any]) -> Task:
-        """Returns the task for a data set with these training targets: by default itself. One that judges by the spread
-        of the targets learns it here.
+        """Returns the task for a data set with these training targets; by default itself.
+
+        A task that judges by the spread of the targets computes it here.
         """
         return self
 
     def suited(self, outputs: Sequence[Array], names: Sequence[str], samples: int) -> Task:
-        """Returns the task for a model that gives such outputs; by default itself.
+        """Returns the task for a model with such outputs; by default itself.
 
         Args:
-            outputs: all of them, of one batch.
-            names: of the outputs.
-            samples: in the batch.
+            outputs: all outputs of one batch.
+            names: names of the outputs.
+            samples: number of samples in the batch.
 
         Raises:
-            ConfigError: its decision does not fit them.
+            ConfigError: the decision does not fit the outputs.
         """
         return self
 
@@ -155,31 +156,31 @@ class Task(ABC):
         """Returns the task for the training of a model; by default itself.
 
         Args:
-            model: the float model, before anything is done to it.
+            model: the float model, before any change to it.
         """
         return self
 
     @property
     def untrainable(self) -> str:
-        """The reason why the model of `of_model` can't be trained on targets, as what is expected; "" where it can."""
+        """The model that training on targets requires, as an expectation; "" if the model of `of_model` fits."""
         return ""
 
     def trained(self, outputs: Sequence[Tensor]) -> Tensor:
-        """Returns what of all outputs of a model `loss`, `distillation` and `total` take; by default the first one."""
+        """Returns the input of `loss`, `distillation` and `total` from all outputs; by default the first one."""
         return outputs[0]
 
     def whole_loss(
         self, output: Tensor, auxiliary: Sequence[Tensor], targets: Tensor, schedule: ScheduleConfig
     ) -> Tensor:
-        """Returns what a step minimizes: by default `loss`, and that of each auxiliary output at a weight of 0.3.
+        """Returns the loss of a step: by default `loss`, plus that of each auxiliary output with a weight of 0.3.
 
         Source of the weight: Szegedy et al., "Going deeper with convolutions", 2015, section 5.
 
         Args:
-            output: as `trained` gives it.
-            auxiliary: the outputs that a model has for training alone.
-            targets: of the batch.
-            schedule: of the training.
+            output: the result of `trained`.
+            auxiliary: the model's outputs that are only for training.
+            targets: targets of the batch.
+            schedule: settings of the training.
         """
         loss = self.loss(output, targets, schedule)
         for head in auxiliary:
@@ -187,14 +188,15 @@ class Task(ABC):
         return loss
 
     def distillation(self, output: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-        """Returns how far outputs are from those of a teacher, a scalar: by default the mean squared error."""
+        """Returns the distance of outputs from those of a teacher, a scalar: by default the mean squared error."""
         from torch.nn import functional as F
 
         return F.mse_loss(output.float(), teacher.float())
 
     def total(self, output: Tensor, targets: Tensor) -> Tensor:
-        """Returns the sum of `values` over a batch, a scalar or what else `figure` takes, on the device of `output`,
-        without waiting for it if possible; sums of batches and processes are added.
+        """Returns the sum of `values` over a batch, a scalar or another input of `figure`, on the device of `output`.
+
+        It avoids waiting for the device if possible. Sums of batches and processes are added.
         """
         import torch
 
@@ -202,53 +204,57 @@ class Task(ABC):
         return torch.tensor(float(values.sum()), dtype=torch.float64, device=output.device)
 
     def figure(self, total: Any, images: int) -> Any:
-        """Returns the main metric of a sum of `values` over so many images: by default their mean."""
+        """Returns the main metric from a sum of `values` over `images` images: by default their mean."""
         return total / images
 
     def mean(self, values: Array) -> float:
-        """Returns the main metric of the `values` of all images."""
+        """Returns the main metric from the `values` of all images."""
         return float(self.figure(float(values.mean(dtype="float64")), 1))
 
     def meter(self) -> Meter:
-        """Returns a fresh meter of the metrics in `names`; by default of the first one alone."""
+        """Returns a new meter of the metrics in `names`; by default only of the first one."""
         return MeanMeter(self)
 
     def divergence(self, exact: Array, found: Array) -> float | None:
-        """Returns the divergence of outputs [rows, values] from the exact ones, summed over rows, in nats; None for
-        outputs that are no distribution.
+        """Returns the divergence of outputs [rows, values] from the exact ones, summed over rows, in nats.
+
+        None for outputs that are not a distribution.
         """
         return None
 
     def aligned(self, exact: Sequence[Array], found: Sequence[Array]) -> Sequence[Array]:
-        """Returns `found`, the same outputs computed in another way, with its rows in the order of those of `exact`;
-        by default unchanged.
+        """Returns `found` with its rows in the order of those of `exact`; by default unchanged.
+
+        `found` are the same outputs, computed in another way.
         """
         return found
 
     def power(self, outputs: Array) -> float:
-        """Returns the mean square of what matters in the outputs [N, ...] of all images, of which errors are shares: by
-        default of their deviations from the mean image's.
+        """Returns the mean square of the outputs [N, ...] of all images, to which errors are relative.
+
+        By default it is that of the deviations from the mean over images.
         """
         return float(((outputs - outputs.mean(0)) ** 2).mean())
 
     def errors(self, exact: Array, found: Array) -> Array:
-        """Returns the mean squared error of each image's outputs [N, ...], [N], as `power` counts it."""
+        """Returns the mean squared error [N] of each image's outputs [N, ...], in the terms of `power`."""
         squares: Array = ((found - exact) ** 2).reshape(len(exact), -1).mean(1)
         return squares
 
     def noise(self, first: Array, second: Array) -> float:
-        """Returns the standard error of the difference of two models in the main metric, from the `values` of both."""
+        """Returns the standard error of the difference of two models in the main metric, from both `values`."""
         return math.sqrt(float(((first.astype("float64") - second) ** 2).sum())) / len(first)
 
     def spread(self, score: float, images: int, values: Array | None) -> float:
-        """Returns the standard error of the main metric `score` on so many images with these `values`, if known."""
+        """Returns the standard error of the main metric `score` on `images` images with `values`, if known."""
         if values is None:
             return 0.0
         return float(values.astype("float64").std()) / math.sqrt(images)
 
     def worse(self, first: Array, second: Array, sure: float) -> str:
-        """Returns in words how much worse the `values` of the second model are; "" where they are no worse by `sure`
-        standard errors.
+        """Returns a phrase that says how much worse the second model's `values` are.
+
+        It is "" if they are not worse by `sure` standard errors.
         """
         difference = second.astype("float64") - first
         lost = float(-difference.sum() if self.names.main.higher_is_better else difference.sum())
@@ -257,18 +263,18 @@ class Task(ABC):
         return f"loses {lost / len(first):.3g} {self.names.main.points}".rstrip()
 
     def drawing(self) -> Drawing | None:
-        """Returns how the report draws a few test samples; by default it draws none."""
+        """Returns the drawing of test samples in the report; by default None: it draws none."""
         return None
 
     def labelled(self, classes: Sequence[str], targets: Sequence[Any]) -> bool:
-        """Returns whether images have targets: by default unless all of them are `NO_TARGET`."""
+        """Returns whether images have targets: by default true unless all targets are `NO_TARGET`."""
         return any(not isinstance(one, int) or one != NO_TARGET for one in targets)
 
     def target(self, value: Any) -> Any:
         """Returns an image's target as plain Python; by default a number.
 
         Raises:
-            TypeError, ValueError: it is none; the message ends "targets must be ...".
+            TypeError, ValueError: it is not a target; the message ends "targets must be ...".
         """
         if isinstance(value, int):
             return value
@@ -278,11 +284,11 @@ class Task(ABC):
             raise TypeError("targets must be numbers") from error
 
     def check_targets(self, part: str, classes: Sequence[str], targets: Sequence[Any]) -> str:
-        """Returns what is wrong with all targets of a split ("train" or "test"), in words; "" for nothing."""
+        """Returns a description of what is wrong with the targets of a split ("train" or "test"); "" if nothing is."""
         return ""
 
     def group(self, target: Any) -> Hashable:
-        """Returns the group of a target: choices of images are balanced over groups. By default there is one."""
+        """Returns the group of a target, over which choices of images are balanced; by default there is one group."""
         return 0
 
     def collate(self, targets: Sequence[Any]) -> Tensor:
@@ -292,26 +298,27 @@ class Task(ABC):
         return torch.tensor(targets, dtype=torch.float32)
 
     def width(self, classes: Sequence[str]) -> int | None:
-        """Returns how many values a model gives for each image, which its builder gets as `num_classes`; None: the
-        model knows.
+        """Returns the number of values per image, which the model's builder gets as `num_classes`.
+
+        None means that the model knows it.
         """
         return None
 
     def width_of(self, shape: Sequence[int]) -> int | None:
-        """Returns the width of outputs of a shape; None where it is unknown."""
+        """Returns the width of outputs of this shape; None where it is unknown."""
         return int(shape[1]) if len(shape) == 2 else None
 
     def fits(self, shape: Sequence[int], images: int, width: int | None) -> bool:
-        """Returns whether outputs for so many images may have this shape; `width` None: it is not known."""
+        """Returns whether outputs for `images` images may have this shape; `width` None: the width is not known."""
         return len(shape) > 0 and shape[0] == images and (width is None or tuple(shape[1:]) == (width,))
 
     def shape_text(self, width: int | None) -> str:
-        """Returns the shape that outputs have, in words."""
+        """Returns the shape of outputs, in words."""
         return "[N, ...]" if width is None else f"[N, {width}]"
 
 
 class Agreed(Agreement):
-    """Counts where decisions are equal.
+    """The share of equal decisions.
 
     Args:
         agree: `Task.agree`.

@@ -1,8 +1,8 @@
-"""The next token of a text: logits [N, T, V] against the tokens [N, T] that the model was called with.
+"""The task of predicting the next token of a text: logits [N, T, V] against the input tokens [N, T].
 
-    tokens   t0 t1 t2 ... ── model ──> logits of t1 t2 t3 ... ── cross entropy ──> nats a token ── exp ──> perplexity
+    tokens   t0 t1 t2 ... ── model ──> logits of t1 t2 t3 ... ── cross entropy ──> nats per token ── exp ──> perplexity
 
-A sample is a window of consecutive tokens; its first token is predicted by nothing and does not count. Models are
+A sample is a window of consecutive tokens; its first token has no prediction and does not count. Models are
 compared window by window, so the standard error of a difference is that of paired windows.
 """
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from qatkit.config.schema import ScheduleConfig
     from qatkit.tasks.base import Array
 
-_LEAST = 2  # tokens of a window: one to go by, one to predict
+_LEAST = 2  # tokens of a window: one as input, one to predict
 
 
 class CausalLM(Logits):
-    """Perplexity and the share of next tokens that are right; agreement by the likeliest next token.
+    """Language modelling, with perplexity and next-token accuracy; agreement by the likeliest next token.
 
-    A target is a window's tokens as the bytes of an int32 array, which takes a seventh of a list's memory. What is
-    judged has the vocabulary on axis 1, [N, V, T], as logits of classes at several places have it.
+    A target holds a window's tokens as the bytes of an int32 array, which takes a seventh of a list's memory.
+    The judged outputs have the vocabulary on axis 1, [N, V, T], like logits of classes at several places.
     """
 
     names = TaskNames(
@@ -58,11 +58,11 @@ class CausalLM(Logits):
         return _cross_entropy(output, targets).double().mean(1).sum()
 
     def figure(self, total: Any, images: int) -> Any:
-        """Returns the perplexity of so many windows whose mean nats a token sum up to `total`."""
+        """Returns the perplexity of `images` windows whose mean nats per token sum up to `total`."""
         return math.e ** (total / images)
 
     def values(self, outputs: Array, targets: Any) -> Array:
-        """Returns the mean nats a token of each window, [N]."""
+        """Returns the mean nats per token of each window, [N]."""
         nats: Array = _nats(outputs, targets).mean(1)
         return nats
 
@@ -124,7 +124,7 @@ class CausalLM(Logits):
 
 
 def _cross_entropy(output: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
-    """Nats of each predicted token, [N, T - 1]."""
+    """Returns the nats of each predicted token, [N, T - 1]."""
     from torch.nn import functional as F
 
     scores = output[:, :-1].float().transpose(1, 2)
@@ -133,7 +133,7 @@ def _cross_entropy(output: Tensor, targets: Tensor, smoothing: float = 0.0) -> T
 
 
 def _nats(outputs: Array, targets: Any) -> Array:
-    """Nats of each predicted token, float64 [N, T - 1], of logits [N, V, T]; one window at a time."""
+    """Returns the nats of each predicted token, float64 [N, T - 1], from logits [N, V, T], window by window."""
     import numpy as np
 
     found = []
@@ -147,7 +147,7 @@ def _nats(outputs: Array, targets: Any) -> Array:
 
 
 class _Meter:
-    """Perplexity and right next tokens, batch by batch.
+    """A meter of perplexity and next-token accuracy, batch by batch.
 
     Attributes:
         images: windows seen so far.

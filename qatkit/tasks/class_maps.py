@@ -1,4 +1,4 @@
-"""Class maps of a segmenter as coloured panels: picture, truth, float, INT8, and where the two differ."""
+"""Drawings of class maps as coloured panels: picture, truth, float, INT8, and the differences of the last two."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _UNLABELLED, _SAME, _OTHER = "#000000", "#d9dee5", "#c01c28"
 
 
 class ClassMaps(Drawing):
-    """The class of each pixel in its colour; black is unlabelled."""
+    """A drawing of the class of each pixel in its colour; black is unlabelled."""
 
     measure = "of the pixels get another class than in float"
 

@@ -1,4 +1,4 @@
-"""One class of several for each image: logits [N, classes] against labels [N]."""
+"""The task of classifying images: logits [N, classes] against labels [N]."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Classification(Logits):
-    """Cross entropy, top-1 and top-5, agreement by the largest logit."""
+    """Classification with cross entropy, top-1 and top-5; agreement by the largest logit."""
 
     names = classification.NAMES
     augmentations: ClassVar[Sequence[str] | None] = None
@@ -30,8 +30,10 @@ class Classification(Logits):
         return F.cross_entropy(output.float(), targets, label_smoothing=schedule.label_smoothing)
 
     def distillation(self, output: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-        """T² times the divergence of the softmaxes at temperature T, mean over the images; logits [N, classes], or
-        [N, classes, ...] with the mean over the places too, as the cross entropy takes it.
+        """Returns T² times the divergence of the softmaxes at temperature T, mean over the images.
+
+        Logits are [N, classes], or [N, classes, ...] with the mean also over the places, as in the cross
+        entropy.
 
         Source: Hinton et al., "Distilling the knowledge in a neural network", 2015.
         """
@@ -59,7 +61,10 @@ class Classification(Logits):
         return classification.Counted()
 
     def noise(self, first: Array, second: Array) -> float:
-        """Of the images that one of the two alone classes rightly; one more, since none of few says little."""
+        """Returns the standard error from the images that only one of the two models classifies correctly.
+
+        One is added to their number, since none out of few images says little.
+        """
         return 100 * math.sqrt(int((first != second).sum()) + 1) / len(first)
 
     def spread(self, score: float, images: int, values: Array | None) -> float:

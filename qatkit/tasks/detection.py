@@ -1,8 +1,8 @@
-"""Boxes of objects: corners [N, boxes, 4] in pixels of the input and scores [N, boxes, classes].
+"""The task of detecting objects: corners [N, boxes, 4] in pixels of the input, scores [N, boxes, classes].
 
-The main metric is COCO's mean average precision (`average_precision.py`). It is no mean over pictures: its standard
-errors are those of the jackknife over groups of pictures. A detector knows its own loss: a model has an attribute
-`criterion`, called with the outputs that it has for training alone and with the labelled boxes
+The main metric is COCO's mean average precision (`average_precision.py`). It is not a mean over pictures, so
+its standard errors come from the jackknife over groups of pictures. A detector defines its own loss: the
+model has an attribute `criterion`, which is called with its training-only outputs and the labelled boxes
 (`qatkit.models.detectors`).
 """
 
@@ -27,19 +27,20 @@ if TYPE_CHECKING:
     from qatkit.tasks.drawing import Drawing
 
 Criterion = Callable[..., Any]
-VALUES = 6  # of a labelled box: class, corners, and whether it is ignored (`average_precision`)
+VALUES = 6  # per labelled box: class, corners, ignored or not (`average_precision`)
 _NEAR = 0.05  # of a side, by which a corner of a box may be off: the step between COCO's thresholds
 _LEAST = 1 / 512  # nearest that a score comes to 0 or 1 in a logarithm: half a step of 8 bits
-_GROUPS = 20  # of pictures, of which one is left out at a time
+_GROUPS = 20  # groups of pictures, of which one is left out at a time
 
 
 class Detection(Task):
-    """Mean average precision, agreement by matched boxes.
+    """Object detection, with mean average precision; agreement by matched boxes.
 
     Args:
-        criterion: of the model that is trained: (outputs for training alone, labelled boxes [N, n, 6]) to a scalar.
-        unordered: whether rows of boxes have no fixed place in the image (`unordered_boxes`), as those of a detector of
-            two stages.
+        criterion: loss of the trained model, from (training-only outputs, labelled boxes [N, n, 6]) to a
+            scalar.
+        unordered: rows of boxes have no fixed place in the image (`unordered_boxes`), as in two-stage
+            detectors.
     """
 
     names = TaskNames(
@@ -97,10 +98,11 @@ class Detection(Task):
         return self.whole_loss(output, (), targets, schedule)
 
     def distillation(self, output: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-        """Returns the divergence of the scores, each a yes or no, plus that of the corners as normal distributions of
-        0.05 of a side, weighted by the teacher's score; over the sum of these scores.
+        """Returns the divergence of scores and corners from the teacher's, over the sum of the teacher's scores.
 
-        Both are quadratic near the teacher, where the gradient is small.
+        Scores are taken as binary decisions. Corners are taken as normal distributions with a deviation of
+        0.05 of a side, weighted by the teacher's score. Both terms are quadratic near the teacher, where the
+        gradient is small.
         """
         import torch
         from torch.nn import functional as F
@@ -122,8 +124,9 @@ class Detection(Task):
         return loss
 
     def total(self, output: Tensor, targets: Tensor) -> Tensor:
-        """Returns labelled boxes and detections by class, threshold and score: sums that can be added, of which
-        `figure` makes an average precision that is exact but for the width of a bin.
+        """Returns additive counts of labelled boxes and detections by class, threshold and score.
+
+        `figure` turns them into an average precision that is exact up to the width of a bin.
         """
         import torch
 
@@ -141,7 +144,7 @@ class Detection(Task):
         return mean_of_histograms(counts)
 
     def values(self, outputs: Array, targets: Any) -> Array:
-        """Returns what each picture contributes, [N, detections + classes, 5] (`average_precision.picture_values`)."""
+        """Returns the contribution of each picture, [N, detections + classes, 5] (`picture_values`)."""
         import numpy as np
 
         from qatkit.tasks.average_precision import detections, picture_values
@@ -201,7 +204,7 @@ class Detection(Task):
         return self._decision.joined(outputs)
 
     def aligned(self, exact: Sequence[Array], found: Sequence[Array]) -> Sequence[Array]:
-        """Returns the found boxes in the order of the exact ones where their rows have no fixed place."""
+        """Returns the found boxes, in the order of the exact ones if their rows have no fixed place."""
         if not self._unordered:
             return found
         import numpy as np
@@ -212,7 +215,7 @@ class Detection(Task):
         return np.split(in_order_of(*(np.concatenate(one, 2) for one in (exact, found))), ends, 2)
 
     def errors(self, exact: Array, found: Array) -> Array:
-        """Returns squared errors of scores, and of boxes as shares of their sides by their scores."""
+        """Returns squared errors of scores, plus those of boxes relative to their sides, weighted by scores."""
         (found,) = self.aligned([exact], [found])
         scores = ((found[..., 4:] - exact[..., 4:]) ** 2).sum(2)
         sides = (exact[..., 2:4] - exact[..., :2]).clip(min=1).prod(2)
@@ -242,8 +245,9 @@ class Detection(Task):
         return bool(classes)
 
     def target(self, value: Any) -> Any:
-        """Returns labelled boxes as a tuple of (class, x1, y1, x2, y2, 0, `IGNORED` or `CROWD`), in pixels of the
-        picture.
+        """Returns labelled boxes as a tuple of (class, x1, y1, x2, y2, flag), in pixels of the picture.
+
+        The flag is 0, `IGNORED` or `CROWD`.
         """
         if value == NO_TARGET:
             return value
@@ -290,7 +294,7 @@ class Detection(Task):
 
 
 class _Meter:
-    """Keeps what each picture contributes, batch by batch.
+    """A meter that keeps the contribution of each picture.
 
     Attributes:
         images: seen so far.
@@ -306,8 +310,9 @@ class _Meter:
         self.images += len(outputs)
 
     def result(self) -> Scores:
-        """Returns the scores of at least one image; of each class its labelled boxes, and its average precision as so
-        many of them.
+        """Returns the scores of at least one image.
+
+        For each class they hold the number of labelled boxes, and its average precision times that number.
         """
         import numpy as np
 

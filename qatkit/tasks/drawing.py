@@ -1,4 +1,4 @@
-"""How a task shows samples in the report: truth, float and INT8 side by side.
+"""Drawings of a task's samples in the report: truth, float and INT8 side by side.
 
     test samples ── differs ──> the few that differ most ── panels ──> report.html
 
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sample:
-    """One test sample, and what both files say of it.
+    """A test sample with the outputs of both files.
 
     Attributes:
-        inputs: what the model is called with, of this sample: an array, or arrays by the names of the inputs.
-        picture: the pixels that `inputs` was made of, uint8 [H, W, 3], as large as the model sees them; None of
-            samples that are no pictures.
-        target: as in a batch, of this sample; None where the data have no targets.
-        exact: outputs of the float file, as `Task.joined` gives them, without the axis of the batch.
-        found: those of the INT8 file.
-        classes: names.
-        label: what the exported file is, in a word or two: "INT8".
-        sound: the preparation of recordings as model.json has it; None of other samples.
+        inputs: the model's input for this sample: an array, or arrays by the names of the inputs.
+        picture: the pixels from which `inputs` was made, uint8 [H, W, 3], in the model's size; None for
+            samples that are not pictures.
+        target: the sample's target, as in a batch; None where the data have no targets.
+        exact: outputs of the float file, as returned by `Task.joined`, without the batch axis.
+        found: outputs of the INT8 file.
+        classes: names of the classes.
+        label: a short name of the exported file, such as "INT8".
+        sound: the preprocessing of recordings, as in model.json; None for other samples.
     """
 
     inputs: Any
@@ -46,11 +46,11 @@ class Sample:
 
 
 class Drawing(ABC):
-    """How samples of a task are drawn. A class without arguments.
+    """The base class of drawings of a task's samples; a drawing takes no arguments.
 
     Attributes:
-        measure: what `differs` is, in words that follow a share: "of the pixels get another class".
-        looked_at: test samples of which the most different ones are drawn, at least.
+        measure: description of `differs`, to follow a share: "of the pixels get another class".
+        looked_at: minimum number of test samples from which the most different ones are drawn.
     """
 
     measure = "of the decisions differ from float"
@@ -58,19 +58,19 @@ class Drawing(ABC):
 
     @abstractmethod
     def differs(self, exact: Array, found: Array) -> Array:
-        """Returns the share in which the outputs [N, ...] of both files differ, [N]; the largest are drawn."""
+        """Returns the share [N] by which the outputs [N, ...] of both files differ; the largest are drawn."""
 
     @abstractmethod
     def panels(self, sample: Sample) -> Sequence[Panel]:
         """Returns the panels of a sample, from left to right."""
 
     def legend(self, classes: Sequence[str]) -> Sequence[tuple[str, str]]:
-        """Returns the name and the colour "#rrggbb" of everything that has one; by default nothing."""
+        """Returns names and colours "#rrggbb" of the legend; by default none."""
         return ()
 
 
 def palette(count: int) -> list[str]:
-    """Returns colours that are easy to tell apart, "#rrggbb": hues in steps of the golden angle, in three shades."""
+    """Returns distinct colours "#rrggbb": hues in steps of the golden angle, in three shades."""
     import colorsys
 
     shades = ((0.62, 0.85), (0.85, 0.6), (0.45, 0.98))

@@ -1,4 +1,4 @@
-"""Boxes of a detector over their picture: truth, float and INT8 side by side."""
+"""Drawings of a detector's boxes on their picture: truth, float and INT8 side by side."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from qatkit.tasks.drawing import Drawing, Sample, palette
 if TYPE_CHECKING:
     from qatkit.tasks.base import Array
 
-_SCORE = 0.3  # of a box that is drawn, as agreement counts them
+_SCORE = 0.3  # of a drawn box, as in agreement
 _SAME = 0.5  # overlap of two boxes that are the same
 
 
 class DrawnBoxes(Drawing):
-    """Boxes above a score of 0.3 in the colours of their classes."""
+    """A drawing of boxes above a score of 0.3 in the colours of their classes."""
 
     measure = "of the boxes of float and INT8 have no match in the other"
 

@@ -1,10 +1,10 @@
-"""Vectors of samples with class labels: the nearest other sample by cosine should be of the same class.
+"""The task of embedding labelled samples: the nearest other sample by cosine should have the same class.
 
     test samples ── model ──> vectors [N, D] ── nearest other one by cosine ──> recall@1
 
-The loss needs no head and no parameters of its own: a softmax over the cosines to the other samples of the batch, of
-which those of the same class are wanted. A batch in which no class occurs twice has nothing to say, and fine-tuning
-learns from the float model alone there (`schedule.distill`).
+The loss needs no head and no parameters of its own: it is a softmax over the cosines to the other samples of
+the batch, which should choose those of the same class. A batch in which no class occurs twice has no loss;
+there fine-tuning only learns from the float model (`schedule.distill`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ROWS = 1024  # samples whose cosines to all others are in memory at a time
 
 
 class Embedding(Vectors, Classification):
-    """Recall@1 among the test samples, each without itself; agreement by the nearest neighbour in float."""
+    """Embedding, with recall@1 among the other test samples; agreement by the nearest neighbour in float."""
 
     names = TaskNames(
         "embedding",
@@ -41,8 +41,9 @@ class Embedding(Vectors, Classification):
     )
 
     def loss(self, output: Tensor, targets: Tensor, schedule: ScheduleConfig) -> Tensor:
-        """Returns the negative logarithm of the probability that a neighbour drawn by the softmax of the cosines is of
-        the same class, mean over the samples that have such a neighbour in the batch.
+        """Returns the negative log-probability that a neighbour drawn by the softmax of cosines has the same class.
+
+        It is the mean over the samples that have such a neighbour in the batch.
 
         Source: Goldberger et al., "Neighbourhood components analysis", 2004; with cosines and a temperature Wu et al.,
         "Improving generalization via scalable neighborhood component analysis", 2018.
@@ -61,20 +62,20 @@ class Embedding(Vectors, Classification):
         return (logits[counted].logsumexp(1) - wanted).mean()
 
     def distillation(self, output: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-        """Returns one less the cosine, mean over the samples."""
+        """Returns 1 minus the cosine, as mean over the samples."""
         from torch.nn import functional as F
 
         return (1 - F.cosine_similarity(output.float(), teacher.float())).mean()
 
     def total(self, output: Tensor, targets: Tensor) -> Tensor:
-        """Returns the samples of a batch whose nearest other one in it is of the same class."""
+        """Returns the number of samples whose nearest other sample in the batch has the same class."""
         import torch
 
         found = _hits(self.values(output.float().cpu().numpy(), targets.cpu().numpy()))
         return torch.tensor(float(found.sum()), dtype=torch.float64, device=output.device)
 
     def values(self, outputs: Array, targets: Any) -> Array:
-        """Returns the vector of each sample, of length 1, and its class, [N, D + 1]."""
+        """Returns each sample's vector, scaled to length 1, and its class, [N, D + 1]."""
         import numpy as np
 
         return np.concatenate([units(outputs), np.asarray(targets, np.float64)[:, None]], 1)
@@ -114,7 +115,7 @@ class Embedding(Vectors, Classification):
 
 
 def _neighbours(vectors: Array) -> Array:
-    """Returns the nearest other row by cosine, [N], of rows of length 1."""
+    """Returns the index of the nearest other row by cosine, [N], for rows of length 1."""
     import numpy as np
 
     found = np.zeros(len(vectors), np.int64)
@@ -127,7 +128,7 @@ def _neighbours(vectors: Array) -> Array:
 
 
 def _hits(values: Array) -> Array:
-    """Returns whether the nearest other sample is of the same class, booleans [N], of `Embedding.values`."""
+    """Returns whether each nearest other sample has the same class, booleans [N], from `Embedding.values`."""
     import numpy as np
 
     labels = values[:, -1]
@@ -138,7 +139,7 @@ def _hits(values: Array) -> Array:
 
 
 class _SameNeighbour(Agreement):
-    """Counts samples whose nearest neighbour is the same one in both models; says how near both are by cosine."""
+    """The share of samples with the same nearest neighbour in both models; it also reports the cosine of both."""
 
     def __init__(self) -> None:
         self._exact: list[Array] = []

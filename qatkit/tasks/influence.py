@@ -1,4 +1,4 @@
-"""Tasks whose main metric is no mean over samples: a rank correlation, a ratio of sums."""
+"""Tasks whose main metric is not a mean over samples, such as a rank correlation or a ratio of sums."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class ByInfluence(Task):
-    """A task whose errors follow from how much each sample moves the metric.
+    """A task whose standard errors follow from the influence of each sample on the metric.
 
     Source: the infinitesimal jackknife: Efron and Tibshirani, "An Introduction to the Bootstrap", 1993, chapter 21.
     """

@@ -1,4 +1,4 @@
-"""Tasks whose models give logits: scores of classes along axis 1, of which the largest decides."""
+"""Tasks whose models return logits: scores of classes along axis 1, of which the largest decides."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Logits(Task):
 
     @property
     def rule(self) -> Callable[[Array], Array] | Alike | None:
-        """None: outputs agree by their class axis, which may lie behind positions."""
+        """The rule None: outputs agree by their class axis, which may come after positions."""
         return None
 
     def divergence(self, exact: Array, found: Array) -> float:

@@ -1,14 +1,14 @@
-"""Outputs of any meaning, without targets: how near they are to those of the float model.
+"""The task for outputs of any meaning, without targets: they are compared with the float model's.
 
 verify.decision=cosine          the outputs point in one direction (cosine of at least 0.99)
 argmax(AXIS)    the largest value along an axis is at the same place, everywhere
 threshold(T)    the same values are above T
-equal           the same values everywhere, of whole numbers
+equal           the same whole numbers everywhere
 boxes           detectors: the same boxes of the same class; the figure is F1
 strings         CTC recognizers: the same text
 mask            segmentation, saliency: the same places, as mean IoU or as the share of equal classes
 DOTTED.PATH     a function from outputs [N, ...] to integers or booleans [N, ...]
-auto            what the first outputs leave no doubt about (`qatkit.tasks.decisions.guessed`), else cosine
+auto            the decision that the first outputs imply (`qatkit.tasks.decisions.guessed`), else cosine
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ STEPS = "values within a step"
 
 
 class Outputs(Task):
-    """The error relative to float's outputs: for detectors, segmentation maps, embeddings and whatever is not known.
+    """A task whose metric is the error relative to float's outputs, for outputs of unknown meaning.
 
-    Two models agree on a sample by a decision, which is known of once the float model has run (`suited`).
+    Two models agree on a sample by a decision, which is fixed once the float model has run (`suited`).
 
     Args:
         decision: a value of `verify.decision`.
         fitted: the decision of a model whose outputs are known.
-        power: mean square of its outputs, of which errors are shares.
+        power: mean square of its outputs, to which errors are relative.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: `decision` is not a value of `verify.decision`.
     """
 
     names = TaskNames(
@@ -66,7 +66,7 @@ class Outputs(Task):
     every_output = True
 
     def loss(self, output: Tensor, targets: Tensor, schedule: ScheduleConfig) -> Tensor:
-        """There are no targets: fine-tuning learns from the float model alone.
+        """Raises an error: without targets, fine-tuning only learns from the float model.
 
         Raises:
             ConfigError: always.
@@ -75,7 +75,7 @@ class Outputs(Task):
         raise ConfigError("schedule.distill", schedule.distill, allowed)
 
     def distillation(self, output: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-        """Returns the squared error as a share of the teacher's power, so that outputs of any scale weigh the same."""
+        """Returns the squared error relative to the teacher's power, so that outputs of any scale weigh the same."""
         wanted = teacher.float()
         power = (wanted - wanted.mean()).square().mean().clamp_min(1e-12)
         return (output.float() - wanted).square().mean() / power
@@ -94,7 +94,7 @@ class Outputs(Task):
         return self._decision.decide(outputs)
 
     def answers(self, outputs: Array) -> Array:
-        """Returns the outputs themselves, which `values` compares with."""
+        """Returns the outputs themselves, since `values` compares with them."""
         return outputs
 
     def agree(self, exact: Array, found: Array) -> Array:
@@ -108,13 +108,13 @@ class Outputs(Task):
         return self._decision.rule
 
     def values(self, outputs: Array, targets: Any) -> Array:
-        """Returns the mean squared error of each sample as a share of the outputs' power, [N]."""
+        """Returns the mean squared error of each sample relative to the outputs' power, [N]."""
         error = (outputs.astype("float64") - targets) ** 2
         shares: Array = error.reshape(len(error), -1).mean(1) / self._power
         return shares
 
     def figure(self, total: Any, images: int) -> Any:
-        """Returns the root mean square of the error, in percent of that of float's outputs: 1 % is an SQNR of 40 dB."""
+        """Returns the RMS error in percent of the RMS of float's outputs: 1 % is an SQNR of 40 dB."""
         return 100 * (total / images) ** 0.5
 
     def fits(self, shape: Sequence[int], images: int, width: int | None) -> bool:

@@ -1,7 +1,8 @@
-"""Numbers for a sample: outputs [N] or [N, K] in the unit of the targets, [N] or [N, K].
+"""The task of predicting numbers: outputs and targets [N] or [N, K] in the same unit.
 
-The mean absolute error decides, in that unit; of several numbers it is the mean over them. The loss and "the same as
-float" go by the spread of the training targets, so that they mean the same for kilometres and for millimetres.
+The main metric is the mean absolute error in that unit, averaged over several numbers. The loss and "the same
+as float" are relative to the spread of the training targets, so that they mean the same for kilometres and
+for millimetres.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ if TYPE_CHECKING:
     from qatkit.config.schema import ScheduleConfig
     from qatkit.tasks.base import Array
 
-TOLERANCE = 0.05  # of the targets' standard deviation, within which two models say the same
+TOLERANCE = 0.05  # of the targets' standard deviation, within which two models agree
 
 
 class Regression(Task):
-    """Mean absolute and root mean squared error, smooth L1, agreement within 5 % of the targets' standard deviation.
+    """Regression with MAE, RMSE and smooth L1; agreement within 5 % of the targets' standard deviation.
 
     Args:
         deviations: standard deviation of each of the K targets; empty until the data are known (`of_data`).
@@ -85,7 +86,7 @@ class Regression(Task):
         return _Meter(self)
 
     def decision(self, outputs: Array) -> Array:
-        """Returns the outputs in whole tolerances."""
+        """Returns the outputs rounded to whole tolerances."""
         import numpy as np
 
         whole: Array = np.rint(columns(outputs) / self._tolerances(outputs)).astype(np.int64)
@@ -98,7 +99,7 @@ class Regression(Task):
         return np.asarray(near.all(1))
 
     def _tolerances(self, outputs: Array) -> Array:
-        """Returns the tolerance of each number: by the targets, or by these outputs where there are none."""
+        """Returns the tolerance of each number, from the targets or, without targets, from these outputs."""
         import numpy as np
 
         deviations = np.asarray(self.deviations) if self.deviations else columns(outputs).std(0)
@@ -107,7 +108,7 @@ class Regression(Task):
 
     @property
     def rule(self) -> Callable[[Array], Any]:
-        """Two ways to compute an output agree where values are less than a step apart."""
+        """The rule: two outputs agree where values are less than a step apart."""
         return undecided
 
     def target(self, value: Any) -> Any:
@@ -151,7 +152,7 @@ class Regression(Task):
 
 
 def columns(values: Array) -> Array:
-    """Returns the numbers of each sample, float64 [N, K], of [N] or [N, K]."""
+    """Returns the numbers of each sample, float64 [N, K], from [N] or [N, K]."""
     import numpy as np
 
     found: Array = np.asarray(values, np.float64).reshape(len(values), -1)
@@ -168,7 +169,7 @@ def _tuple(target: Any) -> tuple[float, ...]:
 
 
 class _Meter:
-    """Adds up absolute and squared errors.
+    """A meter that sums up absolute and squared errors.
 
     Attributes:
         images: samples seen so far.

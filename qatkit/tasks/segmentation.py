@@ -1,7 +1,7 @@
-"""A class for each pixel: logits [N, classes, height, width] against maps of labels [N, height, width].
+"""The task of classifying pixels: logits [N, classes, height, width] against label maps [N, height, width].
 
-The main metric is the mean over the classes of intersection over union, which are sums over all images. What an image
-contributes are its own intersections and unions; the standard error of a difference is that of paired images.
+The main metric is the mean over classes of intersection over union, summed over all images. An image
+contributes its own intersections and unions; the standard error of a difference is that of paired images.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ IGNORED = 255  # a label that counts neither as right nor as wrong (`qatkit.data
 
 
 class Segmentation(ByInfluence, Logits):
-    """Mean intersection over union and pixel accuracy, agreement by the likeliest class of each pixel."""
+    """Segmentation, with mIoU and pixel accuracy; agreement by the likeliest class of each pixel."""
 
     names = TaskNames(
         "segmentation",
@@ -40,7 +40,7 @@ class Segmentation(ByInfluence, Logits):
     auxiliary: ClassVar[Sequence[str]] = ("aux",)
 
     def loss(self, output: Tensor, targets: Tensor, schedule: ScheduleConfig) -> Tensor:
-        """Returns the cross entropy of all pixels that count; 0 of a batch without any."""
+        """Returns the mean cross entropy of all labelled pixels; 0 for a batch without any."""
         from torch.nn import functional as F
 
         targets = _fitting(output, targets).to(output.device)
@@ -97,7 +97,7 @@ class Segmentation(ByInfluence, Logits):
         return _Meter(self)
 
     def influence(self, values: Array) -> Array:
-        """Returns (i - r u) / mean(u), mean over the classes: an image's intersection i and union u, and r of all."""
+        """Returns (i - r u) / mean(u), averaged over classes: i and u of an image, r the IoU of all images."""
         import numpy as np
 
         shared, joined = values[:, 0].astype(np.float64), values[:, 1].astype(np.float64)
@@ -155,7 +155,7 @@ def _fitting(outputs: Any, maps: Any) -> Any:
 
 
 def _confusions(outputs: Array, maps: Array) -> Array:
-    """Returns the pixels of each image by label and by the class they were taken for, int64 [N, labels, classes]."""
+    """Returns the confusion matrix of each image's pixels, int64 [N, labels, classes]."""
     import numpy as np
 
     classes, found = outputs.shape[1], []
@@ -167,7 +167,7 @@ def _confusions(outputs: Array, maps: Array) -> Array:
 
 
 class _Meter:
-    """Adds up what was taken for what, batch by batch.
+    """A meter that sums up the confusion matrix, batch by batch.
 
     Attributes:
         images: seen so far.
@@ -186,7 +186,7 @@ class _Meter:
         self.images += len(outputs)
 
     def result(self) -> Scores:
-        """Returns the scores of at least one image; of each class its intersection and its union, in pixels."""
+        """Returns the scores of at least one image, with intersection and union of each class in pixels."""
         pairs = self._pairs
         shared, labelled = pairs.diagonal(), pairs.sum(1)
         joined = labelled + pairs.sum(0) - shared

@@ -1,4 +1,4 @@
-"""Recordings as spectrograms (log-mel), with the probabilities that float and INT8 give to the likeliest classes."""
+"""Drawings of recordings as log-mel spectrograms, with float's and INT8's probabilities of likely classes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _WINDOW = 0.04  # seconds, for a model that takes samples
 
 
 class Spectrograms(Drawing):
-    """A recording's log-mel bands over time, and bars of the probabilities."""
+    """A drawing of a recording's log-mel bands over time, and bars of the probabilities."""
 
     measure = "of the probability lies on other classes than in float"
     looked_at = 512
@@ -78,9 +78,9 @@ def _name(classes: Sequence[str], place: int) -> str:
 
 
 def _log_power(inputs: Any, told: Mapping[str, Any]) -> tuple[Array, SoundPreprocess] | None:
-    """Returns ln of a recording's power [frames, bands], and how it was made; None of what is no recording.
+    """Returns ln of a recording's power [frames, bands] and its preprocessing; None for other inputs.
 
-    Samples get the usual bands; of MFCCs the bands are what the coefficients tell of them.
+    Samples get the usual bands; the bands of MFCCs are reconstructed from the coefficients.
     """
     import numpy as np
 
@@ -150,7 +150,7 @@ def _pitches(how: SoundPreprocess, high: int) -> list[Shape]:
 
 
 def _bars(title: str, rows: Sequence[tuple[str, float, bool]], said: str) -> Panel:
-    """Returns the panel of an answer: a bar for each (class, probability, whether it is the true one)."""
+    """Returns the panel of an answer, with a bar for each (class, probability, is it the true class)."""
     import numpy as np
 
     each, canvas = _HEIGHT // _SHOWN, np.zeros((_HEIGHT, _WIDTH), np.uint8)
@@ -165,7 +165,7 @@ def _bars(title: str, rows: Sequence[tuple[str, float, bool]], said: str) -> Pan
 
 
 def _written(x: float, y: float, text: str) -> Shape:
-    """Returns text, whose upper left corner is there."""
+    """Returns text with its upper left corner at (x, y)."""
     return Shape(((x, y),), _TEXT, text, closed=False)
 
 

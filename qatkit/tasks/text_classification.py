@@ -1,4 +1,4 @@
-"""One class of several for each text: logits [N, classes] against labels [N].
+"""The task of classifying texts: logits [N, classes] against labels [N].
 
 texts, or pairs of them, as tokens [N, T] ── model ──> logits [N, classes] ── argmax ──> class
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class TextClassification(Classification):
-    """Accuracy and the mean of the classes' F1, agreement by the largest logit."""
+    """Classification of texts, with accuracy and macro F1; agreement by the largest logit."""
 
     names = TaskNames(
         "text_classification",
@@ -36,10 +36,10 @@ class TextClassification(Classification):
 
 
 class _Meter:
-    """Counts right answers and what each class was taken for, batch by batch.
+    """A meter that counts correct answers and the confusion matrix, batch by batch.
 
     Attributes:
-        images: texts seen so far.
+        images: number of texts seen so far.
     """
 
     def __init__(self, names: TaskNames) -> None:
@@ -58,7 +58,7 @@ class _Meter:
         self.images += len(labels)
 
     def result(self) -> Scores:
-        """Returns the scores of at least one text; F1 over the classes that texts or answers have."""
+        """Returns the scores of at least one text; F1 covers the classes that occur in texts or answers."""
         counted, pairs = self._counted.result(), self._pairs
         assert pairs is not None
         seen = pairs.sum(0) + pairs.sum(1)

@@ -1,9 +1,9 @@
-"""Pairs of texts by one embedding each: the cosine of the two against how related people find them.
+"""The task of scoring pairs of texts by the cosine of their embeddings, against human ratings.
 
     texts of N pairs [2 N, T] ── model ──> embeddings [2 N, D] ── cosine of each pair [N] ── ranks ──> Spearman
 
-Rows 2 i and 2 i + 1 are a pair, whose target is its score; larger is more alike. The model takes single texts (a
-bi-encoder). One that reads both texts at once and gives a class is of `text_classification`.
+Rows 2 i and 2 i + 1 are a pair, whose target is its score; larger is more alike. The model takes single texts
+(a bi-encoder). A model that reads both texts at once and returns a class belongs to `text_classification`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from qatkit.config.schema import ScheduleConfig
     from qatkit.tasks.base import Array
 
-_FEWEST = 3  # pairs whose ranks say anything
+_FEWEST = 3  # minimum number of pairs for a rank correlation
 
 
 class TextPairs(ByInfluence, Vectors):
-    """Spearman's rank correlation, times 100 as benchmarks of embeddings give it; agreement by the cosine to float."""
+    """Sentence similarity, with Spearman's rank correlation times 100; agreement by the cosine to float."""
 
     names = TaskNames(
         "text_pairs",
@@ -38,7 +38,7 @@ class TextPairs(ByInfluence, Vectors):
     )
 
     def loss(self, output: Tensor, targets: Tensor, schedule: ScheduleConfig) -> Tensor:
-        """Returns the mean squared error of the cosines, which are to be the scores."""
+        """Returns the mean squared error between cosines and scores."""
         return (_torch_cosines(output) - targets.to(output.device)).square().mean()
 
     def total(self, output: Tensor, targets: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ def spearman(first: Array, second: Array) -> float:
 
 
 def _standardized(values: Array) -> Array:
-    """Ranks less their mean, over their standard deviation."""
+    """Returns standardized ranks: less their mean, over their standard deviation."""
     from scipy.stats import rankdata
 
     ranks = rankdata(values)

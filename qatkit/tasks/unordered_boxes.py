@@ -1,8 +1,8 @@
-"""Boxes whose rows have no fixed place in the image: those of a detector of two stages, ordered by objectness.
+"""Boxes whose rows have no fixed place in the image: those of a two-stage detector, ordered by objectness.
 
-A rounding moves a proposal past others, and every row after it. So two outputs are compared proposal by proposal, each
-with the one that overlaps it most. K proposals with C classes are K * C rows, of which row k * C + c has a score in
-class c alone.
+Rounding may move a proposal past others, and shift every row after it. Two outputs are therefore compared
+proposal by proposal, each with the one that overlaps it most. K proposals with C classes are K * C rows, of
+which row k * C + c has a score only in class c.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _SAME_OBJECT = 0.5  # overlap from which a box learns from the teacher's
 
 
 def are_unordered(scores: Array) -> bool:
-    """Returns whether the rows of scores [N, boxes, classes] have a score in one class each, in turns.
+    """Returns whether each row of scores [N, boxes, classes] has a score in one class only, in turns.
 
-    A single class does not tell: its rows are taken as ordered.
+    With a single class this cannot be decided: its rows count as ordered.
     """
     boxes, classes = scores.shape[1:]
     if classes == 1 or boxes % classes:
@@ -36,7 +36,7 @@ def are_unordered(scores: Array) -> bool:
 def in_order_of(exact: Array, found: Array) -> Array:
     """Returns `found` with its proposals in the order of the proposals of `exact` that they overlap most.
 
-    The best proposals choose first, each among those that are still free.
+    The best proposals choose first, each among the remaining ones.
 
     Args:
         exact, found: corners and the score of each class, [N, proposals * classes, 4 + classes].
@@ -59,8 +59,9 @@ def _ordered(exact: Array, found: Array, classes: int) -> Array:
 
 
 def nearest(output: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns, for each row of `output`, the teacher's row of the same class that overlaps it most, and whether the
-    overlap is large enough (IoU 0.5) to learn from it.
+    """Returns the teacher's row of the same class that overlaps each row of `output` most, and a mask.
+
+    The mask tells where the overlap is large enough (IoU 0.5) to learn from it.
 
     Args:
         output, teacher: corners and scores, [N, proposals * classes, 4 + classes].

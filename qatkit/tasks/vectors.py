@@ -1,4 +1,4 @@
-"""Tasks whose models give vectors that decide nothing by themselves: only their directions are compared."""
+"""Tasks whose models return vectors without a decision of their own: only their directions are compared."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ ALIKE = 0.99  # cosine from which two models' vectors of a sample count as the s
 
 
 class Vectors(Task):
-    """A task of vectors [N, D] whose metric is one of all `values` together (`Task.mean`)."""
+    """A task with vectors [N, D] whose metric is computed from all `values` together (`Task.mean`)."""
 
     def decision(self, outputs: Array) -> Array:
-        """Returns the signs of the vectors: all that a binary index keeps of them."""
+        """Returns the signs of the vectors, which is what a binary index keeps."""
         positive: Array = outputs > 0
         return positive
 
@@ -28,7 +28,7 @@ class Vectors(Task):
 
     @property
     def rule(self) -> Callable[[Array], Array] | Alike | None:
-        """The rule of the cosine, since vectors decide nothing by themselves."""
+        """The rule: agreement by the cosine, since vectors have no decision of their own."""
         from qatkit_verify.compare import Alike
 
         return Alike(alike)
@@ -44,7 +44,7 @@ class Vectors(Task):
 
 
 def alike(exact: Array, found: Array) -> Array:
-    """Returns where two models' vectors point the same way, booleans [N]."""
+    """Returns whether two models' vectors point in the same direction, booleans [N]."""
     import numpy as np
 
     same: Array = (units(exact) * units(found)).sum(1) >= np.float64(ALIKE)
@@ -52,7 +52,7 @@ def alike(exact: Array, found: Array) -> Array:
 
 
 def units(outputs: Array) -> Array:
-    """Returns the rows of length 1, float64 [N, D]."""
+    """Returns the rows scaled to length 1, float64 [N, D]."""
     import numpy as np
 
     rows = np.asarray(outputs, np.float64)
@@ -61,13 +61,13 @@ def units(outputs: Array) -> Array:
 
 
 class AllValues:
-    """The metric of the values of all samples.
+    """A meter that computes the metric from the values of all samples.
 
     Args:
-        task: whose `values` and `mean` they are.
+        task: provides `values` and `mean`.
 
     Attributes:
-        images: samples seen so far.
+        images: number of samples seen so far.
     """
 
     def __init__(self, task: Task) -> None:

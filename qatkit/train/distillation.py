@@ -1,10 +1,11 @@
-"""What a prepared graph learns from a teacher's modules on the way to its outputs (those are the task's matter).
+"""Feature distillation: a prepared graph learns from outputs of a teacher's modules (final outputs: see the task).
 
     a feature      mean (ours - teacher's)² / mean (teacher's)²                     Romero et al., "FitNets", 2015
 
-A feature is the output of a module of the float model. The prepared graph has no such module any more, where it was
-fused or holds others; but with quantization off it computes the same, so a feature is the first of its values that
-equals the module's output. That is proven on the example before any training, with the shapes of both sides.
+A feature is the output of a module of the float model. The prepared graph may no longer have this module, if
+it was fused or contains others. With quantization off it computes the same values, so a feature is its first
+value that equals the module's output. This is proven on the example before any training, as are the shapes of
+both sides.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from qatkit.graph.trace import copy_of
 from qatkit_verify.errors import ConfigError, did_you_mean
 
 KEY = "schedule.distill_features"
-_NEAR = 1e-4  # of the size of the values: float sums in another order
+_NEAR = 1e-4  # relative to the size of the values: float sums differ by their order
 
 
 @dataclass(frozen=True)
 class Feature:
-    """One pair.
+    """A pair of modules whose outputs are compared.
 
     Attributes:
-        ours, theirs: paths of modules, of the float model and of the teacher.
+        ours, theirs: paths of the modules in the float model and in the teacher.
         node: name of the value in the prepared graph.
     """
 
@@ -42,14 +43,14 @@ class Feature:
 
 
 def feature_loss(ours: Tensor, theirs: Tensor) -> Tensor:
-    """Mean squared error in shares of the teacher's mean square, so that no layer's scale outweighs another's."""
-    ours, theirs = ours.float(), theirs.float()  # of autocast
+    """Returns the mean squared error relative to the teacher's mean square, so that all layers weigh the same."""
+    ours, theirs = ours.float(), theirs.float()  # out of autocast
     return F.mse_loss(ours, theirs) / theirs.square().mean().clamp(min=torch.finfo(theirs.dtype).tiny)
 
 
 @torch.no_grad()
 def watched(model: nn.Module, batch: Example, paths: Sequence[str]) -> tuple[Any, list[Tensor]]:
-    """What a model gives, and what its modules at `paths` give within that call."""
+    """Returns the outputs of a model, and the outputs of its modules at `paths` within the same call."""
     found: dict[str, Tensor] = {}
     with _hooks(model, paths, found):
         outputs = call(model, batch)
@@ -58,12 +59,13 @@ def watched(model: nn.Module, batch: Example, paths: Sequence[str]) -> tuple[Any
 
 @contextmanager
 def _hooks(model: nn.Module, paths: Sequence[str], found: dict[str, Tensor]) -> Iterator[None]:
-    """Only for as long as they are needed: the model is traced and exported too."""
+    """Registers hooks that fill `found`, only within the context, because the model is also traced and exported."""
 
     def keeper(path: str) -> Any:
         def keep(module: nn.Module, given: Any, output: Any) -> None:
             value = output[0] if isinstance(output, tuple) else output
-            # Operators behind the module may write into its output: an in-place ReLU, the sum of a residual block.
+            # Later operators may write into the module's output: an in-place ReLU, the sum of a residual
+            # block.
             found[path] = value.clone() if isinstance(value, Tensor) else value
 
         return keep
@@ -84,15 +86,16 @@ def find_features(
     pairs: Sequence[str],
     example: Example,
 ) -> list[Feature]:
-    """The pairs ("OURS" or "OURS:THEIRS"), with the values of the prepared graph that they stand for.
+    """Returns the features of `pairs` ("OURS" or "OURS:THEIRS"), with their values in the prepared graph.
 
     Args:
-        graph_module: prepared, of `model`; of another of the same structure the names are the same.
+        graph_module: prepared from `model`; a graph of the same structure has the same names.
         tensors, example: a batch, as the graph and as the models take it.
         model, teacher: in inference mode.
 
     Raises:
-        ConfigError: a path that is no module, or gives no tensor; a value that the graph does not have; two shapes.
+        ConfigError: a path is not a module or its output not a tensor, the graph has no such value, or shapes
+            differ.
     """
     paths = [(one.partition(":")[0], one.partition(":")[2] or one) for one in pairs]
     given = in_float32(example)
@@ -114,8 +117,9 @@ def find_features(
 
 
 def with_drawn_norms(model: nn.Module) -> nn.Module:
-    """Returns a copy with drawn BatchNorms, so that a Conv's own output differs from that of the norm folded into it:
-    the norms of an untrained model change nothing.
+    """Returns a copy with random BatchNorm statistics, so that a Conv's output differs from its folded norm's.
+
+    The norms of an untrained model change nothing.
     """
     drawn, generator = copy_of(model), torch.Generator().manual_seed(0)
     for norm in drawn.modules():
@@ -145,7 +149,7 @@ def _outputs(model: nn.Module, batch: Example, paths: Sequence[str], who: str) -
 
 
 class _Looking(fx.Interpreter):
-    """Runs a graph and keeps the name of the first value that equals each of `wanted`."""
+    """An interpreter that keeps the name of the first value of a graph that equals each of `wanted`."""
 
     def __init__(self, graph_module: fx.GraphModule, wanted: Sequence[Tensor]) -> None:
         super().__init__(graph_module)
@@ -177,7 +181,7 @@ def _equal_values(
 
 
 def tapped(graph_module: fx.GraphModule, names: Sequence[str]) -> fx.GraphModule:
-    """The graph with the same modules and parameters that gives (outputs, values of the nodes `names`)."""
+    """Returns the graph, sharing modules and parameters, with outputs (outputs, values of the nodes `names`)."""
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     outputs = graph.graph_copy(graph_module.graph, copies)
     by_name = {node.name: copy for node, copy in copies.items()}

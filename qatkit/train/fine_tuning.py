@@ -1,10 +1,10 @@
-"""A prepared graph while it trains: in which phase it is, what it learns from, what its scales do from step to step.
+"""Fine-tuning of a prepared graph: its phases, its loss, and its scales from step to step.
 
-    before a step   phase (observe, quantize, frozen statistics) ─ learned scales into place ─ integers counted
+    before a step   phase (observe, quantize, frozen statistics) ─ learned scales aligned ─ integers counted
     the loss        targets, a teacher's outputs and features, weights pulled to the middle of their steps
-    at the end      ranges fixed, scales aligned: what `convert` will make
+    at the end      ranges fixed, scales aligned, as `convert` will make them
 
-`qatkit.train.module.QATModule` is what makes the graph.
+`qatkit.train.module.QATModule` creates the graph.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from qatkit_verify.errors import ConfigError
 
 
 class FineTuning(Learner):
-    """The training of a prepared graph by a `ScheduleConfig`.
+    """A Lightning module that trains a prepared graph by a `ScheduleConfig`.
 
     Args:
-        schedule: milestones, rates, what the loss is made of.
-        example: what the model is called with (`qatkit.graph.signature`).
+        schedule: milestones, rates and terms of the loss.
+        example: an input of the model (`qatkit.graph.signature`).
         quantize: False trains the same graph in float.
 
     Attributes:
-        graph: the prepared GraphModule, called with the example's tensors one after the other.
-        teacher: the model that is learned from, in a tuple; empty without one.
-        features: pairs of modules whose outputs are learned from.
+        graph: the prepared GraphModule, called with the example's tensors as positional arguments.
+        teacher: the teacher model, in a tuple; empty without one.
+        features: pairs of modules for feature distillation.
     """
 
     graph: fx.GraphModule
@@ -49,28 +49,28 @@ class FineTuning(Learner):
     def __init__(self, schedule: ScheduleConfig, example: Example, *, quantize: bool) -> None:
         super().__init__(schedule, schedule.lr)
         self.example, self.quantize = example, quantize
-        # In tuples: no submodules, so not part of checkpoints.
+        # In tuples, so that they are not submodules and not part of checkpoints.
         self.teacher: tuple[nn.Module, ...] = ()
         self._tapped: tuple[fx.GraphModule, ...] = ()
         self.features: list[Feature] = []
         self._observing = True
-        self._step = -1  # the last one that was begun
+        self._step = -1  # the last step that was begun
         self._alignment: Alignment | None = None  # of learned scales, once fine-tuning has begun
-        self._variances: dict[nn.Module, Tensor] = {}  # of BatchNorms that train, as the step begins
+        self._variances: dict[nn.Module, Tensor] = {}  # of training BatchNorms, when the step begins
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """The graph's outputs, flat: a tensor, or a tuple in the order of `graph.meta["outputs"]`.
+        """Returns the graph's outputs, flat: a tensor, or a tuple in the order of `graph.meta["outputs"]`.
 
         Args:
-            inputs, named: what the model is called with, or one batch of the example's form, or the graph's tensors.
+            inputs, named: the model's arguments, or one batch of the example's form, or the graph's tensors.
 
         Raises:
-            ConfigError: another form than the example's.
+            ConfigError: the form is not that of the example.
         """
         return self.graph(*self.tensors(*inputs, **named))
 
     def tensors(self, *inputs: Any, **named: Any) -> tuple[Tensor, ...]:
-        """The graph's inputs of a call, or of a batch of the example's form; what is floating in float32."""
+        """Returns the graph's inputs for a call or a batch of the example's form; floating-point ones in float32."""
         if named and inputs:
             raise ConfigError(
                 "batch", ", ".join(named), "positional or keyword arguments, or one mapping of all"
@@ -89,10 +89,10 @@ class FineTuning(Learner):
         return ends[0] if ends else None
 
     def loss(self, images: Example, targets: Tensor) -> Tensor:
-        """The task's loss, with the teacher's outputs and features mixed in if the schedule asks for them.
+        """Returns the task's loss, mixed with distillation from the teacher's outputs and features if scheduled.
 
-        (1 - distill)·loss + distill·distillation + distill_feature_weight·(mean over features of their relative
-        squared error). Source of the mix: Hinton et al., "Distilling the knowledge in a neural network", 2015.
+        (1 - distill)·loss + distill·distillation + distill_feature_weight·(mean over features of
+        their relative squared error). Source of the mix: Hinton et al., "Distilling the knowledge in a neural network", 2015.
         """
         schedule = self.schedule
         if not self.teacher:
@@ -117,12 +117,12 @@ class FineTuning(Learner):
         return loss
 
     def _distillation(self, output: Tensor, outputs: Any, answer: Any) -> Tensor:
-        """Returns the task's distance from the teacher's answer: of the first output, or the mean over all of them."""
+        """Returns the task's distillation loss from the teacher's answer, for the first or as mean over all outputs."""
         task, wanted, t = self.task, output_leaves(answer)[1], self.schedule.distill_temperature
         if not task.every_output:
             return task.distillation(output, task.trained(wanted), t)
         pairs = zip(output_leaves(outputs)[1], wanted, strict=True)
-        every = not torch.is_grad_enabled()  # else without those that no gradient leads to
+        every = not torch.is_grad_enabled()  # in training, only outputs with a gradient
         learned = [(a, b) for a, b in pairs if b.is_floating_point() and (every or a.requires_grad)]
         return torch.stack([task.distillation(a, b, t) for a, b in learned]).mean()
 
@@ -131,28 +131,29 @@ class FineTuning(Learner):
         return self.schedule.distill > 0 or bool(self.schedule.distill_features)
 
     def _with_features(self, images: Example) -> tuple[Any, Sequence[Tensor]]:
-        """The graph's outputs, and the values of `features`."""
+        """Returns the graph's outputs and the values of `features`."""
         if not self.features:
             return self(images), ()
-        if not self._tapped:  # only now: modules and parameters are those of the device that trains
+        if not self._tapped:  # created late, when modules and parameters are on the training device
             self._tapped = (tapped(self.graph, [f.node for f in self.features]),)
-            if self.graph._compiled_call_impl is not None:  # by trainer.compile, which means what trains
+            if self.graph._compiled_call_impl is not None:  # compiled by trainer.compile
                 self._tapped[0].compile(dynamic=False)
         found: tuple[Any, Sequence[Tensor]] = self._tapped[0](*self.tensors(images))
         return found
 
     def setup(self, stage: str) -> None:
-        """Before a checkpoint is loaded and the optimizer is made: quantizers that learn begin."""
+        """Lets learned quantizers begin, before a checkpoint is loaded and the optimizer is created."""
         if stage == "fit":
             self.check_gradients()
         if self.quantize and stage == "fit":
             self.begin()
 
     def check_gradients(self) -> None:
-        """Refuses to train weights that no gradient of the loss reaches.
+        """Checks that the gradient of the loss reaches all weights.
 
         Raises:
-            ConfigError: names them, and the module that is not computed by torch.
+            ConfigError: it does not reach some; the error names them and the module that torch does not
+                compute.
         """
         trains = self.schedule.epochs and not self.schedule.distill_features
         if trains and (found := stopped(self.graph.graph)) is not None:
@@ -162,14 +163,14 @@ class FineTuning(Learner):
             raise ConfigError("schedule.epochs", self.schedule.epochs, allowed)
 
     def begin(self) -> None:
-        """Hook: what quantizers learn starts from calibration."""
+        """Starts learned scales from calibration (hook)."""
         begin(self.graph)
         self._align_what_is_learned()
 
     def on_train_start(self) -> None:
         super().on_train_start()
         if self.quantize and self.global_rank == 0 and (note := idle(self.graph)):
-            warnings.warn(note, stacklevel=1)  # what Lightning warns of is passed over, and it is the caller
+            warnings.warn(note, stacklevel=1)  # Lightning, the caller, has its warnings filtered
         self._align_what_is_learned()
 
     def _align_what_is_learned(self) -> None:
@@ -178,7 +179,7 @@ class FineTuning(Learner):
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         self.set_phase(self._progress)
-        if self.trainer.global_step != self._step:  # of several batches that make a step, at the first one
+        if self.trainer.global_step != self._step:  # only at the first batch of a step
             self._step = self.trainer.global_step
             self._begin_step()
 
@@ -188,21 +189,22 @@ class FineTuning(Learner):
         self.follow_oscillation(self._progress)
 
     def after_step(self) -> None:
-        """Behind an optimizer step, in a loop of one's own too, with `set_phase` before it: scales that no weight leads
-        follow BatchNorms that train (`qatkit.graph.batch_norm.follow`).
+        """Updates scales that no weight determines from training BatchNorms (`qatkit.graph.batch_norm.follow`).
+
+        Called after each optimizer step. A custom loop calls it too, and `set_phase` before the step.
         """
         follow(self.graph, self._variances)
         self._variances = {}
 
     def follow_oscillation(self, progress: float) -> None:
-        """Takes in the integers of a step; by `schedule.oscillation=freeze` those that oscillate stand from then on."""
+        """Records the integers of a step; with `schedule.oscillation=freeze` oscillating weights are frozen."""
         kind, last = self.schedule.oscillation, self.schedule.freeze_above
         if self.quantize and kind != "ignore":
             threshold = annealed(max(FIRST_THRESHOLD, last), last, progress)
             update_oscillation(self.graph, threshold if kind == "freeze" else None)
 
     def dampening(self, progress: float) -> Tensor:
-        """The loss's term that pulls weights to the middle of their steps, for `schedule.oscillation=dampen`."""
+        """Returns the loss term that pulls weights to the middle of their steps, for `schedule.oscillation=dampen`."""
         return annealed(0.0, self.schedule.dampening, progress) * dampening(self.graph)
 
     def on_train_end(self) -> None:
@@ -224,12 +226,14 @@ class FineTuning(Learner):
 
     @property
     def _progress(self) -> float:
-        """Share of all optimizer steps that are done."""
+        """The share of all optimizer steps that are done."""
         return self.trainer.global_step / max(1, int(self.trainer.estimated_stepping_batches))
 
     def set_phase(self, progress: float) -> None:
-        """What is observed, quantized and frozen after the share `progress` of all steps: a function of the
-        step alone, so that a resumed run is in the phase it was stopped in. Before each batch.
+        """Sets what is observed, quantized and frozen after the share `progress` of all steps.
+
+        Called before each batch. The phase is a function of the step only, so that a resumed run continues in
+        the phase in which it was stopped.
         """
         schedule = self.schedule
         observe = self.quantize and progress < schedule.freeze_observers
@@ -240,11 +244,11 @@ class FineTuning(Learner):
         if self._observing and not observe:
             align(self.graph)
         self._observing = observe
-        if self._alignment is not None:  # scales that the last step has moved, into place for the next one
+        if self._alignment is not None:  # aligns the scales that the last step moved
             self._alignment()
         if schedule.batch_norm == "train" and progress >= schedule.freeze_batch_norm:
             freeze_batch_norm(self.graph)
-        if self.quantize and not self._variances:  # of several batches that make a step, at the first one
+        if self.quantize and not self._variances:  # only at the first batch of a step
             self._variances = moving_variances(self.graph)
 
     def ready_to_validate(self) -> None:
@@ -252,9 +256,10 @@ class FineTuning(Learner):
         self.ready_to_convert()
 
     def reestimate(self, batches: Iterable[Any]) -> int:
-        """Gives the BatchNorms that were kept the statistics of `batches`, as they are with quantization on.
+        """Re-estimates the statistics of the remaining BatchNorms on `batches`, with quantization on.
 
-        Returns how many there are.
+        Returns:
+            The number of these BatchNorms.
         """
         self.ready_to_convert()
         device = next(self.graph.parameters()).device
@@ -262,12 +267,12 @@ class FineTuning(Learner):
         return reestimate(self.graph, tensors, quantize=self.quantize)
 
     def ready_to_convert(self) -> None:
-        """Ranges fixed and fake quantization on: what `convert` will make, in simulation."""
+        """Fixes ranges and turns fake quantization on, to simulate the result of `convert`."""
         set_phase(self.graph, observe=False, quantize=self.quantize)
         align(self.graph)
 
 
 def _ranks() -> int:
-    """Processes that train together; 1 where none were asked for, with a trainer or without."""
+    """Returns the number of processes that train together; 1 without distributed training."""
     distributed = torch.distributed
     return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1

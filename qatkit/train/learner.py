@@ -1,4 +1,4 @@
-"""Training on Lightning's Trainer: the task's loss, optimizer, rate, and what a resumed run needs."""
+"""Training on Lightning's Trainer: the task's loss, optimizer, learning rate, and the state to resume a run."""
 
 from __future__ import annotations
 
@@ -24,30 +24,31 @@ from qatkit.tasks import CLASSIFICATION, Task
 from qatkit.train.weight_average import WeightAverage
 from qatkit_verify.errors import ConfigError
 
-Batch = tuple[Any, Tensor]  # what the model is called with, targets
-EMA = "ema"  # in the record of a float checkpoint: the decay of the average that its weights are
+Batch = tuple[Any, Tensor]  # the model's input, targets
+EMA = "ema"  # key in the record of a float checkpoint: the decay of the average that its weights are
 
 
 class Learner(lightning.LightningModule):
-    """Trains `self.graph` on (images [N, C, H, W], targets [N, ...]) batches by a `ScheduleConfig`.
+    """A Lightning module that trains `self.graph` on batches (images [N, C, H, W], targets [N, ...]).
 
-    In place of images there may be what else a model is called with (`qatkit.graph.signature.Example`); its first
-    output is what the task's loss takes.
+    Instead of images there may be any other input of a model (`qatkit.graph.signature.Example`); the task's
+    loss takes the first output. A `ScheduleConfig` holds the settings.
 
-    The state of torch's random generator travels in checkpoints, so that a run resumed in mid-epoch drops
-    the same activations as one that was never stopped. So do the average of the weights and what was found of the
+    Checkpoints hold the state of torch's random generator, so that a run resumed in mid-epoch drops the same
+    activations as an uninterrupted one. They also hold the average of the weights and the figures of the
     epochs so far.
 
     Raises:
-        ConfigError: where a checkpoint would be written and the weights are not finite.
+        ConfigError: a checkpoint would be written and the weights are not finite.
 
     Attributes:
-        task: what is learned.
-        keys: what the names of this training's own settings begin with.
-        average: of the weights, where `schedule.ema` asks for one, from the first step until `take_average`.
-        curve: of each epoch that was judged, plain figures (`qatkit.records.tried.Epoch`).
-        best: the state_dict of the best of them, where they choose; None before there is one.
-        finished: the weights are those that ship.
+        task: the task that is learned.
+        keys: prefix of the names of this training's own settings.
+        average: average of the weights, if `schedule.ema` asks for one, from the first step until
+            `take_average`.
+        curve: figures of each evaluated epoch (`qatkit.records.tried.Epoch`).
+        best: state_dict of the best epoch, where epochs are selected; None before there is one.
+        finished: the weights are final.
     """
 
     keys: ClassVar[str] = "schedule."
@@ -56,7 +57,7 @@ class Learner(lightning.LightningModule):
     def __init__(self, schedule: ScheduleConfig, lr: float, task: Task = CLASSIFICATION) -> None:
         super().__init__()
         self.schedule, self.lr, self.task = schedule, lr, task
-        self.about: dict[str, Any] = {}  # written into checkpoints: what export needs beside the weights
+        self.about: dict[str, Any] = {}  # in checkpoints, for export
         self.average: WeightAverage | None = None
         self.curve: list[dict[str, Any]] = []
         self.best: dict[str, Tensor] | None = None
@@ -72,29 +73,29 @@ class Learner(lightning.LightningModule):
 
     @property
     def original(self) -> nn.Module | None:
-        """The float model that it was made of; None of a graph without one."""
+        """The float model that the graph was made from; None for a graph without one."""
         return self._original[0] if self._original else None
 
     def learn(self, task: Task) -> None:
-        """Makes `task` what is learned."""
+        """Sets the task to learn."""
         self.task = task.of_model(self._original[0]) if self._original else task
 
     def heads(self, outputs: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Returns what is trained of the outputs of a call, and the outputs for training alone (auxiliary heads)."""
+        """Returns the trained part of a call's outputs, and the training-only outputs (auxiliary heads)."""
         found = output_leaves(outputs)[1]
         kept = self.kept(outputs)
         return self.task.trained(found[:kept]), () if kept is None else tuple(found[kept:])
 
     def kept(self, outputs: Any) -> int | None:
-        """Returns how many outputs a file has; None: all of them."""
+        """Returns the number of outputs that the file has; None: all of them."""
         return outputs_in_inference(self.graph, outputs)
 
     def loss(self, images: Example, targets: Tensor) -> Tensor:
-        """The task's loss, of auxiliary heads too."""
+        """Returns the task's loss, including auxiliary heads."""
         return self.of_targets(*self.heads(self(images)), targets)
 
     def of_targets(self, output: Tensor, auxiliary: Sequence[Tensor], targets: Tensor) -> Tensor:
-        """Returns the loss of what `heads` gives."""
+        """Returns the loss of the outputs of `heads`."""
         return self.task.whole_loss(output, auxiliary, targets, self.schedule)
 
     def training_step(self, batch: Batch, _: int) -> Tensor:
@@ -115,11 +116,11 @@ class Learner(lightning.LightningModule):
         self._validated.__exit__(None, None, None)
 
     def ready_to_validate(self) -> None:
-        """Within `untouched`: the weights that would ship, which is their average where there is one."""
+        """Switches to the weights that would be exported (their average, if any); called within `untouched`."""
         self.swap_average()
 
     def on_validation_epoch_end(self) -> None:
-        """Keeps the main metric for the curve."""
+        """Adds the main metric to the curve."""
         step = self.trainer.global_step
         found = self.trainer.callback_metrics.get(self.task.names.main.key)
         if found is not None and all(row["step"] != step for row in self.curve):
@@ -127,7 +128,8 @@ class Learner(lightning.LightningModule):
 
     def on_train_start(self) -> None:
         for parameter, state in self.trainer.optimizers[0].state.items():
-            # A checkpoint has the layout of its run (trainer.channels_last); fused kernels go by the place in memory.
+            # A checkpoint has the layout of its run (trainer.channels_last); fused kernels follow the memory
+            # order.
             for key, value in state.items():
                 if isinstance(value, Tensor) and value.shape == parameter.shape:
                     state[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
@@ -141,19 +143,21 @@ class Learner(lightning.LightningModule):
             self.average.update(self.trainer.global_step + 1)  # Lightning counts a step once this returns
 
     def after_step(self) -> None:
-        """Hook: behind an optimizer step, before its average is taken and a checkpoint may be written."""
+        """Runs after an optimizer step, before it is averaged and a checkpoint may be written (hook)."""
 
     def swap_average(self) -> None:
-        """Exchanges the weights and their average, where there is one."""
+        """Exchanges the weights and their average, if there is one."""
         if self.average is not None:
             self.average.swap()
 
     def take_average(self, stored: Mapping[str, Tensor] | None = None) -> None:
-        """The average becomes the weights, as they ship; there is none any more. Behind a training with `schedule.ema`
-        by a plain Trainer it is for the caller to call.
+        """Replaces the weights by their average, for export, and drops the average.
+
+        After a training with `schedule.ema` by a plain Trainer, the caller has to call this.
 
         Args:
-            stored: the average in the checkpoint that the weights were read from; None: that of this training.
+            stored: the average in the checkpoint that the weights were read from; None: that of this
+                training.
         """
         stored = stored or self._stored_average
         if self.average is None and stored is not None and self.schedule.ema is not None:
@@ -163,7 +167,7 @@ class Learner(lightning.LightningModule):
 
     @contextmanager
     def untouched(self) -> Iterator[None]:
-        """Within, the graph may be put into any state, in inference; training goes on as if that had not been."""
+        """Restores the state of training on exit; within, the graph is in inference and may be changed freely."""
         average, stored = self.average, self._stored_average
         values = {} if average is None else {name: one.clone() for name, one in average.state.items()}
         weights = {name: one.clone() for name, one in self.state_dict().items()}
@@ -178,14 +182,14 @@ class Learner(lightning.LightningModule):
     def configure_optimizers(self) -> Any:
         optimizer = make_optimizer(self.graph, self.schedule, self.lr)
         if self.trainer.gradient_clip_val:
-            # Lightning clips under autocast only where no fused kernel would unscale the gradients behind it.
+            # Under autocast, Lightning clips only if no fused kernel would unscale the gradients afterwards.
             optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]  # torch reads it by name
         total = int(self.trainer.estimated_stepping_batches)
         factor = LambdaLR(optimizer, lambda step: rate_factor(step, total, self.schedule))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": factor, "interval": "step"}}
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
-        if self._rng is not None:  # only now: whatever drew numbers while loading is undone
+        if self._rng is not None:  # set late, to undo random draws while loading
             torch.set_rng_state(self._rng)
             self._rng = None
             if self._device_rng is not None and self.device.type == "cuda":
@@ -194,22 +198,22 @@ class Learner(lightning.LightningModule):
             self._draw_apart(batch_idx)
 
     def _draw_apart(self, batch_idx: int) -> None:
-        """Other random numbers than rank 0's, whose state is in the checkpoints; a function of the step."""
+        """Seeds random numbers that differ from rank 0's (whose state is in checkpoints), as a function of the step."""
         trainer: Any = self.trainer
-        seed = getattr(trainer.datamodule, "seed", 0)  # of a user's own loaders there is none
+        seed = getattr(trainer.datamodule, "seed", 0)  # a user's own loaders have none
         torch.manual_seed(seed_of("draws", seed, self.global_rank, self.global_step, batch_idx))
 
     def check_finite(self) -> None:
-        """Raises ConfigError where training has made a weight NaN or infinite: no checkpoint is written of that."""
+        """Raises ConfigError if training has made a weight NaN or infinite, so that no checkpoint is written."""
         trained = [p.detach() for p in self.parameters() if p.requires_grad]
         if trained and not bool(torch.stack([one.isfinite().all() for one in trained]).all()):
             raise self.diverged("its weights are NaN or infinite")
 
     def diverged(self, how: str) -> ConfigError:
-        """What there is to say of a training that has run away: which rate, and what to try.
+        """Returns the error for a diverged training, which names the rate and what to try.
 
         Args:
-            how: it shows.
+            how: the symptom, as a clause.
         """
         step = self.trainer.global_step
         allowed = (
@@ -221,7 +225,7 @@ class Learner(lightning.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.check_finite()
         checkpoint["rng_state"], checkpoint["qatkit"] = torch.get_rng_state(), self.about
-        if self.device.type == "cuda":  # which dropout draws from there
+        if self.device.type == "cuda":  # dropout draws from it there
             checkpoint["device_rng_state"] = torch.cuda.get_rng_state(self.device)
         found = {"average": self.average and self.average.state, "curve": self.curve, "best": self.best}
         checkpoint |= {name: value for name, value in found.items() if value}
@@ -237,16 +241,16 @@ class Learner(lightning.LightningModule):
 
 
 def _recount(checkpoint: dict[str, Any], accumulate: int) -> None:
-    """Lightning counts batches; of a run that goes on with others to a step, as many as make the same steps."""
+    """Converts Lightning's counts of batches to those of the same steps, if batches per step have changed."""
     before = checkpoint.get("accumulate", accumulate)
     progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
     for counts in (progress["total"], progress["current"]):
-        ready = counts["ready"]  # which others are one behind within a batch, however many make a step
+        ready = counts["ready"]  # within a batch the others are one behind this
         counts |= {name: ready * accumulate // before - (ready - count) for name, count in counts.items()}
 
 
 class FloatModule(Learner):
-    """Plain float training of a model as it is."""
+    """A Lightning module that trains an unchanged float model."""
 
     keys = "schedule.float_"
 
@@ -258,12 +262,12 @@ class FloatModule(Learner):
         self.learn(task)
 
     def forward(self, batch: Example) -> Any:
-        """What the model yields for an image, or for what else it is called with."""
+        """Returns the model's outputs for a batch of images or any other input."""
         return call(self.graph, batch)
 
 
 def rate_factor(step: int, total: int, schedule: ScheduleConfig) -> float:
-    """Learning rate at `step` of `total`, as a share of the configured one: linear warm-up, then decay to 0."""
+    """Returns the learning rate at `step` of `total`, relative to the configured one: warm-up, then decay to 0."""
     warmup = round(schedule.warmup * total)
     if step < warmup:
         return (step + 1) / (warmup + 1)
@@ -272,8 +276,10 @@ def rate_factor(step: int, total: int, schedule: ScheduleConfig) -> float:
 
 
 def make_optimizer(model: nn.Module, schedule: ScheduleConfig, lr: float) -> torch.optim.Optimizer:
-    """SGD or AdamW of the weights, of which vectors (biases, norms) get no weight decay; what quantizers learn moves by
-    shares (`qatkit.quant.learned.by_shares`), and PACT's clipping values alone decay.
+    """Returns SGD or AdamW for the weights, with learned scales in groups of their own.
+
+    Vectors (biases, norms) get no weight decay. Learned scales move by shares
+    (`qatkit.quant.learned.by_shares`); of these only PACT's clipping values decay.
     """
     learned: dict[int, bool] = {
         id(p): q.decayed

@@ -1,9 +1,9 @@
-"""The LightningModule: a float model on its way to INT8, in hooks that each can be used alone.
+"""The LightningModule that takes a float model to INT8, in hooks that can also be used separately.
 
     module = QATModule(model, example)       fuse → stub → prepare_qat
-    module.adjust(batches)                   the algorithms that look at activations first, if there are any
+    module.adjust(batches)                   algorithms that look at activations first, if any
     module.calibrate(batches)                ranges from real data
-    module.correct(batches)                  the algorithms that come after calibration, if there are any
+    module.correct(batches)                  algorithms that follow calibration, if any
     trainer.fit(module, loader)              fine-tuning with fake quantization
     converted = module.convert().graph       int8 weights, explicit quantize and dequantize
 
@@ -58,40 +58,40 @@ from qatkit.train.fine_tuning import FineTuning
 from qatkit_verify.errors import ConfigError
 
 NOTHING, IDLE = "finds nothing to change", "idle"
-MIXED = "float, since one scale for all values loses"  # begins the reasons of what `calibrate` left float
+MIXED = "float, since one scale for all values loses"  # prefix of the reasons that `calibrate` gives
 
 
 class QATModule(FineTuning):
     """A prepared model.
 
     Args:
-        model: the float model; left untouched. Captured with the same example, it is traced and proven once for all
-            modules that are made of it. One in another type than float32 is quantized from a float32 copy,
-            and so are its inputs.
-        example: what the model is called with, of the real shapes: images [N, C, H, W], a tuple of positional or a
+        model: the float model; not changed. A model captured with the same example is traced and proven once
+            for all modules made from it. A model of another type than float32 is quantized from a float32
+            copy, and its inputs are converted too.
+        example: an input of the real shapes: images [N, C, H, W], a tuple of positional arguments or a
             mapping of keyword arguments, with tensors anywhere in them (`qatkit.graph.signature`).
         schedule: fine-tuning; BatchNorm mode and milestones.
-        backend: what is quantized and how.
-        overrides: by pattern (`qatkit.graph.overrides`).
-        quantizers: make the quantizers of activations and weights, and the observers.
+        backend: says what is quantized and how.
+        overrides: overrides by pattern (`qatkit.graph.overrides`).
+        quantizers: factories of the quantizers of activations and weights, and of the observers.
         algorithms: corrections without labels, each at its stage, in this order.
         quantize: False makes the control: the same graph and schedule in float.
-        task: what is learned: the loss, and the metric of epochs.
+        task: the loss and the metric of epochs.
 
     Attributes:
-        graph: the prepared GraphModule, called with the example's tensors one after the other.
-        example: a batch of one, in the same form; of a model that takes one size of batch alone, that size.
-        skipped: (site, reason) of what was left float, over all hooks.
-        notes: (site, reason) of what the corrections left as it was, and of dead channels.
-        mixed_scales: "float" or "report", what `calibrate` does about tensors that one scale does not hold.
-        mixed: those that it has found.
-        floats: sites of the operators that it has left float for them.
-        progress: whether bars are shown.
-        mean_shifts: "correct" or "report", what `calibrate` does about outputs that rounded weights shift.
-        shifted: the operators of which it has found that.
+        graph: the prepared GraphModule, called with the example's tensors as positional arguments.
+        example: a batch of one, in the same form; if the model takes only one batch size, that size.
+        skipped: (site, reason) of everything left float, over all hooks.
+        notes: (site, reason) of everything the corrections left unchanged, and of dead channels.
+        mixed_scales: "float" or "report", the response of `calibrate` to tensors that one scale cannot hold.
+        mixed: the tensors of this kind that it found.
+        floats: sites of the operators that it left float for them.
+        progress: progress bars are shown.
+        mean_shifts: "correct" or "report", the response of `calibrate` to outputs shifted by rounded weights.
+        shifted: the operators for which it found such a shift.
 
     Raises:
-        ConfigError: a model that can't be traced or quantized, or an override that matches nothing.
+        ConfigError: the model cannot be traced or quantized, or an override matches nothing.
     """
 
     mixed_scales = "float"
@@ -123,7 +123,8 @@ class QATModule(FineTuning):
         self.quantizers, self.algorithms = quantizers, tuple(algorithms)
         types = (str(dtype).removeprefix("torch.") for dtype in given)
         self._about_model = [("model", f"is {one}: it is quantized from float32") for one in types]
-        # In a tuple: no submodule. A graph of ours is changed in place and can be prepared only once.
+        # In a tuple, so not a submodule. An already traced graph is changed in place and can be prepared only
+        # once.
         self._made_of: tuple[nn.Module | Captured, ...] = (
             () if is_traced(model) else (model if captured is None else captured,)
         )
@@ -135,11 +136,11 @@ class QATModule(FineTuning):
             self.learn_from(model)
 
     def _prepared(self, model: nn.Module | Captured, example: Example | None = None) -> fx.GraphModule:
-        """Returns the prepared graph of a float model, and notes what was left out.
+        """Returns the prepared graph of a float model, and sets `skipped` and `notes`.
 
         Args:
             model: in single precision.
-            example: what it is proven with; None: not again.
+            example: input of the equivalence proof; None: no proof again.
         """
         captured = model if isinstance(model, Captured) else None
         given = model if captured is None else captured.graph(share=self._shares_weights())
@@ -165,7 +166,7 @@ class QATModule(FineTuning):
         return graph
 
     def opened(self, model: nn.Module | Captured) -> fx.GraphModule:
-        """The graph that `prepare_qat` was given, made of the float model again: what placement can be asked of."""
+        """Returns the graph that `prepare_qat` was given, rebuilt from the float model, for questions of placement."""
         captured = self._captured(model)
         model = model.model if isinstance(model, Captured) else model
         shares = self._shares_weights()
@@ -177,18 +178,21 @@ class QATModule(FineTuning):
         return graph
 
     def fuse(self, model: nn.Module) -> PassResult:
-        """Hook: BatchNorms into their operators (a traced copy of `model`; a graph of ours is changed in place)."""
+        """Folds BatchNorms into their operators, in a traced copy (an already traced graph is changed in
+        place). A hook.
+        """
         schedule = self.schedule
         # Without training, merged weights are plain ones, which the algorithms may change.
         branches = schedule.branches if schedule.epochs else "merged"
         depthwise = (
             not self.backend.weights_alone
-        )  # whose scales would take more than a BatchNorm's float weights
+        )  # their scales would take more space than a BatchNorm's weights
         return fuse(model, self.example, schedule.batch_norm, depthwise=depthwise, branches=branches)
 
     def _shares_weights(self) -> bool:
-        """Whether nothing will write into weights, so that they can be the float model's: a second copy is half of the
-        memory of a large model.
+        """Returns whether nothing will write into the weights, so that they can be shared with the float model.
+
+        A second copy would be half of the memory of a large model.
         """
         writes = bool(self.schedule.epochs) or any(one.changes_weights for one in self.algorithms)
         return type(self) is QATModule and not writes
@@ -196,22 +200,22 @@ class QATModule(FineTuning):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Loads parameters and buffers; the float model keeps its weights where they are others."""
+        """Loads parameters and buffers; where the weights differ, the float model keeps its own."""
         if self._shares_weights():
             own_unlike(self, state_dict)
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
     def _captured(self, model: nn.Module | Captured) -> Captured | None:
-        """Where `fuse` gets a graph from; a hook of one's own is given the model itself."""
+        """Returns the capture that `fuse` gets its graph from; None where `fuse` is overridden: it gets the model."""
         return model if isinstance(model, Captured) and type(self).fuse is QATModule.fuse else None
 
     def stub(self, model: nn.Module) -> PassResult:
-        """Hook: opens attention and gated activations."""
+        """Opens attention and gated activations (hook)."""
         in_int8 = [pattern for pattern, override in self.overrides.items() if override.int8]
         return stub(model, self.example, in_int8)
 
     def run_algorithms(self, algorithms: Iterable[Algorithm], graph: Any, inputs: Any) -> PassResult:
-        """Hook: `algorithms`, all of one stage, one after the other, on a graph of that stage."""
+        """Runs `algorithms`, all of one stage, one after the other on a graph of that stage (hook)."""
         result = PassResult(graph)
         for algorithm in algorithms:
             done = algorithm(result.graph, inputs)
@@ -226,22 +230,23 @@ class QATModule(FineTuning):
         return result
 
     def of_stage(self, stage: str) -> list[Algorithm]:
-        """The module's algorithms of a stage (`qatkit.algorithms.base`), in their order."""
+        """Returns the module's algorithms of a stage (`qatkit.algorithms.base`), in their order."""
         return [algorithm for algorithm in self.algorithms if algorithm.stage == stage]
 
     def prepare_qat(self, graph: Any) -> PassResult:
-        """Hook: FakeQuantize on edges and weights."""
+        """Inserts FakeQuantize on edges and weights (hook)."""
         return prepare_qat(graph, self.backend, self.example, self.overrides, self.quantizers)
 
     def convert(self) -> PassResult:
-        """Hook: the converted copy, on the CPU."""
+        """Returns the converted copy, on the CPU (hook)."""
         return convert(self.graph)
 
     @property
     def left_float(self) -> list[str]:
-        """Sites that are float in the file with good reason: an override says so, or nobody has an int8 kernel.
+        """The sites that are float in the file for a good reason: an override, or no int8 kernel exists.
 
-        Of a Linear with a float bias there is none where its result is float. What else was skipped is for the audit.
+        There is no kernel for a Linear with a float bias whose result is float. The audit handles all else
+        that was skipped.
         """
         found = [
             where for where, reason in self.skipped if reason.startswith((BY_OVERRIDE, WEIGHT_ONLY, MIXED))
@@ -255,19 +260,20 @@ class QATModule(FineTuning):
         return found
 
     def adjust(self, batches: Iterable[Any], algorithms: Iterable[Algorithm] | None = None) -> None:
-        """Hook: before `calibrate`, the algorithms of the stage "observed" (or those given), each on `batches`."""
+        """Runs the algorithms of the stage "observed" (or those given) on `batches`, before `calibrate` (hook)."""
         self._with_images(self.of_stage(OBSERVED) if algorithms is None else list(algorithms), batches)
 
     def calibrate(self, batches: Iterable[Any]) -> int:
-        """Finds the ranges from `batches` of the example's form; returns how many images there were.
+        """Finds the ranges from `batches` of the example's form and returns the number of images.
 
-        Tensors that one scale does not hold are looked for on the first images; the operators that make them are left
-        float then (`qatkit.calibration.mixed_scales`), in another `graph`, unless `mixed_scales` is "report". Shifts of
-        means by rounded weights (`qatkit.algorithms.shifted_means`) go into the biases, unless `mean_shifts` is.
+        The first images are searched for tensors that one scale cannot hold. Unless `mixed_scales` is
+        "report", the operators that produce them are left float (`qatkit.calibration.mixed_scales`), in a new
+        `graph`. Shifts of means by rounded weights (`qatkit.algorithms.shifted_means`) are corrected in the
+        biases, unless `mean_shifts` is "report".
         """
         sample = Sample(self.graph)
         images = calibrate(self.graph, sample.of(map(self.tensors, batches)))
-        if self.quantize and not self.backend.simulated:  # both are about steps of one size
+        if self.quantize and not self.backend.simulated:  # both concern evenly spaced steps
             if fake_quantizers(self.graph):
                 self._find_mixed_scales(sample)
             correct = self.mean_shifts == "correct"
@@ -275,7 +281,7 @@ class QATModule(FineTuning):
         return images
 
     def _find_mixed_scales(self, sample: Sample) -> None:
-        """Looks again behind each change: other tensors are quantized then."""
+        """Finds mixed scales, and searches again after each change, since other tensors are quantized then."""
         self.mixed, known = [], set[str]()
         while found := [
             one for one in mixed_scales(self.graph, sample, self.progress) if one.tensor not in known
@@ -290,11 +296,11 @@ class QATModule(FineTuning):
             self.leave_float(floats, sample)
 
     def leave_float(self, sites: Sequence[str], batches: Iterable[Any] = ()) -> None:
-        """Leaves further operators float, in another `graph`; everything else stays as it has become.
+        """Leaves further operators float, in a new `graph` that keeps the state of everything else.
 
         Args:
-            sites: of the operators.
-            batches: from which tensors get their ranges that were not quantized before.
+            sites: sites of the operators.
+            batches: give ranges to tensors that were not quantized before.
 
         Raises:
             ConfigError: nothing is left to quantize.
@@ -318,12 +324,12 @@ class QATModule(FineTuning):
         ]
 
     def correct(self, batches: Iterable[Any], algorithms: Iterable[Algorithm] | None = None) -> None:
-        """Hook: after `calibrate`, the algorithms of that stage (or those given), each on `batches`."""
+        """Runs the algorithms of the stage "calibrated" (or those given) on `batches`, after `calibrate` (hook)."""
         self._with_images(self.of_stage(CALIBRATED) if algorithms is None else list(algorithms), batches)
 
     def _with_images(self, chosen: list[Algorithm], batches: Iterable[Any]) -> None:
         given = batches if isinstance(self.example, Tensor) else map(self.tensors, batches)
-        seen = given if len(chosen) < 2 else list(given)  # a generator serves one of them
+        seen = given if len(chosen) < 2 else list(given)  # a generator serves only one of them
         done = self.run_algorithms(chosen, self.graph, seen)
         idle = [name for name, reason in done.skipped if reason == NOTHING]
         self.about[IDLE] = [
@@ -332,14 +338,14 @@ class QATModule(FineTuning):
         ]  # in the checkpoint: a resumed run calls none of them
 
     def learn_from(self, model: nn.Module, teacher: nn.Module | None = None) -> None:
-        """Says who teaches, and finds `schedule.distill_features` in both.
+        """Sets the teacher, and finds `schedule.distill_features` in model and teacher.
 
         Args:
             model: the float model of this module.
             teacher: None: the model itself.
 
         Raises:
-            ConfigError: a feature that one of them does not have, or of another shape.
+            ConfigError: one of them lacks a feature, or its shapes differ.
         """
         pairs = self.schedule.distill_features
         model = in_single_precision(model)[0].cpu().eval()
@@ -358,7 +364,7 @@ class QATModule(FineTuning):
 
 
 def _of_one(graph: fx.GraphModule, example: Example) -> Example:
-    """A copy of `example` with one row along the batch axes of the graph's inputs, or as few as the graph takes."""
+    """Returns a copy of `example` with one row along the batch axes, or as few as the graph takes."""
     tensors = flatten(example)
     return unflatten(
         example, [t.clone() for t in resized(tensors, batch_multiple(graph), graph_axes(graph, tensors))]

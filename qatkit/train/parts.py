@@ -1,16 +1,16 @@
-"""Parts: a model that can't be traced as a whole is quantized where it can, and the rest stays as it is.
+"""Quantization in parts, for models that cannot be traced as a whole.
 
-A detector's box logic depends on data, so torch.fx can't follow it; its backbone and the convolutions of its
-heads it can. Each named submodule goes through fuse, stub and prepare_qat and takes its place in the model
-again, which is then calibrated, fine-tuned and evaluated by whatever code it came with:
+The box logic of a detector depends on data, so torch.fx cannot trace it. It can trace the backbone and the
+convolutions of the heads. Each named submodule is passed through fuse, stub and prepare_qat and put back into
+the model. The model is then calibrated, fine-tuned and evaluated by its own code:
 
     parts = Parts(fasterrcnn_resnet50_fpn(), ["backbone", "roi_heads.box_head"], [image])
-    parts.calibrate(batches)            # each batch is what the model takes
+    parts.calibrate(batches)            # each batch is an input of the model
     ...                                 # train parts.model
     converted = parts.convert()         # the model with int8 parts, in PyTorch
-    files = parts.export(folder)        # one ONNX file a part
+    files = parts.export(folder)        # one ONNX file per part
 
-The files are of the size of the tensors that the example gave each part, with a dynamic batch.
+The input sizes of the files are those that the example gave each part, with a dynamic batch.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from qatkit.quant.observers import MinMaxObserver
 from qatkit.quant.weight_fake_quantize import Quantizers
 from qatkit_verify.errors import ConfigError, did_you_mean
 
-# Calls of one part whose largest inputs are farther apart leave the smallest one 5 bits or fewer.
+# With a larger ratio between the inputs of a part's calls, the smallest one gets 5 bits or fewer.
 _FAR_APART = 8.0
 
 
@@ -55,8 +55,8 @@ class Seen(NamedTuple):
     """The first call of a part.
 
     Attributes:
-        example: what it was called with.
-        result: what it gave, without values.
+        example: its arguments.
+        result: its result, without values.
     """
 
     example: Example
@@ -64,13 +64,13 @@ class Seen(NamedTuple):
 
 
 class Part(nn.Module):
-    """A graph in the place of the submodule that it was traced from: the same call, outputs in the same containers."""
+    """A graph that replaces the submodule it was traced from, with the same arguments and output containers."""
 
     def __init__(self, graph: fx.GraphModule, original: nn.Module, seen: Seen) -> None:
         super().__init__()
         self.graph, self.seen = graph, seen
         self.signature = inspect.signature(original.forward)
-        # Detection models ask their backbone for it.
+        # Detection models read it from their backbone.
         if hasattr(original, "out_channels"):
             self.out_channels = original.out_channels
 
@@ -89,24 +89,25 @@ class Parts:
     """A model with quantized parts.
 
     Args:
-        model: the float model; left untouched.
-        scope: paths of the submodules to quantize. Each takes tensors, one or more, the same ones at every call; one
-            that is called several times (a head over a pyramid's levels) has one range for all calls; `calibrate`
-            warns if these are far apart.
+        model: the float model; not changed.
+        scope: paths of the submodules to quantize. Each takes one or more tensors, the same ones at every
+            call. A submodule that is called several times (a head over a pyramid's levels) has one range for
+            all calls; `calibrate` warns if these are far apart.
         example: one input of `model`.
         backend: as in `QATModule`.
         batch_norm: as in `QATModule`.
-        quantizers: make the quantizers and observers. An observer that averages over calls would clip the widest level.
-        overrides: by part, then by pattern within it.
+        quantizers: factories of quantizers and observers. An observer that averages over calls would clip the
+            widest level.
+        overrides: overrides by part, then by pattern within it.
 
     Attributes:
         model: the copy that holds the parts; calibrate it, train it, evaluate it.
-        inputs: what each part is called with, by path.
-        skipped: (site, reason) of what was left as it was.
+        inputs: the arguments of each part, by path.
+        skipped: (site, reason) of everything left unchanged.
 
     Raises:
-        ConfigError: a path that isn't there, lies in another part, is never called or takes something else, or
-            a part that can't be traced.
+        ConfigError: a path does not exist, lies in another part, is never called or takes no tensors, or a
+            part cannot be traced.
     """
 
     def __init__(
@@ -145,9 +146,9 @@ class Parts:
         return part
 
     def calibrate(self, batches: Iterable[Any]) -> None:
-        """Finds the ranges: each of `batches` is handed to the model.
+        """Finds the ranges by calling the model with each of `batches`.
 
-        A part whose calls turn out to have ranges far apart is added to `skipped`, with a warning.
+        A part whose calls have ranges far apart is added to `skipped`, with a warning.
         """
         with _Calls({path: self._part(path) for path in self.inputs}) as calls:
             calibrate_parts(self.graphs, self.model, calls.counted(self.model), batches)
@@ -156,7 +157,7 @@ class Parts:
             warnings.warn(f"{path}: {reason}", stacklevel=2)
 
     def convert(self) -> nn.Module:
-        """A copy of the model, in inference mode, with int8 parts."""
+        """Returns a copy of the model, in inference mode, with int8 parts."""
         converted = copy_of(self.model).eval()
         for path, graph in self.graphs.items():
             part = converted.get_submodule(path)
@@ -165,8 +166,10 @@ class Parts:
         return converted
 
     def export(self, folder: Path, opset: int = 13) -> dict[str, Path]:
-        """Writes PATH.int8.onnx for each part into a folder, which is made where there is none; returns the files by
-        path.
+        """Writes PATH.int8.onnx for each part into `folder`, which is created if missing.
+
+        Returns:
+            The files, by the path of their part.
         """
         folder.mkdir(parents=True, exist_ok=True)
         files = {}
@@ -177,7 +180,7 @@ class Parts:
 
 
 class _Calls:
-    """The largest input of every part, call by call: the first of an image, the second, ..."""
+    """A record of the largest input of every part, call by call: the first of an image, the second, ..."""
 
     def __init__(self, parts: Mapping[str, Part]) -> None:
         self.largest: dict[str, list[float]] = {path: [] for path in parts}
@@ -207,7 +210,7 @@ class _Calls:
         return run
 
     def far_apart(self) -> Iterable[tuple[str, str]]:
-        """(path, reason) of the parts with a call that is left fewer than 32 of the 256 steps."""
+        """Yields (path, reason) of the parts with a call that gets fewer than 32 of the 256 steps."""
         for path, found in self.largest.items():
             ends = [value for value in found if value > 0]
             if ends and max(ends) > _FAR_APART * min(ends):
@@ -243,7 +246,7 @@ def _check(model: nn.Module, scope: Sequence[str]) -> None:
 
 
 def _first_calls(model: nn.Module, scope: Sequence[str], example: Any) -> dict[str, Seen]:
-    """The first call of each part, from one run of the model."""
+    """Returns the first call of each part, from one run of the model."""
     seen: dict[str, Seen] = {}
 
     def recorder(path: str) -> Callable[..., None]:
@@ -273,12 +276,12 @@ def _first_calls(model: nn.Module, scope: Sequence[str], example: Any) -> dict[s
 
 
 def _valueless(seen: Seen) -> Seen:
-    """The containers, with tensors that hold nothing: a part is copied with its model."""
+    """Returns the containers with tensors without data, because a part is copied with its model."""
     return Seen(*unflatten(tuple(seen), [tensor.to("meta") for tensor in flatten(tuple(seen))]))
 
 
 def _advice(reason: str, example: Example) -> str:
-    """Why a part can't be captured; of one that takes containers of tensors, that its submodules may be easier."""
+    """Returns why a part cannot be captured, with advice to name submodules if it takes containers of tensors."""
     args, kwargs = arguments_of(example)
     values = (*args, *kwargs.values())
     if all(isinstance(value, Tensor) for value in values):

@@ -1,12 +1,13 @@
-"""BatchNorm over the batches of all ranks, on any device: torch.nn.SyncBatchNorm has kernels for GPUs alone.
+"""BatchNorm over the batches of all ranks, on any device (torch.nn.SyncBatchNorm only has kernels for GPUs).
 
-Each rank's mean, variance and count are gathered and put together (Chan, Golub and LeVeque, "Updating formulae and a
-pairwise algorithm for computing sample variances", 1979), so nothing cancels as in E[x²] - E[x]². Backward, as of one
-device with the summed batch (Ioffe and Szegedy, "Batch normalization", 2015, section 3):
+Each rank's mean, variance and count are gathered and combined (Chan, Golub and LeVeque, "Updating formulae
+and a pairwise algorithm for computing sample variances", 1979), so there is no cancellation as in E[x²] -
+E[x]². The backward pass is that of one device with the summed batch (Ioffe and Szegedy, "Batch
+normalization", 2015, section 3):
 
     dx = w/σ · (dy - mean(dy) - x̂·mean(dy·x̂))        means over all ranks
 
-The modules stay what they are: types, names and state are those that every pass and checkpoint knows.
+The modules are not replaced: every pass and checkpoint finds the types, names and state that it knows.
 """
 
 from __future__ import annotations
@@ -28,14 +29,15 @@ from qatkit.quant.observers.base import in_one_process
 
 
 class _Normalize(torch.autograd.Function):
-    """(x - mean)/σ·weight + bias [N, C, ...]; mean and variance [C] of all ranks, `count` values in all."""
+    """The function (x - mean)/σ·weight + bias [N, C, ...], with mean and variance [C] of all ranks."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, inverse: Tensor, count: Tensor
     ) -> Tensor:
         ctx.save_for_backward(x, weight, mean, inverse, count)
-        # As torch's kernel rounds in one process: another order of these moves values over the edge of an integer.
+        # In the order of torch's kernel for one process: another rounding could move a value to another
+        # integer.
         slope = inverse * weight
         return torch.addcmul(_along(torch.addcmul(bias, mean, slope, value=-1), x), x, _along(slope, x))
 
@@ -56,7 +58,7 @@ def _others(x: Tensor) -> list[int]:
 
 
 def _exact(x: Tensor) -> torch.dtype:
-    """Of sums over images: on the CPU such that it makes no difference which rank adds up which."""
+    """Returns the type for sums over images; on the CPU it makes the sums independent of the split over ranks."""
     return torch.float64 if x.device.type == "cpu" else x.dtype
 
 
@@ -66,7 +68,7 @@ def _along(values: Tensor, x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _statistics(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean and biased variance [C], and the number of values [], over all ranks; in `_exact` numbers."""
+    """Returns mean and biased variance [C] and the number of values [] over all ranks, in the type of `_exact`."""
     count = x.numel() // x.shape[1]
     mean = x.sum(_others(x), dtype=_exact(x)) / count
     variance = (x - _along(mean, x)).square().sum(_others(x)) / count
@@ -81,7 +83,7 @@ def _statistics(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _forward(norm: _BatchNorm, x: Tensor) -> Tensor:
-    """In place of `norm.forward`, of a type without a forward of its own."""
+    """Replaces `norm.forward` for types that do not override forward."""
     if not norm.training or in_one_process():
         return type(norm).forward(norm, x)
     norm._check_input_dim(x)
@@ -94,7 +96,7 @@ def _forward(norm: _BatchNorm, x: Tensor) -> Tensor:
 
 
 def _own_forward(norm: _BatchNorm, *given: Any, **named: Any) -> Any:
-    """In place of a forward of its own (timm's calls its activation): within it F.batch_norm is that of all ranks."""
+    """Replaces an overridden forward (timm's calls its activation): F.batch_norm within it uses all ranks."""
     own = type(norm).forward
     if not norm.training or in_one_process():
         return own(norm, *given, **named)
@@ -110,7 +112,7 @@ def _own_forward(norm: _BatchNorm, *given: Any, **named: Any) -> Any:
 
 
 class _OfAllRanks(TorchFunctionMode):
-    """Within, `F.batch_norm` in training normalizes by the statistics of all ranks."""
+    """A mode in which `F.batch_norm` in training normalizes by the statistics of all ranks."""
 
     called = False
 
@@ -135,7 +137,7 @@ def _normalized(
     share: float | Tensor | None,
     eps: float,
 ) -> Tensor:
-    """`F.batch_norm` in training, of the batches of all ranks."""
+    """Computes `F.batch_norm` in training over the batches of all ranks."""
     given, x = x.dtype, x.float()
     mean, variance, count = _statistics(x)
     if running_mean is not None and running_var is not None and share is not None:
@@ -155,12 +157,13 @@ def _follow(running: tuple[Tensor, ...], seen: tuple[Tensor, ...], share: float 
 
 @contextmanager
 def synchronized(model: nn.Module | None) -> Iterator[None]:
-    """Within, every BatchNorm of `model` that trains normalizes by the statistics of all ranks; of None nothing.
+    """Makes every training BatchNorm of `model` normalize by the statistics of all ranks; does nothing for None.
 
-    One whose own forward computes them in another way than by F.batch_norm keeps its own, and says so.
+    A BatchNorm whose own forward does not use F.batch_norm keeps its process's statistics, and a warning says
+    so.
     """
     found = [m for m in (model.modules() if model else ()) if isinstance(m, _BatchNorm)]
-    found = [norm for norm in found if not isinstance(norm, nn.SyncBatchNorm)]  # does so itself
+    found = [norm for norm in found if not isinstance(norm, nn.SyncBatchNorm)]  # synchronizes by itself
     for norm in found:
         plain = type(norm).forward is _BatchNorm.forward
         norm.forward = partial(_forward if plain else _own_forward, norm)  # type: ignore[method-assign]

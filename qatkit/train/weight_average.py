@@ -1,11 +1,11 @@
-"""An exponential moving average of the weights over the steps of a training, which ships in place of the last weights.
+"""An exponential moving average of the weights during training, exported instead of the last weights.
 
     after step t:  average ← d·average + (1 - d)·weights,   d = min(decay, (1 + t) / (10 + t))
 
-Without the rising d a short run would ship little else than the weights that it began with. Averaged are the parameters
-that train, a quantizer's learned scales among them, the statistics of BatchNorms, and the scales of weights that an
-algorithm found, which follow these; ranges stay those that were observed. d is a function of the step, so a resumed run
-needs the average alone.
+Without the rising d, the average of a short run would be little more than its initial weights. The average
+covers the trained parameters (including learned scales), the statistics of BatchNorms, and the weight scales
+that an algorithm found, which follow the weights. Ranges stay as observed. d is a function of the step, so a
+resumed run needs only the average.
 
 Source: Polyak and Juditsky, "Acceleration of stochastic approximation by averaging", 1992; the rising d is that of
 TensorFlow's `tf.train.ExponentialMovingAverage(num_updates=...)`.
@@ -24,7 +24,7 @@ _RISE = 10
 
 
 def decay_at(step: int, decay: float) -> float:
-    """The decay d after the optimizer step number `step`, counted from 1."""
+    """Returns the decay d after the optimizer step number `step`, counted from 1."""
     return min(decay, (1 + step) / (_RISE + step))
 
 
@@ -32,10 +32,11 @@ class WeightAverage:
     """The average of a module's weights.
 
     Args:
-        module: on the device that it trains on. Its tensors are looked up at every call: between two of them the module
-            may move to another device, or to another order of axes in memory, which gives it others.
+        module: on the device that it trains on. Its tensors are looked up at every call, because a move to
+            another device or memory format between calls replaces them.
         decay: from 0 to below 1.
-        stored: `state` of an earlier average to go on from; None, and what it lacks: the weights as they are.
+        stored: `state` of an earlier average to continue; None: the current weights, also for tensors it
+            lacks.
     """
 
     def __init__(self, module: nn.Module, decay: float, stored: Mapping[str, Tensor] | None = None) -> None:
@@ -54,7 +55,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def swap(self) -> None:
-        """Exchanges the weights and the average: what is called now computes with the average."""
+        """Exchanges the weights and the average, so that the module computes with the average."""
         found, state = averaged(self._module), list(self.state.values())
         live = [found[name] for name in self.state]
         kept = [one.clone() for one in live]
@@ -63,7 +64,7 @@ class WeightAverage:
 
 
 def averaged(module: nn.Module) -> dict[str, Tensor]:
-    """The tensors of a module that are averaged, by name; they share its memory."""
+    """Returns the tensors of a module that are averaged, by name; they share its memory."""
     found = {name: one.detach() for name, one in module.named_parameters() if one.requires_grad}
     for path, part in module.named_modules():
         if isinstance(part, nn.modules.batchnorm._BatchNorm):

@@ -1,4 +1,4 @@
-"""The form of a detector that `task=detection` trains, quantizes and exports."""
+"""The interface of a detector that `task=detection` trains, quantizes and exports."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from qatkit.tasks.average_precision import IGNORED
 
 
 class Detector(nn.Module):
-    """A detector: images [N, C, H, W] to corners [N, boxes, 4], scores [N, boxes, classes], and what its loss takes.
+    """The base class of detectors, from images [N, C, H, W] to corners [N, boxes, 4] and scores [N, boxes, classes].
+
+    Further outputs are the inputs of the loss.
 
     Attributes:
-        inference_outputs: how many outputs, the first ones, a file has: corners and scores.
-        unordered: whether rows of boxes have no fixed place in the image but are ordered by scores
+        inference_outputs: number of first outputs that a file has: corners and scores.
+        unordered: rows of boxes have no fixed place in the image but are ordered by scores
             (`qatkit.tasks.unordered_boxes`).
     """
 

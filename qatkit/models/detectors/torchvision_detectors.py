@@ -2,7 +2,7 @@
 
 torchvision's models normalise and resize pictures and choose boxes in Python. Here the network and the arithmetic of
 boxes are one graph of tensors; pictures are prepared by the data, and boxes are chosen by non-maximum suppression
-behind the graph. Parameters keep torchvision's names, so that its checkpoints load.
+after the graph. Parameters keep torchvision's names, so that its checkpoints load.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ class TorchvisionDetector(Detector):
 
     Args:
         model: torchvision's model; its `backbone`, `head` and `anchor_generator` are those of this one.
-        ratios: of an SSD: sides of the smallest and of the largest anchors as shares of the input's; None: its own.
+        ratios: for an SSD, sides of the smallest and the largest anchors relative to the input's; None: its
+            own.
 
     Raises:
-        ConfigError: a model of another kind.
+        ConfigError: the model is of another kind.
     """
 
     def __init__(self, model: nn.Module, ratios: Sequence[float] | None = None) -> None:
@@ -47,13 +48,13 @@ class TorchvisionDetector(Detector):
             shapes = model.anchor_generator.aspect_ratios
             model.anchor_generator = DefaultBoxGenerator(shapes, min_ratio=ratios[0], max_ratio=ratios[1])
         self.backbone, self.head, self.anchor_generator = model.backbone, model.head, model.anchor_generator
-        self._model: tuple[Any, ...] = (model,)  # in a tuple: its parameters are those above
+        self._model: tuple[Any, ...] = (model,)  # in a tuple, since its parameters are registered above
         self._known: dict[
             int, tuple[Tensor, list[int]]
         ] = {}  # anchors and cells of each level, by their number
 
     def forward(self, images: Tensor) -> dict[str, Tensor]:
-        """Returns boxes and scores, and beside them what the heads gave."""
+        """Returns boxes and scores, followed by the outputs of the heads."""
         found = self.backbone(images)
         features = [found] if isinstance(found, Tensor) else list(found.values())
         heads = self.head(features)
@@ -69,7 +70,7 @@ class TorchvisionDetector(Detector):
         return {"boxes": boxes, "scores": scores} | {name: heads[name] for name in _HEADS if name in heads}
 
     def anchors(self, images: Tensor, features: Sequence[Tensor]) -> Tensor:
-        """Returns the corners of all anchors, [boxes, 4], which depend on sizes alone."""
+        """Returns the corners of all anchors, [boxes, 4], which depend only on sizes."""
         sizes = [(int(one.shape[2]), int(one.shape[3])) for one in (images, *features)]
         like = [torch.empty(1, 1, *size) for size in sizes]
         with torch.no_grad():
@@ -83,12 +84,12 @@ class TorchvisionDetector(Detector):
         return self._loss
 
     def _loss(self, outputs: Sequence[Tensor], targets: Tensor) -> Tensor:
-        """The sum of torchvision's own losses."""
+        """Returns the sum of torchvision's own losses."""
         (model,) = self._model
         heads = dict(zip(_HEADS, outputs, strict=False))
         anchors, cells = self._known[outputs[0].shape[1]]
         anchors = anchors.to(outputs[0].device)
-        background = int(isinstance(model, SSD))  # whose class 0 is nothing
+        background = int(isinstance(model, SSD))  # its class 0 is background
         wanted = [{"boxes": boxes, "labels": labels + background} for boxes, labels in boxes_of(targets)]
         rows = [anchors] * len(wanted)
         if isinstance(model, RetinaNet):
@@ -122,7 +123,7 @@ def check_ratios(model: nn.Module, ratios: Sequence[float]) -> None:
 
 
 def _from_offsets(offsets: Tensor, anchors: Tensor, weights: Sequence[float]) -> Tensor:
-    """Corners [N, boxes, 4] of centres and logarithms of sides, relative to anchors."""
+    """Returns corners [N, boxes, 4] from centres and logarithms of sides, relative to anchors."""
     sides = anchors[:, 2:] - anchors[:, :2]
     centers = anchors[:, :2] + 0.5 * sides
     places = offsets[..., :2] * (sides / sides.new_tensor(weights[:2])) + centers
@@ -131,7 +132,7 @@ def _from_offsets(offsets: Tensor, anchors: Tensor, weights: Sequence[float]) ->
 
 
 def _from_distances(distances: Tensor, anchors: Tensor) -> Tensor:
-    """Corners [N, boxes, 4] of distances to the sides, in sides of anchors."""
+    """Returns corners [N, boxes, 4] from distances to the sides, in units of anchor sides."""
     sides = anchors[:, 2:] - anchors[:, :2]
     centers = anchors[:, :2] + 0.5 * sides
     low, high = (distances[..., start : start + 2] * sides for start in (0, 2))

@@ -3,8 +3,8 @@
     features ── rpn.head ──> boxes of all anchors ── best of each level ── suppression ── TopK ──> K proposals
     features, proposals ── RoIAlign ──> [N * K, C, 7, 7] ── roi_heads ──> K * classes boxes, each with one score
 
-torchvision's proposals are lists whose length depends on values. Here there are always K, its
-`rpn_post_nms_top_n_test`; the places that remain free hold a box without area, whose scores are 0. Parameters keep
+torchvision's proposals are lists whose length depends on values. Here there are always K, torchvision's
+`rpn_post_nms_top_n_test`; unused rows hold a box without area, whose scores are 0. Parameters keep
 torchvision's names, so that its checkpoints load.
 
 Source: Ren et al., "Faster R-CNN: Towards Real-Time Object Detection with Region Proposal Networks", 2015; Lin et al.,
@@ -35,14 +35,14 @@ _ABOVE = 1e-6  # added before a level is rounded down, as torchvision's mapper d
 class TwoStageDetector(Detector):
     """A Faster R-CNN of torchvision.
 
-    K proposals with C classes make K * C boxes, of which row k * C + c has a score in class c alone. Training samples
+    K proposals with C classes make K * C boxes, of which row k * C + c has a score only in class c. Training samples
     among the same K proposals, without the labelled boxes that torchvision adds to its own.
 
     Args:
         model: torchvision's model, whose `backbone`, `rpn` and `roi_heads` this one uses.
 
     Raises:
-        ConfigError: the model predicts masks or keypoints, too.
+        ConfigError: the model also predicts masks or keypoints.
     """
 
     unordered = True
@@ -56,7 +56,7 @@ class TwoStageDetector(Detector):
         self._known: dict[int, Tensor] = {}  # anchors by their number
 
     def forward(self, images: Tensor) -> dict[str, Tensor]:
-        """Returns boxes and scores, followed by what the losses of both stages take."""
+        """Returns boxes and scores, followed by the inputs of both stages' losses."""
         found = self.backbone(images)
         features = {"0": found} if isinstance(found, Tensor) else dict(found)
         objectness, offsets, sizes = self._first_stage(list(features.values()))
@@ -83,7 +83,7 @@ class TwoStageDetector(Detector):
         return torch.cat(rows[0], 1), offsets, [int(one.shape[1]) for one in rows[0]]
 
     def _anchors(self, images: Tensor, features: Sequence[Tensor]) -> Tensor:
-        """Returns the corners of all anchors, [anchors, 4], which depend on sizes alone."""
+        """Returns the corners of all anchors, [anchors, 4], which depend only on sizes."""
         sizes = [(int(one.shape[2]), int(one.shape[3])) for one in (images, *features)]
         like = [torch.empty(1, 1, *size) for size in sizes]
         with torch.no_grad():
@@ -95,7 +95,7 @@ class TwoStageDetector(Detector):
     def _proposals(
         self, objectness: Tensor, offsets: Tensor, anchors: Tensor, sizes: list[int], images: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Returns corners [N, K, 4] of the best boxes of the first stage, and 1 where there is one, else 0, [N, K]."""
+        """Returns corners [N, K, 4] of the best boxes of the first stage, and 1 for each used row, else 0, [N, K]."""
         rpn = self.rpn
         objectness, offsets = objectness.detach().float(), offsets.detach().float()
         boxes = _within(_moved(offsets, anchors, rpn.box_coder.weights), images)
@@ -215,5 +215,5 @@ def _logit(share: float) -> float:
 
 
 def _halved(feature: Tensor, images: Tensor) -> int:
-    """Returns how often the height of the images was halved in a feature map, as torchvision infers it."""
+    """Returns the number of halvings of the image height in a feature map, as torchvision infers it."""
     return round(math.log2(int(images.shape[2]) / int(feature.shape[2])))

@@ -1,4 +1,4 @@
-"""YOLOX: a detector without anchors, with separate heads for classes and boxes, by the names of its own checkpoints.
+"""YOLOX: an anchor-free detector with separate heads for classes and boxes, and the original parameter names.
 
 Source: Ge et al., "YOLOX: Exceeding YOLO Series in 2021", 2021. Modules and parameters are called as in Megvii's code
 (Apache-2.0), so that its checkpoints load (`model.checkpoint=yolox_nano.pth`, with activation silu and 80 classes; it
@@ -39,14 +39,14 @@ class Yolox(Detector):
     """YOLOX of any depth and width.
 
     Args:
-        num_classes: of objects.
+        num_classes: number of object classes.
         depth: number of blocks, as a share of YOLOX-L's.
         width: number of channels, as a share of YOLOX-L's.
         activation: silu | relu | relu6 | hardswish.
-        depthwise: whether 3x3 convolutions are depthwise ones with a 1x1 convolution behind.
+        depthwise: 3x3 convolutions are depthwise, followed by a 1x1 convolution.
 
     Raises:
-        ConfigError: another activation.
+        ConfigError: the activation is another one.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Yolox(Detector):
         ] = {}  # corners of the cells and strides, by their number
 
     def forward(self, images: Tensor) -> dict[str, Tensor]:
-        """Returns boxes and scores, and beside them the logits and offsets that the loss takes."""
+        """Returns boxes and scores, followed by the logits and offsets that the loss takes."""
         if images.shape[2] % _STRIDES[-1] or images.shape[3] % _STRIDES[-1]:
             told = [int(images.shape[2]), int(images.shape[3])]
             raise ConfigError("data.image_size", told, f"multiples of {_STRIDES[-1]} for YOLOX")
@@ -112,7 +112,7 @@ class Yolox(Detector):
 
 
 def decoded(offsets: Tensor, cells: Tensor, strides: Tensor) -> Tensor:
-    """Returns corners [N, boxes, 4] of centres relative to cells and logarithms of sides, both in strides."""
+    """Returns corners [N, boxes, 4] from centres relative to cells and logarithms of sides, both in strides."""
     centers = offsets[..., :2] * strides + cells
     half = offsets[..., 2:].clamp(max=_LARGEST_LOG).exp() * (0.5 * strides)
     return torch.cat([centers - half, centers + half], 2)
@@ -155,7 +155,7 @@ class _Bottleneck(nn.Module):
 
 
 class _CSPLayer(nn.Module):
-    """A block whose half of the channels takes the short way."""
+    """A block in which half of the channels takes a shortcut."""
 
     def __init__(
         self,
@@ -180,7 +180,7 @@ class _CSPLayer(nn.Module):
 
 
 class _Focus(nn.Module):
-    """Pixels of two by two as channels."""
+    """A convolution over blocks of 2 x 2 pixels as channels."""
 
     def __init__(self, inputs: int, outputs: int, act: type[nn.Module]) -> None:
         super().__init__()
@@ -193,7 +193,7 @@ class _Focus(nn.Module):
 
 
 class _Pooled(nn.Module):
-    """Pools of several sizes beside each other."""
+    """A block with parallel max pools of several sizes."""
 
     def __init__(self, channels: int, act: type[nn.Module]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The loss of YOLOX, and which cells are to find which box.
+"""The loss of YOLOX, and the assignment of boxes to cells.
 
 Source: Ge et al., "YOLOX: Exceeding YOLO Series in 2021", 2021, section 2.1 (SimOTA), and Megvii's code, version 0.3.
 """
@@ -19,7 +19,7 @@ _IOU_COST, _BOX_WEIGHT = 3.0, 5.0
 
 
 class YoloxLoss:
-    """Classes and objectness by cross entropy, boxes by 1 - IoU², over the number of cells that find a box.
+    """The loss: cross entropy of classes and objectness, 1 - IoU² of boxes, over the number of assigned cells.
 
     Args:
         cells: top left corners in pixels, [boxes, 2].
@@ -59,7 +59,7 @@ class YoloxLoss:
     def _assigned(
         self, logits: Tensor, objectness: Tensor, boxes: Tensor, truth: Tensor, labels: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Returns the cells of one picture that find a box, and which box each finds."""
+        """Returns the assigned cells of one picture, and the box of each."""
         middles = (truth[:, :2] + truth[:, 2:]) / 2
         near = ((self._centers - middles[:, None]).abs() < _RADIUS * self._strides).all(2)  # [truth, boxes]
         cells = near.any(0).nonzero()[:, 0]
@@ -85,7 +85,7 @@ class YoloxLoss:
 
 
 def _paired_iou(first: Tensor, second: Tensor) -> Tensor:
-    """Intersection over union of boxes pair by pair, [n]."""
+    """Returns the intersection over union of pairs of boxes, [n]."""
     low, high = torch.maximum(first[:, :2], second[:, :2]), torch.minimum(first[:, 2:], second[:, 2:])
     both = (high - low).clamp(min=0).prod(1)
     areas = [(one[:, 2:] - one[:, :2]).prod(1) for one in (first, second)]

@@ -1,6 +1,6 @@
-"""Number formats beyond evenly spaced integers: floats of 16, 8, 6 and 4 bits, alone or in blocks with a shared scale.
+"""Number formats beyond integers: floats of 16, 8, 6 and 4 bits, some in blocks with a shared scale.
 
-table       the formats as rows (plain data, no torch): what an element is, how many share a scale, of which type
-elements    float32 rounded to an element, bit for bit
-blocks      a tensor in blocks: their scales, and what it becomes
+table       the formats as plain data (no torch): element type, block size, scale type
+elements    rounds float32 to an element, bit for bit
+blocks      the scales of a tensor's blocks, and the values that it is rounded to
 """

@@ -1,25 +1,29 @@
 """A tensor in a number format: the scales of its blocks, and the values that it is rounded to.
 
-Blocks are neighbours along one axis, that over which a product adds up; the last one may be shorter. With v the values
-of a block, `amax` the largest of them by size, and elements and scales as in `qatkit.quant.formats.table`:
+Blocks are neighbours along one axis, the one over which a product sums; the last block may be shorter. With v
+the values of a block, `amax` its largest absolute value, and elements and scales as in
+`qatkit.quant.formats.table`:
 
     no scale    round(v)
     float32     round(v / s) · s       s of the tensor: its range over the largest element
     E8M0        round(v / s) · s       s = 2^(floor(log2(amax)) - emax), from 2^-127 on
     E4M3        round(v / s·t) · s·t   t of the tensor: its range over 448 · 6; s = round(amax / 6 / t), from 2^-9 on
 
-Rounding to elements saturates. Where the specifications leave a choice, or leave something out:
+Rounding to elements saturates. Where the specifications leave a choice or a gap:
 
-- MX takes this scale (specification, section 6.3), so that the largest values of a block may lie beyond the largest
-  element (between 6 and 8 times the scale of MXFP4) and saturate. A scale below 2^-127 is 2^-127; none is above 2^127.
+- MX uses this scale (specification, section 6.3), so that the largest values of a block may exceed the
+  largest element (between 6 and 8 times the scale of MXFP4) and saturate. A scale below 2^-127 is 2^-127; none is
+  above 2^127.
 - A block of zeros has the smallest scale and stays zeros, with their signs.
-- A block with an infinity or a NaN has the scale NaN (E8M0 0xFF, E4M3 0x7F), so that all of it is NaN. MX leaves open
-  what becomes of them; Quark's operator for BFP16 lets them through, which no shared exponent can hold.
-- BFP16: the shared exponent is that of the largest value, and 127 steps are the largest mantissa, as in Quark's
-  operator (rounding_mode 2): what would round to 128 saturates. Its compiler's kernel raises the exponent there.
+- A block with an infinity or a NaN has the scale NaN (E8M0 0xFF, E4M3 0x7F), so that all of it is NaN. MX
+  leaves their result open; Quark's operator for BFP16 lets them through, which no shared exponent can represent.
+- BFP16: the shared exponent is that of the largest value, and 127 steps are the largest mantissa, as in
+  Quark's operator (rounding_mode 2): a value that would round to 128 saturates. Its compiler's kernel raises
+  the exponent there.
 - NVFP4: a block whose scale would round to 0 gets the smallest one above, where NVIDIA's paper says nothing and torchao
   takes 2^-6, the smallest that is normal. The tensor's scale is not below 2^-126, float32's smallest normal number.
-- The range of a tensor with a scale is what its observer found, or its largest finite value: `tensor_scale`.
+- The range of a tensor with a scale is the one its observer found, or its largest finite value
+  (`tensor_scale`).
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ _LEAST_EXPONENT, _LEAST_NORMAL = -127, 2.0**-126
 
 
 def tensor_scale(largest: Tensor, form: Format) -> Tensor:
-    """Returns the float32 scale of a tensor, [], whose largest value is `largest` []."""
+    """Returns the float32 scale [] of a tensor whose largest absolute value is `largest` []."""
     return (largest.float() / form.reach).clamp(min=_LEAST_NORMAL)
 
 
@@ -48,11 +52,11 @@ def largest_finite(x: Tensor) -> Tensor:
 
 
 def block_scales(largest: Tensor, form: Format, of_tensor: Tensor) -> Tensor:
-    """Returns what the elements of each block are multiplied by.
+    """Returns the factors of the elements of each block.
 
     Args:
-        largest: the largest size in each block, of any shape.
-        of_tensor: [], read by formats that have a scale for the tensor.
+        largest: the largest absolute value in each block, of any shape.
+        of_tensor: the tensor's scale [], used by formats that have one.
 
     Returns:
         float32, of the shape of `largest`; NaN for a block with a value that is not finite.
@@ -65,17 +69,17 @@ def block_scales(largest: Tensor, form: Format, of_tensor: Tensor) -> Tensor:
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
-    """Returns 2^exponent in float32, of whole numbers up to 127; the smallest is 2^-127, which is denormal."""
+    """Returns 2^exponent in float32 for integers up to 127; the smallest result is 2^-127, which is denormal."""
     bits = torch.where(exponent > _LEAST_EXPONENT, (exponent + 127) << 23, 1 << 22)
     return bits.to(torch.int32).view(torch.float32)
 
 
 def scales(x: Tensor, form: Format, granularity: Granularity, of_tensor: Tensor) -> Tensor | None:
-    """Returns what the values of `x` are divided by before they are rounded, of the granularity's shape. None: nothing.
+    """Returns the divisors of `x` before rounding, in the granularity's shape; None if the format has none.
 
     Args:
-        granularity: that of `form` (`Format.granularity`).
-        of_tensor: [], as `block_scales` has it.
+        granularity: the granularity of `form` (`Format.granularity`).
+        of_tensor: the tensor's scale [], as in `block_scales`.
     """
     if form.block is None:
         return of_tensor if form.scale is Scale.FLOAT32 else None
@@ -84,11 +88,11 @@ def scales(x: Tensor, form: Format, granularity: Granularity, of_tensor: Tensor)
 
 
 def quantized(x: Tensor, form: Format, granularity: Granularity, of_tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns float32 `x` as its format holds it, and which values do not saturate (`Element.limit`).
+    """Returns float32 `x` rounded to its format, and a mask of the values that do not saturate (`Element.limit`).
 
     Args:
-        granularity: that of `form` (`Format.granularity`).
-        of_tensor: the tensor's scale, []; read by formats that have one.
+        granularity: the granularity of `form` (`Format.granularity`).
+        of_tensor: the tensor's scale [], used by formats that have one.
     """
     return rounded_by(x, form, granularity, scales(x, form, granularity, of_tensor))
 
@@ -96,7 +100,7 @@ def quantized(x: Tensor, form: Format, granularity: Granularity, of_tensor: Tens
 def rounded_by(
     x: Tensor, form: Format, granularity: Granularity, scale: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Returns what `quantized` does, by scales that are given, of the granularity's shape."""
+    """Returns the same as `quantized` for given scales, in the granularity's shape."""
     if scale is None:
         return rounded(x, form.element), x.detach().abs() < form.element.limit
     spread = granularity.spread(scale, x.shape)

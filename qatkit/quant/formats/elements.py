@@ -1,14 +1,15 @@
-"""Float32 rounded to an element of fewer bits: to the nearest, of two to the one with an even mantissa.
+"""Rounding of float32 to an element of fewer bits: to the nearest, ties to an even mantissa.
 
-Normal numbers are rounded on their bits: half a step, less one bit where the mantissa is even, is added, a carry goes
-into the exponent by itself, and what is below a step is cut off. Denormals are rounded by the addition of a power of
-two whose own spacing in float32 is theirs. Both are exact, on every device, and need no logarithm.
+Normal numbers are rounded on their bits: half a step (one bit less where the mantissa is even) is added, a
+carry moves into the exponent by itself, and the bits below a step are cut off. Denormals are rounded by
+adding a power of two whose spacing in float32 equals theirs. Both ways are exact on every device and need no
+logarithm.
 
-    beyond the largest    the largest, or infinity (`Element.saturates`); halfway to the next number counts as beyond
+    beyond the largest    the largest, or infinity (`Element.saturates`); halfway to the next counts as beyond
     infinities            the same
-    NaN                   NaN, for any element: in blocks no element is one (`qatkit.quant.formats.blocks`)
-    negative zero         itself; 0 of an integer
-    float32's denormals   as any number: those of bfloat16 are among them
+    NaN                   NaN, for any element: in blocks no element is NaN (`qatkit.quant.formats.blocks`)
+    negative zero         itself; 0 for integers
+    float32's denormals   like any number: those of bfloat16 are among them
 """
 
 from __future__ import annotations

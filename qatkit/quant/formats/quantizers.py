@@ -1,8 +1,9 @@
-"""Quantizers whose numbers are no integers: each value goes to its format and back, in float32.
+"""Quantizers of number formats that are not integers: values are rounded to the format in float32.
 
-Scales of blocks are those of the values that pass, in training as in inference. A format with a scale for the whole
-tensor has that of the activation's observed range, or of the weight as it is. The gradient passes straight through, and
-is 0 where a value saturates: where a number beyond the largest would be nearer. Biases stay as they are.
+Block scales are computed from the current values, in training as in inference. A format with a scale for the
+whole tensor takes it from the activation's observed range, or from the current weight. The gradient passes
+straight through, and is 0 where a value saturates, that is where a number beyond the largest would be nearer.
+Biases are not changed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from qatkit.quant.weight_fake_quantize import Integers, WeightFakeQuantize
 
 
 class _Round(torch.autograd.Function):
-    """`rounded_by` with a straight-through gradient; a byte a value is kept for the backward pass."""
+    """`rounded_by` with a straight-through gradient; it keeps one byte per value for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor | None, spec: QuantSpec) -> Tensor:
@@ -36,7 +37,7 @@ class _Round(torch.autograd.Function):
 
 
 def round_to_format(x: Tensor, scale: Tensor, spec: QuantSpec) -> Tensor:
-    """Returns `x` as the format of `spec` holds it, with a gradient; `scale` [] is the tensor's."""
+    """Returns `x` rounded to the format of `spec`, with a gradient; `scale` [] is the tensor's."""
     return _by(x, scales(x.float(), _form(spec), spec.granularity, scale), spec)
 
 
@@ -52,7 +53,7 @@ def _form(spec: QuantSpec) -> Format:
 
 
 class FormatFakeQuantize(FakeQuantize):
-    """An activation in a number format. `scale` is the tensor's, 1 where its format has none."""
+    """Fake quantization of an activation to a number format; `scale` is the tensor's, 1 where there is none."""
 
     def qparams(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
         form, largest = _form(self.spec), torch.maximum(-low, high).float()
@@ -66,7 +67,7 @@ class FormatFakeQuantize(FakeQuantize):
         return self.scale.detach().clone(), self.zero_point.detach().clone()
 
     def range_record(self) -> dict[str, float | int | str]:
-        """The range that was observed: blocks hold what comes."""
+        """Returns a record with the observed range: the scales of blocks depend on the values."""
         low, high = (
             self.bounds if self.observer is None else (self.observer.low.item(), self.observer.high.item())
         )
@@ -81,33 +82,33 @@ class FormatFakeQuantize(FakeQuantize):
 
 
 class FormatWeightFakeQuantize(WeightFakeQuantize):
-    """A weight in a number format; it has no integers, and nothing that counts them.
+    """Fake quantization of a weight to a number format; there are no integers and no zero points.
 
     Attributes:
-        rounding: of the weight's shape, what an algorithm adds to the weight before it is rounded to the nearest; it
-            stays while the weight is trained. None: nothing.
+        rounding: added by an algorithm to the weight before it is rounded to the nearest, in the weight's
+            shape; it stays while the weight is trained. None: nothing is added.
     """
 
     def __init__(self, spec: QuantSpec, shape: Sequence[int]) -> None:
         super().__init__(spec, shape)
-        self.clip = torch.ones(())  # nothing is clipped but by the format
+        self.clip = torch.ones(())  # only the format clips
 
     @property
     def by_rows(self) -> bool:
         return False
 
     def clip_to_least_error(self, weight: Tensor) -> None:
-        """Nothing: a format's scales are given by its definition."""
+        """Does nothing: the definition of a format gives its scales."""
 
     @torch.no_grad()
     def tensor_scale(self, weight: Tensor) -> Tensor:
-        """Returns the scale of the tensor, [], 1 where its format has none."""
+        """Returns the scale [] of the tensor, 1 where its format has none."""
         form = _form(self.spec)
         return tensor_scale(largest_finite(weight), form) if form.has_tensor_scale else weight.new_ones(())
 
     @torch.no_grad()
     def scale(self, weight: Tensor) -> Tensor:
-        """Returns what elements are multiplied by, of the granularity's shape; 1 where the format has no scale."""
+        """Returns the factors of the elements, in the granularity's shape; 1 where the format has no scale."""
         if self.fixed_scale is not None:
             return self.fixed_scale
         given = weight.float(), _form(self.spec), self.spec.granularity, self.tensor_scale(weight)
@@ -116,12 +117,12 @@ class FormatWeightFakeQuantize(WeightFakeQuantize):
 
     @torch.no_grad()
     def fix_values(self, weight: Tensor, values: Tensor, scale: Tensor) -> None:
-        """Sets what a weight is rounded to, and the scales, from now on.
+        """Freezes the scales and the values that a weight is rounded to.
 
         Args:
-            weight: as inference uses it.
-            values: of its shape, numbers that the format holds with these scales.
-            scale: as `scale` returns it.
+            weight: the weight as inference uses it.
+            values: numbers of the format with these scales, in the weight's shape.
+            scale: scales as `scale` returns them.
         """
         self.fixed_scale = scale.detach().clone()
         self.rounding = (values - weight).detach().clone()

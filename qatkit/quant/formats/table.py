@@ -1,13 +1,13 @@
-"""The number formats as rows. Plain data; neither tensors nor PyTorch.
+"""The table of number formats, as plain data without tensors or PyTorch.
 
-A format is an element type, and how a tensor's elements share scales. An element has a sign, exponent bits and mantissa
-bits; with biased exponent e and mantissa m its value is
+A format is an element type together with the way in which elements share scales. An element has a sign,
+exponent bits and mantissa bits; with biased exponent e and mantissa m its value is
 
     e > 0    ± 2^(e - bias) · (1 + m / 2^mantissa_bits)
     e = 0    ± 2^(1 - bias) · m / 2^mantissa_bits            (denormal)
 
-An 8-bit integer whose steps are 1/64, as MXINT8 has it, has these very values with one exponent bit, six mantissa bits
-and a bias of 1; only negative zero is missing.
+An 8-bit integer with steps of 1/64, as in MXINT8, has exactly these values with one exponent bit, six
+mantissa bits and a bias of 1, except for negative zero.
 
 Sources: IEEE 754-2019 (float16); OCP "8-bit Floating Point Specification (OFP8)" 1.0, 2023 (float8); OCP "Microscaling
 Formats (MX) Specification" 1.0, 2023 (element types of 6, 4 and 8 bits, E8M0, MX formats); AMD Quark's operator
@@ -27,12 +27,12 @@ class Specials(StrEnum):
     """The bit patterns that are not numbers."""
 
     IEEE = "ieee"  # the highest exponent: infinities (mantissa 0) and NaNs
-    NAN = "nan"  # all ones, alone
+    NAN = "nan"  # only the pattern of all ones
     NONE = "none"
 
 
 class Scale(StrEnum):
-    """The type of what an element is multiplied by."""
+    """The type of the scale of an element."""
 
     NONE = "none"
     FLOAT32 = "float32"  # one for the tensor
@@ -42,15 +42,15 @@ class Scale(StrEnum):
 
 @dataclass(frozen=True)
 class Element:
-    """A number of a few bits.
+    """A number type of a few bits.
 
     Attributes:
-        exponent_bits, mantissa_bits: beside the sign.
-        bias: of the exponent.
-        specials: the bit patterns that are no numbers.
-        saturates: a larger number becomes the largest one; else, as in IEEE 754, infinity. OFP8 leaves the choice: this
-            is that of ONNX's QuantizeLinear, under which infinities saturate, too. MX asks for it.
-        integer: it is held in two's complement, whose zero has no sign. The one negative number without a positive
+        exponent_bits, mantissa_bits: numbers of bits, without the sign.
+        bias: bias of the exponent.
+        specials: the bit patterns that are not numbers.
+        saturates: a larger number becomes the largest one; otherwise, as in IEEE 754, infinity. OFP8 allows
+            both: this follows ONNX's QuantizeLinear, under which infinities saturate too. MX requires it.
+        integer: stored in two's complement, whose zero has no sign. The negative number without a positive
             counterpart is not used, as the MX specification allows (5.3.4).
     """
 
@@ -63,7 +63,7 @@ class Element:
 
     @property
     def bits(self) -> int:
-        """Bits of an element, its sign included."""
+        """The number of bits of an element, including its sign."""
         return 1 + self.exponent_bits + self.mantissa_bits
 
     @property
@@ -73,7 +73,7 @@ class Element:
 
     @property
     def largest_exponent(self) -> int:
-        """The exponent of `maximum`: emax of the MX specification."""
+        """The exponent of `maximum`, called emax in the MX specification."""
         return (1 << self.exponent_bits) - 1 - (self.specials is Specials.IEEE) - self.bias
 
     @property
@@ -84,7 +84,7 @@ class Element:
 
     @property
     def limit(self) -> float:
-        """The smallest size that is beyond: halfway from the largest number to what would be the next one."""
+        """The smallest absolute value that saturates: halfway from the largest number to a next one."""
         return self.maximum + math.ldexp(1.0, self.largest_exponent - self.mantissa_bits - 1)
 
     @property
@@ -95,11 +95,11 @@ class Element:
 
 @dataclass(frozen=True)
 class Format:
-    """How the values of a tensor are held.
+    """A number format of a tensor's values.
 
     Attributes:
-        element: the type of each.
-        scale: the type of what scales them.
+        element: the type of each value.
+        scale: the type of the scales.
         block: number of elements that share a scale; None: one scale for the tensor, or no scale.
     """
 
@@ -114,16 +114,16 @@ class Format:
 
     @property
     def bits(self) -> float:
-        """Bits of an element with its part of its block's scale, which has 8."""
+        """The number of bits per element, including its share of the 8-bit scale of its block."""
         return self.element.bits + (0 if self.block is None else 8 / self.block)
 
     def granularity(self, axis: int) -> Granularity:
-        """Returns which elements share a scale, where blocks lie along `axis`."""
+        """Returns the granularity, with blocks along `axis`."""
         return PerTensor() if self.block is None else AlongAxis(self.block, axis)
 
     @property
     def reach(self) -> float:
-        """The largest number that is held where the scale of the tensor is 1."""
+        """The largest number that the format holds with a tensor scale of 1."""
         return self.element.maximum * (E4M3.maximum if self.scale is Scale.E4M3 else 1.0)
 
 
@@ -151,7 +151,7 @@ FORMATS = {
     "nvfp4": Format(E2M1, Scale.E4M3, 16),
 }
 
-# Formats without a scale, and those that a DequantizeLinear of ONNX Runtime takes, with the first opset that has it.
+# Formats without a scale, and formats that ONNX Runtime's DequantizeLinear accepts, with their first opset.
 UNSCALED = tuple(name for name, form in FORMATS.items() if form.scale is Scale.NONE)
 DEQUANTIZED = {
     **dict.fromkeys(("float8_e4m3fn", "float8_e5m2"), 19),

@@ -1,13 +1,14 @@
-"""Optimizers that move values by shares of their size, beside the weights' own.
+"""Optimizers that move some values by shares of their size, in addition to the update of the weights.
 
-What quantizers learn moves by Adam on its logarithm:
+Learned scales are updated by Adam on their logarithm:
 
     θ = log p        ∂L/∂θ = p·∂L/∂p        p ← p·exp(-rate·m̂/√v̂)
 
-A scale thus moves by a share of itself, about `rate` a step at most, and stays above zero: whether it is one of 8 or of
-4 bits, of 9 weights or of a million, and whatever the weights' own rate and optimizer are (decision 31).
+A scale thus changes by a relative amount of about `rate` per step at most, and stays above zero. This holds
+for 8 or 4 bits, for 9 weights or a million, and for any rate and optimizer of the weights (decision 31).
 
-Weights may move by Adam in units of their channel's root mean square r (`schedule.relative_lr`; decision 50):
+Weights may be updated by Adam in units of their channel's root mean square r (`schedule.relative_lr`;
+decision 50):
 
     θ = p / r        ∂L/∂θ = r·∂L/∂p        p ← (1 - rate·decay)·p - rate·r·m̂/√v̂
 
@@ -25,17 +26,18 @@ from torch import Tensor
 from torch.optim.adam import adam
 
 BY_SHARES, RELATIVE = "by_shares", "relative"  # flags of groups
-_SMALLEST = 1e-3  # unit of a vector, which may start at zero (Adafactor's ε₂); a channel of zeros stays one
+_SMALLEST = 1e-3  # unit of a vector, which may start at zero (Adafactor's ε₂); a channel of zeros stays zero
 _BETAS = 0.9, 0.999
-_EPSILON = 1e-16  # of gradients that may be tiny: a loss's by the logarithm of one of many scales
+_EPSILON = 1e-16  # small, since the gradient by the logarithm of one of many scales may be tiny
 
 
 class _BesideTheWeights(torch.optim.Optimizer):
-    """Moves groups with a flag by shares of their values, the others as the next class does."""
+    """An optimizer that moves flagged groups by shares of their values, and the others as the next class does."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # Gradients of halves are unscaled before the step, which a fused kernel of the others would do by itself.
+        # Has gradients of autocast unscaled before the step: a fused kernel would do so only for its own
+        # groups.
         self._step_supports_amp_scaling = False
 
     @torch.no_grad()
@@ -77,7 +79,7 @@ class _BesideTheWeights(torch.optim.Optimizer):
                 started = torch.zeros((), dtype=torch.float32, device=value.device)
                 self.state[value] = {"step": started, "mean": torch.zeros_like(value)}
                 self.state[value]["square"] = torch.zeros_like(value)
-            # Of all that a resumed run reads, torch and Lightning leave what is called "step" on the CPU.
+            # When a run is resumed, torch and Lightning leave the state called "step" on the CPU.
             self.state[value]["step"] = self.state[value]["step"].to(value.device)
         means, squares, steps = (
             [self.state[value][name] for value in values] for name in ("mean", "square", "step")
@@ -90,15 +92,15 @@ class _BesideTheWeights(torch.optim.Optimizer):
 
 
 def _unit(value: Tensor) -> Tensor:
-    """Returns the root mean square of each slice along the first axis, of a vector that of the whole."""
+    """Returns the root mean square of each slice along the first axis; for a vector, that of the whole."""
     if value.ndim < 2:
         return value.square().mean().sqrt().clamp_min(_SMALLEST)
     return value.square().mean(tuple(range(1, value.ndim)), keepdim=True).sqrt()
 
 
 class SGDAndScales(_BesideTheWeights, torch.optim.SGD):
-    """Weights by SGD."""
+    """SGD for weights, together with the update of learned scales."""
 
 
 class AdamWAndScales(_BesideTheWeights, torch.optim.AdamW):
-    """Weights by AdamW."""
+    """AdamW for weights, together with the update of learned scales."""

@@ -6,8 +6,8 @@ quantization", 2020, equation 3):
     ∂L/∂x = g where n < v < p, else 0          =: g_x
     ∂L/∂s = Σ g·(q - v) where n < v < p, g·q else = (Σ g·y)/s - Σ g_x·v
 
-so that the gradient of the scale is two products that only read: v and y are there already, and of these y is what
-the next operator keeps anyway.
+The gradient of the scale thus takes two dot products that write nothing: v and y exist already, and the next
+operator keeps y anyway.
 """
 
 from __future__ import annotations
@@ -20,31 +20,34 @@ from torch import Tensor
 from qatkit.quant.granularity import Granularity
 from qatkit.quant.numerics import computed_once, flat, to_steps, within
 
-_PIECE = 2**18  # weights a thread that all passes go over before the next ones
+_PIECE = 2**18  # weights per thread that all passes process before the next ones
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
-    """Sum of the products of all values; one pass that writes nothing where both are laid out alike."""
+    """Returns the sum of the products of all values, in one pass where both have the same memory layout."""
     first, second = (flat(a), flat(b)) if a.stride() == b.stride() else (None, None)
     return (a * b).sum() if first is None or second is None else torch.dot(first, second)
 
 
 def _within(gradient: Tensor, v: Tensor, ends: tuple[int, int]) -> Tensor:
-    """`gradient` where `v` lies between `ends`."""
+    """Returns `gradient` where `v` lies between `ends`, else 0."""
     if torch.compiler.is_compiling():
         return within(gradient, v, torch.stack([v.new_full((), end) for end in ends]))
     return cast(Tensor, torch.ops.aten.hardtanh_backward(gradient, v, *ends))
 
 
 def _at_zero(g: Tensor, to_x: Tensor, v: Tensor, y: Tensor, scale: Tensor) -> Tensor:
-    """(Σ g·y)/s - Σ g_x·v. A compiler sums in the order that the values lie in; a flat view would be read across it."""
+    """Returns (Σ g·y)/s - Σ g_x·v.
+
+    A compiler sums in memory order, which a flat view would cross.
+    """
     if torch.compiler.is_compiling():
         return (g * (y / scale) - to_x * v).sum()
     return _dot(g, y) / scale - _dot(to_x, v)
 
 
 class _Scaled(torch.autograd.Function):
-    """`step` is what is learned, `scale` where it was moved to; `factor` scales the gradient of `step`."""
+    """Fake quantization with a learned `step`, by its aligned `scale`; `factor` scales the gradient of `step`."""
 
     @staticmethod
     def forward(
@@ -65,7 +68,7 @@ class _Scaled(torch.autograd.Function):
 
 
 class _Shifted(torch.autograd.Function):
-    """The same with a learned offset β = -z·s of the range's end, z the zero point (Bhalgat et al., "LSQ+", 2020).
+    """Fake quantization with a learned scale and offset β = -z·s, z the zero point (Bhalgat et al., "LSQ+", 2020).
 
     ∂L/∂β = Σ g outside of the range; ∂L/∂s is that of a range that grows from β.
     """
@@ -98,7 +101,7 @@ class _Shifted(torch.autograd.Function):
 
 
 class _ScaledWeight(torch.autograd.Function):
-    """A weight [out, ...] with a scale [] or, shaped to broadcast, one per channel; v is computed again, not kept."""
+    """Fake quantization of a weight [out, ...] with a scale that broadcasts; v is recomputed, not stored."""
 
     @staticmethod
     def forward(
@@ -122,9 +125,10 @@ class _ScaledWeight(torch.autograd.Function):
 
 
 def _by_rows(g: Tensor, w: Tensor, y: Tensor, scale: Tensor, ends: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """g_w and Σ (g·y - g_w·w)/s of each row, some rows after the others: what lies between stays in a core's cache.
+    """Returns g_w and Σ (g·y - g_w·w)/s of each row.
 
-    A row's sum is of small differences, so it keeps more digits than the difference of two sums.
+    A few rows are processed at a time, so that intermediate values stay in a core's cache. A row's sum adds
+    small differences, so it keeps more digits than the difference of two sums.
     """
     to_w, sums = torch.empty_like(w), scale.new_empty(len(w))
     at_once = max(1, _PIECE * torch.get_num_threads() * len(w) // w.numel())
@@ -142,14 +146,15 @@ def learned(
     x: Tensor, step: Tensor, scale: Tensor, ends: tuple[int, int], factor: float, offset: Tensor | None = None,
     zero_point: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Fake quantization of an activation with a learned scale, and offset.
+    """Applies fake quantization with a learned scale, and optionally a learned offset, to an activation.
 
     Args:
         x: any shape.
         step, offset: parameters of rank 0 that get the gradients.
-        scale, zero_point: rank 0, what is quantized with. Without `offset` the zero point is taken off `ends`.
-        ends: the least and the largest integer.
-        factor: of the gradients.
+        scale, zero_point: rank 0, the values to quantize with. Without `offset`, `ends` are counted from the
+            zero point.
+        ends: the smallest and the largest integer.
+        factor: factor of the gradients.
     """
     if x.dtype != torch.float32:  # bfloat16 holds neither the scale nor q·scale
         return learned(x.float(), step, scale, ends, factor, offset, zero_point).to(x.dtype)
@@ -170,7 +175,7 @@ def learned(
 def learned_weight(
     w: Tensor, step: Tensor, scale: Tensor, ends: tuple[int, int], granularity: Granularity, factor: float
 ) -> Tensor:
-    """Symmetric fake quantization of a weight with a learned scale, of the granularity's shape."""
+    """Applies symmetric fake quantization with a learned scale, in the granularity's shape, to a weight."""
     apply: Any = _ScaledWeight.apply
     result: Tensor = apply(w, step, granularity.spread(computed_once(scale), w.shape), *ends, factor)
     return result

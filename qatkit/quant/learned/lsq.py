@@ -1,8 +1,9 @@
 """LSQ: scales that are trained with the weights.
 
-Source: Esser et al., "Learned step size quantization", 2020. Scales start from calibration rather than from 2·E|v|/√p,
-and the gradient of a scale is that of the paper times 1/√(N·p), p the largest integer; N counts the weights that a
-scale serves, or the values of one image, so that gradients of parts of a batch add up to that of the whole.
+Source: Esser et al., "Learned step size quantization", 2020. Scales start from calibration rather than from
+2·E|v|/√p. The gradient of a scale is that of the paper times 1/√(N·p), p the largest integer. N counts the
+weights that share the scale, or the values of one image, so that gradients of parts of a batch add up to that
+of the whole.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ from qatkit.quant.scale_types import nearest
 from qatkit.quant.spec import QuantSpec
 from qatkit.quant.weight_fake_quantize import WeightFakeQuantize
 
-_EMPTY = 1e-6  # of the largest channel's scale: nothing, beside it
+_EMPTY = 1e-6  # relative to the largest channel's scale: below it a channel counts as empty
 
 
 class LearnedFakeQuantize(FakeQuantize):
-    """What learned quantizers of activations have in common: `step`, that starts from calibration.
+    """The base class of learned quantizers of activations: a parameter `step` that starts from calibration.
 
-    A range that is fixed (a sigmoid's 0..1) or was given (`fix`) is not learned, nor is one of zeros alone: that of a
-    branch that begins at zero follows what comes. Where an activation was absorbed that ends at a largest value
-    (ReLU6), the learned range ends there at the latest.
+    A range that is fixed (a sigmoid's 0..1) or was given (`fix`) is not learned. Neither is a range of only
+    zeros: the range of a branch that begins at zero follows its values. Where an activation with a largest
+    value (ReLU6) was absorbed, the learned range does not exceed that value.
 
     Attributes:
-        step: what is learned, `unit` times the scale that is wanted, rank 0; None before fine-tuning.
-        rests: the scale stays as calibrated, and is not learned.
-        limits: of which ranges nothing is learned, for people; "" where there are none.
+        step: the learned parameter, `unit` times the wanted scale, rank 0; None before fine-tuning.
+        rests: the scale stays as calibrated and is not learned.
+        limits: says in reports which ranges are not learned; "" where there are none.
     """
 
     step: nn.Parameter | None
@@ -59,7 +60,7 @@ class LearnedFakeQuantize(FakeQuantize):
 
     @property
     def factor(self) -> float:
-        """Of the gradients."""
+        """The factor of the gradients."""
         return 1 / math.sqrt(self.features * self.spec.quant_max)
 
     def set_phase(self, *, observe: bool, quantize: bool, calibrating: bool = False) -> None:
@@ -85,7 +86,7 @@ class LearnedFakeQuantize(FakeQuantize):
 
     @property
     def learnable(self) -> bool:
-        """Whether there is anything that this quantizer learns of such a range."""
+        """Returns whether this quantizer can learn such a range."""
         return True
 
     def _ready(self) -> None:
@@ -93,7 +94,7 @@ class LearnedFakeQuantize(FakeQuantize):
 
     @property
     def unit(self) -> float:
-        """`step` over the scale."""
+        """The ratio of `step` to the scale."""
         return 1.0
 
     @torch.no_grad()
@@ -116,7 +117,7 @@ class LearnedFakeQuantize(FakeQuantize):
 
 
 class LSQFakeQuantize(LearnedFakeQuantize):
-    """A learned scale of an activation; the zero point stays as calibrated."""
+    """A quantizer of activations with a learned scale; the zero point stays as calibrated."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not (self.enabled and self.learns):
@@ -127,14 +128,14 @@ class LSQFakeQuantize(LearnedFakeQuantize):
 
 
 class LSQWeightFakeQuantize(WeightFakeQuantize):
-    """Learned scales of a weight.
+    """A quantizer of weights with learned scales.
 
     Attributes:
-        step: the scales that are wanted; None before fine-tuning.
-        empty: bool, of the shape of `step`: the scale follows the weights, which were zero when fine-tuning began
-            (an untrained head, a pruned channel, a BatchNorm whose γ is 0). There is no scale to learn from: by one
-            next to nothing all that they become is clipped, by another channel's rounded to 0, both without a
-            gradient. None where there are none.
+        step: the wanted scales; None before fine-tuning.
+        empty: bool, in the shape of `step`, true where the scale follows the weights instead. These were zero
+            when fine-tuning began (an untrained head, a pruned channel, a BatchNorm whose γ is 0), so there
+            was no scale to start from: a tiny one clips all later weights, another channel's rounds them to
+            0, and neither has a gradient. None where there are none.
     """
 
     _optional: ClassVar[tuple[str, ...]] = (*WeightFakeQuantize._optional, "empty")
@@ -207,7 +208,7 @@ class LSQWeightFakeQuantize(WeightFakeQuantize):
 
 
 def _make_room(quantizer: Quantizer, state_dict: dict[str, Any], prefix: str) -> None:
-    """The parameters that a checkpoint holds, and no others; those that are there, perhaps shared, are kept."""
+    """Creates the parameters that a checkpoint holds and removes others; existing (shared) ones are kept."""
     for name, known in quantizer._parameters.items():
         stored = state_dict.get(prefix + name)
         if stored is None:

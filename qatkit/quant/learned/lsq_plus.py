@@ -1,7 +1,8 @@
 """LSQ+: scales and zero points of activations that are trained with the weights.
 
 Source: Bhalgat et al., "LSQ+: Improving low-bit quantization through learnable offsets and better initialization",
-2020. The offset is -z·s, z the zero point, which has to be whole: the gradient goes straight through its rounding.
+2020. The offset is -z·s, where z is the zero point. z has to be an integer: the gradient passes straight
+through its rounding.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from qatkit.quant.spec import QuantSpec
 
 
 class LSQPlusFakeQuantize(LSQFakeQuantize):
-    """A learned scale and zero point of an activation.
+    """A quantizer of activations with a learned scale and zero point.
 
-    Where the range is symmetric, or an absorbed activation says that it begins at zero, the zero point stays.
+    The zero point is not learned where the range is symmetric or begins at zero because of an absorbed
+    activation.
 
     Attributes:
-        offset: the real value at which the range is wanted to begin, rank 0; None where the zero point stays, and
-            before fine-tuning.
+        offset: the real value at which the range should begin, rank 0; None where the zero point is not
+            learned, and before fine-tuning.
     """
 
     offset: nn.Parameter | None

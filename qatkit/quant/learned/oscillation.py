@@ -1,9 +1,9 @@
-"""Weights that jump between two integers from step to step: how often, and what is done about it.
+"""Oscillating weights, which jump between two integers from step to step: counted, and frozen on request.
 
-Source: Nagel et al., "Overcoming oscillations in quantization-aware training", 2022. A weight oscillates at a step
-where its integer moves in the other direction than when it moved last; of that its frequency is a moving average.
-Above `REPORTED` a weight counts as oscillating. One whose frequency passes a threshold is frozen: its integer becomes
-the rounded average of those it had, for good, and only its scale moves on.
+Source: Nagel et al., "Overcoming oscillations in quantization-aware training", 2022. A weight oscillates at a
+step where its integer moves in the opposite direction to its last move. Its frequency is a moving average of
+that. Above `REPORTED` a weight counts as oscillating. A weight whose frequency exceeds a threshold is frozen:
+its integer becomes the rounded average of its past integers for good, and only its scale continues to change.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ FIRST_THRESHOLD = 0.1
 
 
 def annealed(start: float, end: float, progress: float) -> float:
-    """From `start` to `end` by half a cosine; `progress` from 0 to 1."""
+    """Returns the value between `start` and `end` on half a cosine at `progress`, from 0 to 1."""
     return end + (start - end) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
 @dataclass(frozen=True)
 class Oscillating:
-    """One operator's weights: how many there are, oscillate and are frozen."""
+    """The numbers of weights of one operator: all, oscillating and frozen ones."""
 
     path: str
     weights: int
@@ -35,16 +35,16 @@ class Oscillating:
 
 
 class Oscillation(nn.Module):
-    """What is remembered of the integers of one weight, all of the weight's shape and part of checkpoints.
+    """The history of the integers of one weight, in buffers of the weight's shape that are part of checkpoints.
 
     Args:
-        kind: the type that holds integers as they are counted (`QuantSpec.counted`).
+        kind: the type that holds integers counted from the zero point (`QuantSpec.counted`).
 
     Attributes:
-        seen: rank 0, whether there are integers of a step before.
-        whole: of type `kind`, the integers of the last step; of frozen weights those that stand.
-        direction: int8, -1, 0 or 1, in which each moved last.
-        frequency, average: float32, moving averages of oscillating and of the integers.
+        seen: rank 0, true once there are integers of an earlier step.
+        whole: of type `kind`, the integers of the last step; for frozen weights, the frozen integers.
+        direction: int8, the direction of the last move: -1, 0 or 1.
+        frequency, average: float32, moving averages of oscillation and of the integers.
         frozen: bool.
     """
 
@@ -68,8 +68,8 @@ class Oscillation(nn.Module):
         """Takes in the integers of one step.
 
         Args:
-            integers: float, of the weight's shape, as they are quantized now.
-            threshold: frequency above which a weight is frozen; None: none is.
+            integers: the current integers, float, in the weight's shape.
+            threshold: frequency above which a weight is frozen; None: no weight is frozen.
         """
         before = torch.where(self.seen, self.whole.float(), integers)
         moved = torch.sign(integers - before)
@@ -85,10 +85,10 @@ class Oscillation(nn.Module):
             self.frozen |= now
 
     def held(self, integers: Tensor) -> Tensor:
-        """`integers`, float, with those that stand in their places."""
+        """Returns `integers`, float, with the frozen ones in place."""
         return torch.where(self.frozen, self.whole.to(integers.dtype), integers)
 
     def counted(self, path: str) -> Oscillating:
-        """What there is to tell people. A frozen weight moves no more, so that it does not count as oscillating."""
+        """Returns the counts for reports; a frozen weight no longer moves, so it does not count as oscillating."""
         oscillating = (self.frequency > REPORTED) & ~self.frozen
         return Oscillating(path, self.whole.numel(), int(oscillating.sum()), int(self.frozen.sum()))

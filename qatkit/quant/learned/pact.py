@@ -1,8 +1,9 @@
-"""PACT: the value at which an activation is clipped, trained with the weights; for comparison with LSQ.
+"""PACT: clipping values of activations that are trained with the weights; for comparison with LSQ.
 
-Source: Choi et al., "PACT: parameterized clipping activation for quantized neural networks", 2018. The gradient of the
-clipping value is that of what it clips, rounding has none; weight decay pulls it down as it does the weights. A
-tensor that goes below zero has no such value: its range is its observer's.
+Source: Choi et al., "PACT: parameterized clipping activation for quantized neural networks", 2018. The
+gradient of the clipping value is the sum over the clipped values; rounding contributes none. Weight decay
+pulls it down as it does the weights. A tensor with negative values has no clipping value: its range comes
+from its observer.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from qatkit.quant.learned.lsq import LearnedFakeQuantize
 
 
 class _Clipped(torch.autograd.Function):
-    """`clip` gets the gradient of what is above it."""
+    """Fake quantization that passes the gradient of values above `clip` to `clip`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, clip: Tensor, scale: Tensor, high: int) -> Tensor:
@@ -33,7 +34,7 @@ class _Clipped(torch.autograd.Function):
 
 
 class PACTFakeQuantize(LearnedFakeQuantize):
-    """A learned end of the range of an activation that begins at zero: the largest integer times the scale."""
+    """A quantizer of activations that begin at zero, with a learned range end: largest integer times scale."""
 
     decayed = True
     limits = "PACT learns those that begin at zero, in asymmetric types, and quantizer=lsq others too"
@@ -44,7 +45,7 @@ class PACTFakeQuantize(LearnedFakeQuantize):
 
     @property
     def _high(self) -> int:
-        """The largest integer, counted from the one that stands for zero: the type's least."""
+        """The largest integer, counted from the type's smallest, which represents zero."""
         low, high = self.spec.type_range
         return high - low
 

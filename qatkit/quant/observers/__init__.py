@@ -1,9 +1,9 @@
-"""Observers: what is remembered of an activation to choose its range.
+"""Observers: modules that collect statistics of an activation to choose its range.
 
-    base             the contract; minimum and maximum, and their moving average
+    base             the interface; minimum and maximum, and their moving average
     histogram        a histogram of a stream in fixed memory
-    range_methods    the contract of methods that read a range from it, and the observer that keeps it for one
-    percentile, distribution, entropy, squared_error    a method each, with its observer
+    range_methods    the interface of methods that choose a range from a histogram, and their observer
+    percentile, distribution, entropy, squared_error    one method each, with its observer
 
 Adding one: a file here with a subclass of `Observer`, or of `Method` and of `HistogramObserver`, and a file under
 conf/calibration that names it by its dotted path.

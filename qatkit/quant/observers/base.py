@@ -1,7 +1,7 @@
-"""The contract of observers, and those that keep nothing but the ends of a range.
+"""The interface of observers, and the observers that keep only the ends of a range.
 
-An observer sees batches one after the other and keeps as many numbers whatever their count. What it keeps are
-buffers, so that checkpoints hold them and a device move carries them.
+An observer sees batches one after the other, and its memory does not grow with their number. Its statistics
+are buffers, so that checkpoints hold them and they move with the module between devices.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ from qatkit.quant.spec import QuantSpec
 
 
 class _Company:
-    """Whether other ranks are reduced with: an attribute, since torch.compile can't read a ContextVar."""
+    """A switch for reductions with other ranks; an attribute, since torch.compile cannot read a ContextVar."""
 
     wanted = True
 
 
 def in_one_process() -> bool:
-    """Whether there are no other ranks to reduce with."""
+    """Returns whether there are no other ranks to reduce with."""
     return not (_Company.wanted and torch.distributed.is_available() and torch.distributed.is_initialized())
 
 
 @contextmanager
 def with_other_ranks(wanted: bool) -> Iterator[None]:
-    """Within, ranges and statistics are those of all ranks, or, not `wanted`, what this process sees by itself.
+    """Makes ranges and statistics within the context those of all ranks, or only of this process if not `wanted`.
 
-    For work that one rank does while the others wait for what comes of it: its reductions would wait for them.
+    The latter is for work that one rank does while the others wait for its result: a reduction would
+    deadlock.
     """
     before, _Company.wanted = _Company.wanted, wanted
     try:
@@ -40,7 +41,7 @@ def with_other_ranks(wanted: bool) -> Iterator[None]:
 
 
 def ends_of_all_ranks(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    """The smallest and the largest value over all ranks, so that each sees the summed batch; here in one process."""
+    """Returns the smallest and largest value over all ranks; in one process `low` and `high` themselves."""
     if in_one_process():
         return low, high
     ends = torch.stack([-low, high])
@@ -49,7 +50,7 @@ def ends_of_all_ranks(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def of_first_rank(values: Sequence[Tensor]) -> list[Tensor]:
-    """What the first of several processes has, so that all go on with the same; in one the values themselves."""
+    """Returns the values of rank 0, so that all ranks continue with the same; in one process `values`."""
     if in_one_process():
         return list(values)
     every = torch.cat([one.reshape(-1) for one in values])
@@ -59,11 +60,11 @@ def of_first_rank(values: Sequence[Tensor]) -> list[Tensor]:
 
 
 class Observer(nn.Module):
-    """Range of one tensor.
+    """The base class of observers, each of which finds the range of one tensor.
 
     Attributes:
         low, high: rank-0 float32, the range so far; low > high before the first batch.
-        follows_training: whether fine-tuning moves the range on; else it stays as calibrated.
+        follows_training: fine-tuning continues to move the range; otherwise it stays as calibrated.
     """
 
     follows_training = True
@@ -83,25 +84,25 @@ class Observer(nn.Module):
         """Takes in one batch.
 
         Args:
-            low, high: its smallest and largest value, of rank 0, after the activation that the FakeQuantize
-                stands for.
+            low, high: its smallest and largest value, rank 0, after the activation that the FakeQuantize
+                absorbed.
             values: the batch before that activation, any shape: a value outside [low, high] counts as the
                 nearer of the two.
         """
         raise NotImplementedError
 
     def in_parts(self, wanted: bool) -> None:
-        """Of an observer that fine-tuning moves: whether the updates until the next call are parts of one batch.
+        """Sets whether the updates until the next call are parts of one batch, for observers that follow training.
 
-        A step that accumulates gradients over several batches then moves the range as one batch of all their images
-        does. Until it is called each update is a batch.
+        A step that accumulates gradients over several batches then moves the range like one batch of all
+        their images. Until the first call each update is a batch.
         """
 
     def finish(self, spec: QuantSpec) -> None:
-        """Called once after the last batch of calibration: `low` and `high` become final.
+        """Makes `low` and `high` final; called once after the last batch of calibration.
 
         Args:
-            spec: how the tensor will be quantized.
+            spec: spec of the tensor's quantization.
         """
 
     def all_reduce(self) -> None:
@@ -112,7 +113,7 @@ class Observer(nn.Module):
 
 
 class MinMaxObserver(Observer):
-    """The smallest and the largest value ever seen."""
+    """An observer of the smallest and the largest value ever seen."""
 
     def update(self, low: Tensor, high: Tensor, values: Tensor) -> None:
         self.low.copy_(torch.minimum(self.low, low))
@@ -120,11 +121,11 @@ class MinMaxObserver(Observer):
 
 
 class MovingAverageMinMaxObserver(Observer):
-    """Exponential moving average of each batch's extremes, so that one outlier batch does not set the range.
+    """An observer with an exponential moving average of each batch's extremes, robust to one outlier batch.
 
-    The average is unbiased from the first batch on: the n-th batch weighs max(1/n, momentum). A range of zeros alone is
-    no average to go on from: the next batch takes its place. Of several ranks it is the mean of their averages, each
-    weighing as many batches as it has seen.
+    The average is unbiased from the first batch on: the weight of the n-th batch is max(1/n, momentum). A
+    range of only zeros is replaced by the next batch. With several ranks the range is the mean of their
+    averages, weighted by the number of batches that each has seen.
     """
 
     batches: Tensor
@@ -133,7 +134,8 @@ class MovingAverageMinMaxObserver(Observer):
         super().__init__()
         self.momentum = momentum
         self.register_buffer("batches", torch.tensor(0, dtype=torch.int64))
-        # Of a batch in parts: the range before it and the ends of its parts so far; () before the first part.
+        # For a batch in parts: the range before it and the ends of its parts so far; () before the first
+        # part.
         self._parts: tuple[Tensor, ...] | None = None
 
     def in_parts(self, wanted: bool) -> None:

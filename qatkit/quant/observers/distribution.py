@@ -1,4 +1,4 @@
-"""The range that lies within so many standard deviations of the mean."""
+"""A range method: a number of standard deviations around the mean."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from qatkit.quant.spec import QuantSpec
 
 @dataclass(frozen=True)
 class Distribution(Method):
-    """mean ± deviations·σ, as far as there are values.
+    """The range mean ± deviations·σ, cut to the extremes.
 
-    Four deviations are near the least squared error of a normal distribution at 8 bits. Source: Banner et al.,
+    For a normal distribution at 8 bits, four deviations are near the least squared error. Source: Banner et
+    al.,
     "Post training 4-bit quantization of convolutional networks for rapid-deployment", 2019.
 
     Raises:
-        ConfigError: `deviations` that are not above 0.
+        ConfigError: `deviations` is not above 0.
     """
 
     deviations: float = 4.0
@@ -36,7 +37,7 @@ class Distribution(Method):
 
 
 class DistributionObserver(HistogramObserver):
-    """`Distribution`."""
+    """The observer of `Distribution`."""
 
     def __init__(self, deviations: float = 4.0) -> None:
         super().__init__(Distribution(deviations))

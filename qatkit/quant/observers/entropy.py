@@ -1,4 +1,4 @@
-"""The range that loses least information, as TensorRT chooses it."""
+"""A range method: the range that loses the least information, as in TensorRT."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from qatkit.quant.observers.histogram import Histogram
 from qatkit.quant.observers.range_methods import Ends, HistogramObserver, Method, folded, prefix, within
 from qatkit.quant.spec import QuantSpec
 
-# Divergences (in nats) that differ by rounding alone: a tensor of few values has none at many thresholds.
+# Divergences (in nats) within this count as equal: a tensor of few values has about 0 at many thresholds.
 _EQUAL = 1e-9
 
 
 @dataclass(frozen=True)
 class Entropy(Method):
-    """The threshold at which the quantized distribution tells least apart from the real one.
+    """The threshold at which the quantized distribution diverges least from the real one.
 
-    For a threshold T on |x| (a tensor of both signs is clipped at ±T), P is the histogram up to T with all that
-    is clipped added to its last bin, Q the histogram up to T in which every level's count is spread evenly
-    over those of its bins that P fills; T minimises KL(P‖Q), the largest T where several do. Signed tensors
-    have half of the levels. The bin at zero is left out, since zero is exact whatever the range: spread over
-    a level, the zeros of a ReLU would outweigh everything else. Source: Migacz, "8-bit Inference with
-    TensorRT", 2017.
+    For a threshold T on |x| (a tensor of both signs is clipped at ±T), P is the histogram up to T, with all
+    clipped values added to its last bin. Q is the histogram up to T in which the count of every level is
+    spread evenly over those of its bins that P fills. T minimises KL(P‖Q); of several, the largest is taken.
+    Signed tensors have half of the levels. The bin at zero is left out, since zero is exact with any range:
+    spread over a level, the zeros of a ReLU would outweigh everything else. Source: Migacz, "8-bit Inference
+    with TensorRT", 2017.
 
-    All thresholds are tried at once: a level's count is a difference of prefix sums, so that one threshold costs
-    as many steps as there are levels.
+    All thresholds are tried at once: a level's count is a difference of prefix sums, so the cost per
+    threshold is proportional to the number of levels.
 
     Attributes:
-        bins: of |x|, at most. Finer ones hold too few values each: their chance differences would count as
-            information lost.
-        thresholds: how many are tried at most.
+        bins: maximum number of bins of |x|. Finer bins hold too few values each: their random differences
+            would count as lost information.
+        thresholds: maximum number of thresholds tried.
     """
 
     bins: int = 2048
@@ -57,12 +57,12 @@ class Entropy(Method):
 
 
 def _divergence(counts: Tensor, tried: Tensor, levels: int) -> Tensor:
-    """KL(P‖Q) [T] of clipping `counts` [n] after the first `tried` [T] bins, each at least `levels`."""
+    """Returns KL(P‖Q) [T] of clipping `counts` [n] after the first `tried` [T] bins, each at least `levels`."""
     total = counts.sum()
     inside = prefix(counts)
     last = counts[tried - 1]
     clipped = total - inside[tried]
-    # Bins of level k under threshold i: those from ceil(k·i/levels) on.
+    # The bins of level k under threshold i begin at ceil(k·i/levels).
     ends = -(-(torch.arange(levels + 1) * tried[:, None]) // levels)
     of_level = inside[ends].diff()  # [T, levels]
     filled = prefix((counts > 0).double())[ends].diff()
@@ -70,21 +70,21 @@ def _divergence(counts: Tensor, tried: Tensor, levels: int) -> Tensor:
     p_of_level = of_level.clone()
     p_of_level[:, -1] += clipped
     p_log_p = prefix(torch.xlogy(counts, counts))[tried - 1] + torch.xlogy(last + clipped, last + clipped)
-    # A last level that holds nothing but what was clipped has no Q: log 0 makes the divergence infinite.
+    # A last level with only clipped values has no Q: log 0 makes the divergence infinite.
     p_log_q = torch.xlogy(p_of_level, of_level / filled.clamp(min=1)).sum(1)
     divergence = (p_log_p - p_log_q) / total + torch.log(inside[tried] / total)
     return torch.where(inside[tried] > 0, divergence, torch.inf)
 
 
 class EntropyObserver(HistogramObserver):
-    """`Entropy`."""
+    """The observer of `Entropy`."""
 
     def __init__(self) -> None:
         super().__init__(Entropy())
 
 
 def _paired(counts: Tensor, edges: Tensor) -> tuple[Tensor, Tensor]:
-    """Half as many bins, from an edge at zero on."""
+    """Joins bins in pairs, starting from the edge at zero."""
     padded = torch.cat([counts, counts.new_zeros(len(counts) % 2)])
     kept = edges[::2] if len(counts) % 2 == 0 else torch.cat([edges[::2], edges[-1:]])
     return padded.view(-1, 2).sum(1), kept

@@ -1,14 +1,14 @@
 """A histogram of a stream of values, in memory that does not grow with the stream.
 
-Bins are [g·w, (g+1)·w) for whole g, where the width w is the smallest power of two for which the fixed number
-of bins covers everything seen; zero is therefore always an edge. When the range grows, w doubles and bins join
-in pairs (floor(floor(x/w)/2) = floor(x/2w)): no count is lost or split, and the result is the same as if the
-final width had been known from the start. Width and first bin follow from the smallest and largest value, so
-the state is the counts and these two, it does not depend on the order of batches, and histograms of several
-processes add up exactly.
+Bins are [g·w, (g+1)·w) for integers g. The width w is the smallest power of two with which the fixed number
+of bins covers everything seen, so zero is always an edge. When the range grows, w doubles and bins are joined
+in pairs (floor(floor(x/w)/2) = floor(x/2w)). No count is lost or split, and the result is the same as if the
+final width had been known from the start. Width and first bin follow from the smallest and largest value. The
+state is thus the counts and these two values, it does not depend on the order of batches, and histograms of
+several processes add up exactly.
 
-The extremes are those of all values. Counted are all values of a small tensor, and of a large one every
-s-th, where s is prime to the tensor's size: no row, column or channel is left out or met more often, and the
+The extremes are those of all values. All values of a small tensor are counted; of a large one, every s-th is,
+where s is coprime to the tensor's size. No row, column or channel is left out or sampled more often, and the
 next image is sampled at other positions. See `stride`.
 """
 
@@ -22,16 +22,17 @@ from torch import Tensor, nn
 from qatkit.quant.observers.base import in_one_process
 
 BINS = 8192
-# At least so many values of a batch are counted, and at least every 16th.
+# At least this many values of a batch are counted, and at least every 16th.
 _ENOUGH, _EVERY = 2**17, 16
 # An index reaches 2^22 at most, so that float32 holds it and half of it exactly; and 2^126 is a float32.
 _INDEX_BITS, _FINEST = 22, -126
 
 
 def stride(count: int) -> int:
-    """Which values of a batch of `count` are counted: every s-th, s relatively prime to `count`.
+    """Returns the step s with which values of a batch of `count` are counted, coprime to `count`.
 
-    With n values counted in total, a share p of values beyond some limit is known to about sqrt(p(1 - p)/n):
+    With n values counted in total, the share p of values beyond some limit is known to about sqrt(p(1 -
+    p)/n):
     0.01 % to ± 0.003 % from one batch (n = 2^17), to ± 0.001 % from eight.
     """
     step = max(1, min(_EVERY, -(-count // _ENOUGH)))
@@ -41,9 +42,9 @@ def stride(count: int) -> int:
 
 
 def grid(low: float, high: float, bins: int) -> tuple[int, int]:
-    """(e, first): bins of width 2^e that start with the bin `first`, the finest that hold [low, high]."""
+    """Returns (e, first) of the finest bins that cover [low, high]: their width is 2^e, the first one `first`."""
     reach, span = max(abs(low), abs(high)), high - low
-    # Nothing yet to tell the width by: as fine as can be, since bins only ever join.
+    # Without values to choose a width by, bins are as fine as possible: they can only be joined later.
     by_reach = math.frexp(reach)[1] - _INDEX_BITS if reach else _FINEST
     by_span = math.frexp(span / bins)[1] - 1 if span else _FINEST
     exponent = max(by_reach, by_span, _FINEST)
@@ -57,10 +58,10 @@ def _bin(value: float, exponent: int) -> int:
 
 
 class Histogram(nn.Module):
-    """Counts of a stream; `state_dict` is all of its state.
+    """The histogram of a stream; `state_dict` is all of its state.
 
     Args:
-        bins: how many there are; between half of them and all are in use.
+        bins: number of bins; between half of them and all are in use.
 
     Attributes:
         counts: [bins] int64, from the bin that holds `low` on.
@@ -80,12 +81,12 @@ class Histogram(nn.Module):
 
     @property
     def total(self) -> int:
-        """How many values were counted."""
+        """The number of values counted."""
         return int(self.counts.sum())
 
     @property
     def width(self) -> float:
-        """Of a bin, in units of the values."""
+        """The width of a bin, in units of the values."""
         return math.ldexp(1.0, grid(self.low.item(), self.high.item(), len(self.counts))[0])
 
     def add(self, values: Tensor, low: Tensor, high: Tensor) -> None:
@@ -93,7 +94,7 @@ class Histogram(nn.Module):
 
         Args:
             values: any shape; those outside [low, high] count as the nearer of the two.
-            low, high: rank 0, the extremes of `values` (narrower where a ReLU after them is meant too).
+            low, high: rank 0, the extremes of `values` (narrower where an absorbed ReLU cuts them).
         """
         self._widen(low, high)
         if not self._finite:
@@ -105,7 +106,7 @@ class Histogram(nn.Module):
         self.counts += torch.bincount(index, minlength=len(self.counts))
 
     def all_reduce(self) -> None:
-        """Makes this the histogram of all ranks' streams, on each of them; nothing to do in one process."""
+        """Makes this the histogram of all ranks' streams, on each rank; does nothing in one process."""
         if in_one_process():
             return
         ends = torch.stack([-self.low, self.high])
@@ -114,7 +115,7 @@ class Histogram(nn.Module):
         torch.distributed.all_reduce(self.counts, op=torch.distributed.ReduceOp.SUM)
 
     def bins(self) -> tuple[Tensor, Tensor]:
-        """Counts [n] and edges [n + 1] of the bins in use, float64 on the CPU.
+        """Returns counts [n] and edges [n + 1] of the bins in use, float64 on the CPU.
 
         The outer edges are the extremes, so that every edge lies within them.
         """
@@ -130,23 +131,23 @@ class Histogram(nn.Module):
         return math.isfinite(self.low.item()) and math.isfinite(self.high.item())
 
     def _widen(self, low: Tensor, high: Tensor) -> None:
-        """Takes [low, high] into the range, joining bins as it grows."""
+        """Extends the range by [low, high], joining bins as it grows."""
         known = self._finite
         before = grid(self.low.item(), self.high.item(), len(self.counts)) if known else (0, 0)
         self.low.copy_(torch.minimum(self.low, low))
         self.high.copy_(torch.maximum(self.high, high))
         if not (known and self._finite):
-            return  # nothing is counted yet, or nothing will be any more
+            return  # nothing is counted yet, or no value will be counted again
         after = grid(self.low.item(), self.high.item(), len(self.counts))
         if after != before:
             self._move(before, after)
 
     def _move(self, before: tuple[int, int], after: tuple[int, int]) -> None:
-        """Counts of one grid into one as coarse or coarser."""
+        """Moves the counts of one grid into another that is as coarse or coarser."""
         (fine, old), (coarse, new) = before, after
         index = torch.arange(len(self.counts), device=self.counts.device)
         target = ((index + old) >> (coarse - fine)) - new
-        # What lies past the end is not in use: nothing is counted there.
+        # Bins past the end are not in use and hold no counts.
         self.counts.copy_(
             torch.zeros_like(self.counts).index_add_(0, target.clamp_(max=len(self.counts) - 1), self.counts)
         )

@@ -1,4 +1,4 @@
-"""The range that holds a share of all values."""
+"""A range method: the range that holds a share of all values."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from qatkit.quant.spec import QuantSpec
 
 @dataclass(frozen=True)
 class Percentile(Method):
-    """The share of values that the range holds.
+    """The range that holds `percentile` percent of the values.
 
-    Of a tensor with both signs (100 - percentile)/2 is clipped at each end. Of one without negative (positive)
-    values, such as after a ReLU, everything at the upper (lower) end: the other end is zero anyway. Of a
-    symmetric tensor it is the percentile of |x|. Zeros count as any value does.
+    In a tensor with both signs, (100 - percentile)/2 percent are clipped at each end. In a tensor without
+    negative (positive) values, such as after a ReLU, everything is clipped at the upper (lower) end: the
+    other end is zero anyway. In a symmetric tensor it is the percentile of |x|. Zeros count like any value.
 
     Attributes:
         percentile: above 50, up to 100 (which clips nothing).
 
     Raises:
-        ConfigError: a percentile out of that range.
+        ConfigError: the percentile is outside that range.
     """
 
     percentile: float = 99.99
@@ -38,7 +38,7 @@ class Percentile(Method):
     def range_of(self, histogram: Histogram, spec: QuantSpec) -> Ends:
         counts, edges = histogram.bins()
         low, high, share = edges[0].item(), edges[-1].item(), self.percentile / 100
-        if share == 1:  # of all values; a quantile would be that of the values counted
+        if share == 1:  # the extremes of all values; a quantile would be of the counted ones
             return low, high
         if spec.symmetric:
             reach = _quantile(*folded(histogram), share)
@@ -52,21 +52,21 @@ class Percentile(Method):
 
 
 class PercentileObserver(HistogramObserver):
-    """`Percentile`."""
+    """The observer of `Percentile`."""
 
     def __init__(self, percentile: float = 99.99) -> None:
         super().__init__(Percentile(percentile))
 
 
 def _quantile(counts: Tensor, edges: Tensor, share: float) -> float:
-    """The quantile as np.quantile defines it: between two of the sorted values, each known to a bin."""
+    """Returns the quantile as np.quantile defines it: between two of the sorted values, each known to a bin."""
     position = share * (counts.sum().item() - 1)
     below, above = (_ordered(counts, edges, rank) for rank in (math.floor(position), math.ceil(position)))
     return below + (position - math.floor(position)) * (above - below)
 
 
 def _ordered(counts: Tensor, edges: Tensor, rank: int) -> float:
-    """The value of `rank`, from 0 on, in sorted order, as if a bin's values lay evenly in it."""
+    """Returns the value of `rank`, from 0 on, in sorted order, as if a bin's values lay evenly in it."""
     inside = prefix(counts)
     i = int(torch.searchsorted(inside[1:].contiguous(), float(rank), right=True))
     share = (rank + 0.5 - inside[i].item()) / counts[i].item()

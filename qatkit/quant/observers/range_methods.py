@@ -1,12 +1,12 @@
-"""How a range is chosen from a histogram: the contract of methods, and the observer that keeps a histogram for one.
+"""Methods that choose a range from a histogram: their interface, and the observer that keeps the histogram.
 
-A method is a frozen dataclass whose fields are its settings. `range_of(histogram, spec)` gives (low, high)
-with histogram.low ≤ low ≤ high ≤ histogram.high, to the precision of a bin: a pure function, so that one pass over
-the images serves all methods. What lies outside is clipped. `numerics.choose_qparams` widens the range to hold
-zero, and to both sides where `spec` is symmetric.
+A method is a frozen dataclass whose fields are its settings. `range_of(histogram, spec)` returns (low, high)
+with histogram.low ≤ low ≤ high ≤ histogram.high, to the precision of a bin. It is a pure function, so that
+one pass over the images serves all methods. Values outside the range are clipped. `numerics.choose_qparams`
+widens the range to hold zero, and to both sides where `spec` is symmetric.
 
-Fine-tuning does not move such a range: a histogram of the activations of weights that have changed since
-would describe no model.
+Fine-tuning does not move such a range: a histogram over activations of changing weights would not describe
+any one model.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ Ends = tuple[float, float]
 
 
 class Method:
-    """The contract."""
+    """The interface of range methods."""
 
     def range_of(self, histogram: Histogram, spec: QuantSpec) -> Ends:
-        """(low, high) for a tensor that will be quantized as `spec`; the histogram has seen some values."""
+        """Returns (low, high) for a tensor that will be quantized by `spec`; the histogram has seen values."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class MinMax(Method):
-    """All values: nothing is clipped."""
+    """The range of all values: nothing is clipped."""
 
     def range_of(self, histogram: Histogram, spec: QuantSpec) -> Ends:
         return histogram.low.item(), histogram.high.item()
 
 
 class HistogramObserver(Observer):
-    """A histogram and the method that reads a range from it.
+    """An observer with a histogram and the method that chooses a range from it.
 
     Attributes:
-        low, high: the extremes until `finish`, then the range chosen.
-        histogram: kept afterwards: another method's range costs no second pass.
+        low, high: the extremes until `finish`, then the chosen range.
+        histogram: kept afterwards, so that another method's range costs no second pass.
     """
 
     follows_training = False
@@ -71,30 +71,30 @@ class HistogramObserver(Observer):
 
 
 def chosen_range(method: Method, histogram: Histogram, spec: QuantSpec) -> Ends:
-    """Returns the method's range; of scales of a type one around it with such a scale."""
+    """Returns the method's range, adjusted to a scale of the spec's type if it has one."""
     ends = method.range_of(histogram, spec)
     return ends if spec.any_scale else scale_types.range_of(*points_of(histogram), ends, spec)
 
 
 def points_of(histogram: Histogram) -> tuple[Tensor, Tensor]:
-    """A value [n] of each bin that holds any, and the share [n] that it holds."""
+    """Returns a value [n] of each bin that is not empty, and the share [n] of values in it."""
     counts, edges = histogram.bins()
     points = torch.where(edges[:-1] == 0, 0.0, (edges[:-1] + edges[1:]) / 2)[counts > 0].float()
     return points, (counts[counts > 0] / counts.sum()).float()
 
 
 def prefix(values: Tensor) -> Tensor:
-    """[n] to [n + 1]: sums of the first 0, 1, ... n."""
+    """Returns prefix sums [n + 1] of `values` [n]: of the first 0, 1, ... n."""
     return torch.cat([values.new_zeros(1), values.cumsum(0)])
 
 
 def within(low: float, high: float, least: float, most: float) -> Ends:
-    """The part of [low, high] inside [least, most]."""
+    """Returns the part of [low, high] inside [least, most]."""
     return min(max(low, least), most), max(min(high, most), least)
 
 
 def folded(histogram: Histogram) -> tuple[Tensor, Tensor]:
-    """Counts [n] and edges [n + 1] of |x|, from zero on: zero is an edge, so bins fall on bins."""
+    """Returns counts [n] and edges [n + 1] of |x|, from zero on: zero is an edge, so bins fall on bins."""
     counts, edges = histogram.bins()
     width = histogram.width
     first = math.floor(edges[0].item() / width)

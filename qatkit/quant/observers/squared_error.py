@@ -1,4 +1,4 @@
-"""The range with the least mean squared error, of rounding inside it and of clipping outside."""
+"""A range method: the range with the least mean squared error of rounding and clipping."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from qatkit.quant.spec import QuantSpec
 
 @dataclass(frozen=True)
 class MSE(Method):
-    """The least mean squared error of quantization, rounding and clipping together.
+    """The range with the least mean squared error of quantization, rounding and clipping together.
 
-    Every bin is quantized, at its middle, with each of `steps` ranges at a time. The ends shrink together, then
-    the upper alone, then the lower alone: first by up to `furthest`, then within one such step. The bin that
-    starts at zero stands for zero, which every range holds.
+    Every bin is quantized, at its middle, with each of `steps` ranges at a time. First both ends shrink
+    together, then only the upper, then only the lower: in a coarse search by up to `furthest`, then in a fine
+    search within one coarse step. The bin that starts at zero represents zero, which every range holds.
 
     Attributes:
-        steps: ranges tried at a time.
+        steps: number of ranges tried at a time.
         furthest: the largest factor between an extreme and the end chosen.
     """
 
@@ -48,14 +48,14 @@ class MSE(Method):
 
 
 def relative_error(histogram: Histogram, ends: Ends, spec: QuantSpec) -> float:
-    """Mean squared error of quantization by the range `ends`, over the mean square of all values."""
+    """Returns the mean squared error of quantization by the range `ends`, over the mean square of all values."""
     points, weights = points_of(histogram)
     energy = (points.square() @ weights).item()
     return _squared_error(points, weights, torch.tensor([ends]), spec).item() / energy if energy else 0.0
 
 
 def _moves(full: Tensor, spec: QuantSpec) -> list[Tensor]:
-    """Which of the two ends move at a time; one on the far side of zero never does (the range holds zero)."""
+    """Returns masks of the ends that move together; an end beyond zero never moves (the range holds zero)."""
     free = torch.stack((full[0] < 0, full[1] > 0))
     if spec.symmetric or not free.all():
         return [free]
@@ -63,7 +63,7 @@ def _moves(full: Tensor, spec: QuantSpec) -> list[Tensor]:
 
 
 def _squared_error(points: Tensor, weights: Tensor, ranges: Tensor, spec: QuantSpec) -> Tensor:
-    """Mean squared error [T] of quantizing `points` [n] with each of `ranges` [T, 2]."""
+    """Returns the mean squared error [T] of quantizing `points` [n] with each of `ranges` [T, 2]."""
     scale, zero_point = numerics.choose_qparams(ranges[:, 0], ranges[:, 1], spec)
     qmin, qmax = spec.type_range
     scale, zero_point = scale[:, None], zero_point[:, None]
@@ -72,7 +72,7 @@ def _squared_error(points: Tensor, weights: Tensor, ranges: Tensor, spec: QuantS
 
 
 class MSEObserver(HistogramObserver):
-    """`MSE`."""
+    """The observer of `MSE`."""
 
     def __init__(self) -> None:
         super().__init__(MSE())

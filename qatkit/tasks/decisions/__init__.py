@@ -1,10 +1,11 @@
-"""Decisions, by which the outputs of two models agree: values of `verify.decision`.
+"""Decisions, the rules by which the outputs of two models agree: values of `verify.decision`.
 
-base.py             `Request` and `Decision`; how one is typed
-plain.py            argmax, threshold, equal, cosine, a function of a user's
+base.py             `Request` and `Decision`, and the parser of requests
+plain.py            argmax, threshold, equal, cosine, a user's function
 strings.py          texts of CTC recognizers
 masks.py            masks and maps of classes
-boxes.py            boxes of detectors: box_layouts.py and find_boxes.py read them, matched_boxes.py compares
+boxes.py            boxes of detectors; box_layouts.py and find_boxes.py read them, matched_boxes.py compares
+them
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ __all__ = [
 
 
 def request_of(asked: str) -> Request:
-    """Returns the decision that a value of `verify.decision` asks for; of `auto` the cosine.
+    """Returns the decision that a value of `verify.decision` asks for; for `auto`, the cosine.
 
     Raises:
-        ConfigError: an unknown word, arguments that are not allowed, or a path that leads to no function.
+        ConfigError: the word is unknown, arguments are not allowed, or a path leads to no function.
     """
     if asked == AUTO:
         return Cosine()
@@ -51,10 +52,10 @@ def request_of(asked: str) -> Request:
 
 
 def fit(asked: str, seen: Seen) -> Decision:
-    """Returns the decision of a model with such first outputs.
+    """Returns the decision for a model with these first outputs.
 
     Raises:
-        ConfigError: the decision does not fit them; names them, and what does.
+        ConfigError: the decision does not fit the outputs; the error names them and the decisions that fit.
     """
     request = request_of(guessed(seen) if asked == AUTO else asked)
     try:
@@ -66,7 +67,7 @@ def fit(asked: str, seen: Seen) -> Decision:
 
 
 def guessed(seen: Seen) -> str:
-    """Returns the decision that outputs leave no doubt about, else the cosine.
+    """Returns the decision that the outputs clearly imply, else the cosine.
 
     argmax(1)         rows of probabilities
     threshold(0.5)    one probability

@@ -2,8 +2,9 @@
 
     Request ── fitted(first outputs of the float model) ──> Decision ── joined, agree, agreement ──> figures
 
-`joined` takes all outputs of a model, so a decision may be over several of them; what it gives is what every judge in
-the chain keeps, compares and counts. NumPy is imported by what computes, since the command line reads decisions.
+`joined` takes all outputs of a model, so a decision may cover several of them. Every later check stores,
+compares and counts its result. NumPy is only imported by functions that compute, since the command line reads
+decisions.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ class Seen:
     """The first outputs of a float model.
 
     Attributes:
-        outputs: all of them, of one batch.
-        names: of the outputs.
-        samples: in the batch.
+        outputs: all outputs of one batch.
+        names: names of the outputs.
+        samples: number of samples in the batch.
     """
 
     outputs: Sequence[Array]
@@ -56,11 +57,11 @@ class Seen:
 
 
 class Request(ABC):
-    """A decision as it is typed. Subclasses are frozen dataclasses; their fields are the arguments.
+    """A decision as the user typed it. Subclasses are frozen dataclasses; their fields are the arguments.
 
     Attributes:
-        name: as it is typed.
-        call: with its arguments, for messages.
+        name: the typed name.
+        call: the name with its arguments, for messages.
     """
 
     name: ClassVar[str]
@@ -73,19 +74,19 @@ class Request(ABC):
 
     @classmethod
     def takes(cls, seen: Seen) -> bool:
-        """Returns whether some arguments fit outputs of such shapes; by default of any."""
+        """Returns whether some arguments fit outputs of these shapes; by default always true."""
         return True
 
     @abstractmethod
     def fitted(self, seen: Seen) -> Decision:
-        """Returns the decision for a model with such outputs.
+        """Returns the decision for a model with these outputs.
 
         Raises:
-            MisfitError: there is none.
+            MisfitError: the outputs do not fit.
         """
 
     def fits(self, shape: Sequence[int], samples: int) -> bool:
-        """Returns whether the first output may have this shape for so many samples; of one it may have no axes."""
+        """Returns whether the first output may have this shape for `samples` samples; for one it may have rank 0."""
         return shape[0] % samples == 0 if shape else samples == 1
 
 
@@ -93,7 +94,7 @@ class Decision(ABC):
     """A rule by which the outputs of two models agree.
 
     Attributes:
-        decides: whether `decide` says what the first output decides.
+        decides: `decide` returns a decision of the first output.
     """
 
     decides: ClassVar[bool] = False
@@ -104,47 +105,49 @@ class Decision(ABC):
         """The name in reports, as in "same ..."."""
 
     def agree(self, exact: Array, found: Array) -> Array:
-        """Returns where two models decide the same, booleans [N, ...], from what `joined` gives of each; by default
-        where `decide` gives the same.
+        """Returns where two models decide the same, booleans [N, ...], from the `joined` outputs of each.
+
+        By default these are the places where `decide` returns the same.
         """
         same: Array = self.decide(exact) == self.decide(found)
         return same
 
     def agreement(self) -> Agreement:
-        """Returns a fresh count, the figure of reports; by default the share of `agree`."""
+        """Returns a new count, the figure in reports; by default the share of `agree`."""
         return Agreed(self.agree)
 
     def joined(self, outputs: Sequence[Array]) -> Array:
-        """Returns what is judged of all outputs, float32 [N, ...]; by default the first one."""
+        """Returns the outputs to judge, float32 [N, ...], from all outputs; by default the first one."""
         import numpy as np
 
         return np.atleast_1d(np.asarray(outputs[0], np.float32))
 
     def decide(self, output: Array) -> Array:
-        """Returns what the first output decides, [N, ...]; of a decision that has no such form, the output."""
+        """Returns the decision of the first output, [N, ...]; decisions without such a form return the output."""
         return output
 
     @property
     def rule(self) -> Callable[[Array], Any] | None:
-        """`Task.rule`; without a form for the first output alone, two ways to compute it agree where values are less
-        than a step apart.
+        """The rule for `Task.rule`.
+
+        Without a decision of the first output, two outputs agree where values are less than a step apart.
         """
         return self.decide if self.decides else undecided
 
 
 def undecided(output: Array) -> None:
-    """Decides nothing, as `qatkit_verify.compare` takes it."""
+    """Decides nothing, in the form that `qatkit_verify.compare` accepts."""
 
 
 class MisfitError(ValueError):
-    """A decision that outputs do not fit: a noun phrase for what it takes."""
+    """An error for outputs that do not fit a decision; its text is a noun phrase for accepted outputs."""
 
 
 def parsed(asked: str, known: Mapping[str, type[Request]]) -> Request | None:
-    """Returns the decision that a text asks for; None where it has another form than a word or a call.
+    """Returns the decision that a text asks for; None if it is neither a word nor a call.
 
     Raises:
-        ConfigError: an unknown word, an unknown argument, or one with a value that is not allowed.
+        ConfigError: a word or an argument is unknown, or its value is not allowed.
     """
     call = _CALL.fullmatch(asked.strip())
     if call is None and "(" not in asked:
@@ -163,7 +166,7 @@ def parsed(asked: str, known: Mapping[str, type[Request]]) -> Request | None:
 
 
 def _arguments(asked: str, kind: type[Request], inside: str) -> dict[str, Any]:
-    """The arguments of a call by their names; the first may stand there without its name."""
+    """Returns the arguments of a call by name; the first may be given without its name."""
     hints = {
         one.name: typing.get_type_hints(kind)[one.name]
         for one in dataclasses.fields(kind)  # type: ignore[arg-type]  # subclasses are dataclasses
@@ -181,7 +184,7 @@ def _arguments(asked: str, kind: type[Request], inside: str) -> dict[str, Any]:
 
 
 def _value(asked: str, name: str, text: str, kind: type) -> Any:
-    """An argument as its annotation has it."""
+    """Returns an argument converted to its annotated type."""
     if kind is str:
         return text
     with contextlib.suppress(ValueError, OverflowError):

@@ -1,11 +1,11 @@
-"""The layouts in which detectors write boxes, and how they are read.
+"""The layouts of boxes in the outputs of detectors, and functions that read them.
 
     "objectness"   [N, boxes, 4 + 1 + classes]               YOLOv5, YOLOX
     "classes"      [N, 4 + classes, boxes], or transposed    YOLOv8 and later
     "pair"         scores [N, boxes, classes], boxes [N, boxes, 4]   SSD, RetinaNet, DETR
     "final"        [N, boxes, 6]: corners, score, class      after non-maximum suppression
 
-Each is brought to rows [N, boxes, values] first (`Layout.rows`), which is what is judged.
+Each layout is first converted to rows [N, boxes, values] (`Layout.rows`), which are then judged.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _LARGEST_LOG = 10.0  # of a side in strides: beyond any picture
 
 @dataclass(frozen=True)
 class Layout:
-    """Where boxes stand in the outputs of a model, and what they mean.
+    """The place and meaning of boxes in the outputs of a model.
 
     Attributes:
         kind: one of the four above.
-        places: which outputs: of the rows; of "pair" those of the boxes and of the scores.
-        transposed: whether the boxes are on the last axis.
+        places: indices of the outputs: that of the rows, or for "pair" those of the boxes and of the scores.
+        transposed: the boxes are on the last axis.
         form: "center" (x, y, width, height) or "corners" (x1, y1, x2, y2).
-        grids: (stride, columns, rows) of the cells that boxes are offsets from, in their order; () where they are not.
-        background: the class that stands for nothing, if one does.
-        scores: how they become probabilities: "as_they_are", "sigmoid" or "softmax".
+        grids: (stride, columns, rows) of the cells that boxes are offsets from, in order; () without offsets.
+        background: the class for background, if there is one.
+        scores: conversion of scores to probabilities: "as_they_are", "sigmoid" or "softmax".
     """
 
     kind: str
@@ -47,7 +47,7 @@ class Layout:
     scores: str = "as_they_are"
 
     def rows(self, outputs: Sequence[Array]) -> NDArray[np.float32]:
-        """Returns [N, boxes, values] of all outputs of a model."""
+        """Returns rows [N, boxes, values] from all outputs of a model."""
         found = [np.asarray(outputs[place], np.float32) for place in self.places]
         joined = np.concatenate(found, 2) if len(found) > 1 else found[0]
         return np.ascontiguousarray(joined.swapaxes(1, 2)) if self.transposed else joined
@@ -70,7 +70,7 @@ class Layout:
         return suppressed(Boxes(corners, scores[kept], classes[kept]), overlap)
 
     def _best(self, values: Array) -> tuple[Array, NDArray[np.int64]]:
-        """The score and class of each row."""
+        """Returns the score and class of each row."""
         by_class = _probabilities(values[:, 5 if self.kind == "objectness" else 4 :], self.scores)
         if self.background is not None:
             by_class = by_class.copy()
@@ -82,7 +82,7 @@ class Layout:
         return by_class[np.arange(len(by_class)), classes], classes
 
     def _corners(self, values: Array, kept: NDArray[np.bool_]) -> Array:
-        """The corners of some rows."""
+        """Returns the corners of the kept rows."""
         boxes = values[:, :4]
         if self.grids:
             cells, strides = _cells(self.grids)
@@ -105,7 +105,7 @@ def _probabilities(values: Array, how: str) -> Array:
 
 
 def _cells(grids: Sequence[tuple[int, int, int]]) -> tuple[Array, Array]:
-    """The column and row of each cell, [boxes, 2], and its stride, [boxes, 1], row by row, grid by grid."""
+    """Returns column and row of each cell, [boxes, 2], and its stride, [boxes, 1], row by row, grid by grid."""
     cells, strides = [], []
     for stride, columns, rows in grids:
         y, x = np.mgrid[:rows, :columns]
@@ -115,17 +115,17 @@ def _cells(grids: Sequence[tuple[int, int, int]]) -> tuple[Array, Array]:
 
 
 def grids_of(strides: Sequence[int], height: int, width: int) -> tuple[tuple[int, int, int], ...]:
-    """Returns the cells of a picture of so many pixels."""
+    """Returns the grids of cells of a picture of `height` x `width` pixels."""
     return tuple((stride, -(-width // stride), -(-height // stride)) for stride in strides)
 
 
 def cells_in(grids: Sequence[tuple[int, int, int]]) -> int:
-    """Returns how many cells there are."""
+    """Returns the number of cells."""
     return sum(columns * rows for _, columns, rows in grids)
 
 
 def square(strides: Sequence[int], boxes: int) -> tuple[tuple[int, int, int], ...]:
-    """Returns the cells of the square picture that has so many in all; () where there is none."""
+    """Returns the grids of the square picture that has `boxes` cells in all; () if there is none."""
     largest = max(strides)
     for side in range(1, 400):
         grids = grids_of(strides, side * largest, side * largest)
@@ -135,8 +135,9 @@ def square(strides: Sequence[int], boxes: int) -> tuple[tuple[int, int, int], ..
 
 
 def offsets(rows: Array, grids: Sequence[tuple[int, int, int]]) -> bool:
-    """Returns whether the centres of rows [N, boxes, values] are offsets from cells, in strides, and not places in
-    pixels: whichever lies nearer to the cells.
+    """Returns whether the centres of rows [N, boxes, values] are offsets from cells, rather than pixels.
+
+    The interpretation that lies nearer to the cells is chosen.
     """
     cells, strides = _cells(grids)
     centers = np.asarray(rows[..., :2], np.float64)

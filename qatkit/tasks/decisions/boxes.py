@@ -1,7 +1,7 @@
-"""Boxes of detectors: two models decide the same where non-maximum suppression leaves the same boxes of both.
+"""The decision on boxes of detectors: two models agree if non-maximum suppression leaves the same boxes.
 
-The figure is F1 over all samples, twice the matched boxes over the boxes of both models; a sample in which neither
-has a box adds nothing to it. Where a sample has to agree or not, it does if all boxes are matched.
+The figure is F1 over all samples, twice the matched boxes over the boxes of both models; a sample in which
+neither has a box adds nothing to it. A single sample agrees if all its boxes are matched.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Pattern(Limit):
-    """A text of a form.
+    """A limit that requires a text of a form.
 
     Args:
         form: a regular expression.
-        words: what it stands for.
+        words: its description.
     """
 
     form: str
@@ -43,7 +43,7 @@ class Pattern(Limit):
 
 @dataclass(frozen=True)
 class BoxRequest(Request):
-    """The same boxes, of the same class."""
+    """A request: the same boxes, of the same class."""
 
     name: ClassVar[str] = "boxes"
     call: ClassVar[str] = "boxes(SCORE)"
@@ -85,12 +85,12 @@ class BoxRequest(Request):
 
     @property
     def cells(self) -> tuple[int, ...]:
-        """The strides that are typed."""
+        """The strides that the user typed."""
         return () if self.strides in ("auto", "none") else tuple(map(int, self.strides.split("/")))
 
     @property
     def pixels(self) -> tuple[int, int] | None:
-        """The height and width that are typed."""
+        """The height and width that the user typed."""
         if self.size == "auto":
             return None
         height, _, width = self.size.partition("x")
@@ -110,11 +110,11 @@ class BoxRequest(Request):
 
 @dataclass(frozen=True)
 class MatchedBoxes(Decision):
-    """The same boxes, where they are known to be.
+    """The decision: the same boxes, with a known layout.
 
     Attributes:
         asked: scores and overlaps.
-        layout: where boxes are in the outputs.
+        layout: layout of the boxes in the outputs.
     """
 
     asked: BoxRequest
@@ -138,7 +138,7 @@ class MatchedBoxes(Decision):
         return np.array([2 * same == boxes for same, boxes in self.counts(exact, found)], np.bool_)
 
     def counts(self, exact: Array, found: Array) -> list[tuple[int, int]]:
-        """Returns of each sample how many boxes are matched, and how many both models have."""
+        """Returns for each sample the number of matched boxes, and the number of boxes of both models."""
         from qatkit.tasks.decisions.matched_boxes import matches
 
         pairs = zip(self.boxes(exact), self.boxes(found), strict=True)
@@ -149,10 +149,10 @@ class MatchedBoxes(Decision):
 
 
 class _F1(Agreement):
-    """Counts boxes, and those that are matched.
+    """The F1 score of matched boxes.
 
     Args:
-        boxes: how outputs are read.
+        boxes: reads the outputs.
     """
 
     def __init__(self, boxes: MatchedBoxes) -> None:

@@ -1,6 +1,6 @@
-"""Finds a detector's boxes in its outputs, by the typed arguments, and by shapes and values for the rest.
+"""The search for a detector's boxes in its outputs, by typed arguments, and by shapes and values for the rest.
 
-An error asks for what these leave open; `sure` says whether they leave nothing open at all.
+If anything stays ambiguous, an error asks for it; `sure` tells whether nothing is ambiguous.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _TAKES = (
     "boxes [N, boxes, 4]"
 )
 _SLACK = 1e-3  # beyond 0 and 1, of a probability
-_FEWEST = 10  # boxes from which values say what they are
+_FEWEST = 10  # number of boxes from which values are conclusive
 _BOXES, _SCORES = ("box",), ("score", "conf", "class", "prob", "cls")  # in the names of outputs
 
 
 def found(asked: BoxRequest, seen: Seen) -> Layout:
-    """Returns where the boxes are.
+    """Returns the layout of the boxes.
 
     Raises:
-        MisfitError: no outputs of a detector, or such that leave open what is not typed.
+        MisfitError: the outputs are not a detector's, or something is ambiguous and was not typed.
     """
     layout = _placed(asked, seen)
     rows = layout.rows(seen.outputs)
@@ -50,14 +50,14 @@ def found(asked: BoxRequest, seen: Seen) -> Layout:
 
 
 def possible(seen: Seen) -> bool:
-    """Returns whether some layout has outputs of such shapes."""
+    """Returns whether some layout has outputs of these shapes."""
     return bool(_singles(seen) or _pairs(seen))
 
 
 def sure(seen: Seen) -> bool:
-    """Returns whether the outputs leave no doubt that they are boxes, nor how they are to be read.
+    """Returns whether the outputs are clearly boxes in a clear layout.
 
-    That takes a shape of a detector, scores within 0..1, and of
+    This takes a shape of a detector, scores within 0..1, and for
 
     "pair"        corners in order in all of many rows, which are not sorted values; or an output of positive values
                   that is named like boxes
@@ -117,7 +117,7 @@ def _kind(rows: Array, transposed: bool) -> str:
 
 
 def _singles(seen: Seen) -> list[int]:
-    """The outputs that may hold boxes and scores together."""
+    """Returns the outputs that may hold boxes and scores together."""
     return [
         place
         for place, one in enumerate(seen.outputs)
@@ -126,7 +126,7 @@ def _singles(seen: Seen) -> list[int]:
 
 
 def _pairs(seen: Seen) -> list[tuple[int, int]]:
-    """The pairs of outputs that may be boxes and their scores; of several those whose names say so."""
+    """Returns the pairs of outputs that may be boxes and their scores; of several, those with fitting names."""
     fitting = [
         place for place, one in enumerate(seen.outputs) if one.ndim == 3 and one.shape[0] == seen.samples
     ]
@@ -146,13 +146,13 @@ def _named(seen: Seen, place: int, words: Sequence[str]) -> bool:
 
 
 def _oriented(output: Array) -> tuple[Array, bool]:
-    """[N, boxes, values], and whether the boxes were on the last axis: there are more of them than values."""
+    """Returns [N, boxes, values], and whether the boxes were on the last axis (there are more boxes than values)."""
     transposed = output.shape[2] > output.shape[1] >= 5
     return (output.swapaxes(1, 2) if transposed else output), transposed
 
 
 def _within(values: Array) -> bool:
-    """Returns whether all are probabilities."""
+    """Returns whether all values are probabilities."""
     return bool(values.min(initial=0) >= -_SLACK and values.max(initial=0) <= 1 + _SLACK)
 
 
@@ -162,7 +162,7 @@ def _ordered(boxes: Array) -> bool:
 
 
 def _surely_corners(boxes: Array) -> bool:
-    """Returns whether all rows are corners in order, enough of them of some area, and not all of them sorted values."""
+    """Returns whether all rows are ordered corners, enough of them with an area, and not all of them sorted values."""
     around = (boxes[..., 2:] > boxes[..., :2]).all(-1).sum() >= _FEWEST
     return _ordered(boxes) and bool(around) and not (np.diff(boxes, axis=-1) >= 0).all()
 
@@ -204,7 +204,7 @@ def _form(asked: BoxRequest, layout: Layout, rows: Array) -> str:
 
 
 def _grids(asked: BoxRequest, layout: Layout, rows: Array) -> tuple[tuple[int, int, int], ...]:
-    """The cells that boxes are offsets from."""
+    """Returns the grids of cells that boxes are offsets from."""
     boxes, strides = rows.shape[1], asked.cells or _STRIDES
     if asked.strides == "none" or layout.kind == "final":
         return ()
@@ -228,7 +228,7 @@ def _check_scores(layout: Layout, rows: Array) -> None:
 
 
 def _background(asked: BoxRequest, layout: Layout, rows: Array) -> int | None:
-    """The class of nothing: of probabilities that add up to 1 the first or the last one, where most boxes have it."""
+    """Returns the background class: with probabilities that sum to 1, the first or last class if most boxes have it."""
     if asked.background == "none" or layout.kind == "final":
         return None
     by_class = rows[..., 5 if layout.kind == "objectness" else 4 :]

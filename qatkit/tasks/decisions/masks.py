@@ -1,4 +1,4 @@
-"""Masks of segmentation and saliency: where one value is high, or which class each place has.
+"""The decision on masks of segmentation and saliency: values above a threshold, or classes of places.
 
 [N, 1, H, W], [N, H, W], [N, H, W, 1]   above a threshold; masks agree by their intersection over union
 [N, C, H, W] (axis=-1: [N, H, W, C])    the class of each pixel; the share of pixels of the same class
@@ -18,14 +18,16 @@ from qatkit.tasks.decisions.base import Decision, MisfitError, Request, Seen
 if TYPE_CHECKING:
     from qatkit.tasks.decisions.base import Array
 
-_END = 0.05  # how near to 0 or 1 a pixel is that is decided, and the share of those that may lie in between
+_END = (
+    0.05  # largest distance of a decided pixel from 0 or 1, and the share of pixels that may lie in between
+)
 _SOME = 0.01  # of the pixels, at either end
-_ONE = 1e-3  # how near to 1 the probabilities of a place add up
+_ONE = 1e-3  # tolerance of the sum of probabilities at a place
 
 
 @dataclass(frozen=True)
 class Mask(Request):
-    """The masks are alike."""
+    """A request: similar masks."""
 
     name: ClassVar[str] = "mask"
     call: ClassVar[str] = "mask(THRESHOLD)"
@@ -56,7 +58,7 @@ class Mask(Request):
 
 @dataclass(frozen=True)
 class _Masks(Decision):
-    """Masks of a model: as a figure the mean of `likeness`; where a sample has to agree or not, it does from `same`."""
+    """A decision on masks: its figure is the mean of `likeness`; a single sample agrees from `same` on."""
 
     decides: ClassVar[bool] = True
     same: float
@@ -68,7 +70,7 @@ class _Masks(Decision):
 
     @abstractmethod
     def likeness(self, exact: Array, found: Array) -> Array:
-        """Returns how alike the masks of each sample are, 0..1, [N]."""
+        """Returns the similarity of the masks of each sample, 0..1, [N]."""
 
     def agreement(self) -> Agreement:
         return _MeanLikeness(self)
@@ -76,7 +78,7 @@ class _Masks(Decision):
 
 @dataclass(frozen=True)
 class _OneChannel(_Masks):
-    """Places above a threshold."""
+    """A decision on places above a threshold."""
 
     threshold: float
 
@@ -89,7 +91,7 @@ class _OneChannel(_Masks):
         return above
 
     def likeness(self, exact: Array, found: Array) -> Array:
-        """Returns the IoU of each sample; 1 of two empty masks."""
+        """Returns the IoU of each sample; 1 for two empty masks."""
         import numpy as np
 
         first, second = (self.decide(one).reshape(len(one), -1) for one in (exact, found))
@@ -99,7 +101,7 @@ class _OneChannel(_Masks):
 
 @dataclass(frozen=True)
 class _Classes(_Masks):
-    """The class with the largest value at each place."""
+    """A decision on the class with the largest value at each place."""
 
     axis: int
 
@@ -121,7 +123,7 @@ class _MeanLikeness(Agreement):
     """The mean of `_Masks.likeness`.
 
     Args:
-        masks: how outputs are read.
+        masks: reads the outputs.
     """
 
     def __init__(self, masks: _Masks) -> None:
@@ -148,7 +150,7 @@ class _MeanLikeness(Agreement):
 
 
 def class_maps(outputs: Sequence[Array]) -> bool:
-    """Returns whether the first output surely has a class at each place: probabilities [N, C > 1, H, W]."""
+    """Returns whether the first output is clearly a class map: probabilities [N, C > 1, H, W]."""
     import numpy as np
 
     first = outputs[0]
@@ -158,8 +160,9 @@ def class_maps(outputs: Sequence[Array]) -> bool:
 
 
 def one_mask(outputs: Sequence[Array]) -> bool:
-    """Returns whether the first output surely is a mask: [N, 1, H, W] within 0..1, nearly all of it at the ends, and
-    some at both.
+    """Returns whether the first output is clearly a mask [N, 1, H, W].
+
+    Its values are within 0..1, nearly all of them at the ends and some at both.
     """
     first = outputs[0]
     if first.ndim != 4 or first.shape[1] != 1 or min(first.shape[2:]) < 2:

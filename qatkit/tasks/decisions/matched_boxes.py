@@ -1,4 +1,4 @@
-"""Boxes of two models for the same picture: what non-maximum suppression leaves of each, and which are the same.
+"""Boxes of two models for the same picture: non-maximum suppression, overlaps and matches.
 
 Boxes are corners [n, 4] (x1, y1, x2, y2) in any unit, with scores [n] and classes [n].
 """
@@ -29,12 +29,12 @@ class Boxes:
 
     @property
     def count(self) -> int:
-        """Returns how many there are."""
+        """The number of boxes."""
         return len(self.scores)
 
 
 def overlap(first: Array, second: Array) -> Array:
-    """Returns the intersection over union of corners [n, 4] and [m, 4], [n, m]; 0 of two boxes without area."""
+    """Returns the intersection over union [n, m] of corners [n, 4] and [m, 4]; 0 for two boxes without area."""
     low = np.maximum(first[:, None, :2], second[None, :, :2])
     high = np.minimum(first[:, None, 2:], second[None, :, 2:])
     both = (high - low).clip(min=0).prod(2)
@@ -56,8 +56,9 @@ def suppressed(boxes: Boxes, most: float) -> Boxes:
 
 
 def matches(exact: Boxes, found: Boxes, least: float) -> int:
-    """Returns how many boxes are the same: of one class, with an overlap of at least `least`; best scores choose first,
-    each the nearest box that is free.
+    """Returns the number of boxes that are the same: of one class, with an overlap of at least `least`.
+
+    Boxes with the best scores choose first, each the nearest free box.
     """
     near = overlap(found.corners, exact.corners)
     near[found.classes[:, None] != exact.classes[None]] = -1

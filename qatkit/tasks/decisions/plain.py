@@ -1,6 +1,4 @@
-"""Decisions on the first output alone: the largest value, values above a limit, equal values, a direction, a user's
-function.
-"""
+"""Decisions on the first output only: argmax, threshold, equal values, cosine, or a user's function."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ ALIKE = 0.99  # cosine similarity from which two outputs for a sample count as t
 
 @dataclass(frozen=True)
 class Argmax(Request, Decision):
-    """The largest value along an axis is at the same place, everywhere."""
+    """A decision: the largest value along an axis is at the same place, everywhere."""
 
     name: ClassVar[str] = "argmax"
     call: ClassVar[str] = "argmax(AXIS)"
@@ -53,7 +51,7 @@ class Argmax(Request, Decision):
 
 @dataclass(frozen=True)
 class _ClassArgmax(Argmax):
-    """The largest value along the axis that `qatkit_verify.compare` has classes on, and knows ties of."""
+    """The largest value along the class axis of `qatkit_verify.compare`, which handles ties there."""
 
     @property
     def rule(self) -> None:
@@ -62,7 +60,7 @@ class _ClassArgmax(Argmax):
 
 @dataclass(frozen=True)
 class Threshold(Request, Decision):
-    """The same values are above a limit."""
+    """A decision: the same values are above a limit."""
 
     name: ClassVar[str] = "threshold"
     call: ClassVar[str] = "threshold(VALUE)"
@@ -83,7 +81,7 @@ class Threshold(Request, Decision):
 
 @dataclass(frozen=True)
 class Equal(Request, Decision):
-    """The same values everywhere: for classes and other whole numbers that a model gives by itself."""
+    """A decision: all values are equal, for classes and other whole numbers that a model returns."""
 
     name: ClassVar[str] = "equal"
     call: ClassVar[str] = "equal"
@@ -103,7 +101,7 @@ class Equal(Request, Decision):
 
 @dataclass(frozen=True)
 class Cosine(Request, Decision):
-    """The outputs for a sample point in one direction."""
+    """A decision: the outputs for a sample point in the same direction."""
 
     name: ClassVar[str] = "cosine"
     call: ClassVar[str] = "cosine(LEAST)"
@@ -123,7 +121,7 @@ class Cosine(Request, Decision):
 
 @dataclass(frozen=True)
 class Function(Request, Decision):
-    """A user's function of the first output [N, ...] gives the same integers or booleans [N, ...]."""
+    """A decision: a user's function of the first output [N, ...] returns the same integers or booleans [N, ...]."""
 
     name: ClassVar[str] = "function"
     call: ClassVar[str] = "DOTTED.PATH"
@@ -154,7 +152,7 @@ class Function(Request, Decision):
 
 
 def cosines(exact: Array, found: Array) -> Array:
-    """Returns the cosine similarity of outputs [N, ...], sample by sample; 1 where both are zero."""
+    """Returns the cosine similarity [N] of outputs [N, ...], sample by sample; 1 where both are zero."""
     import numpy as np
 
     a, b = (np.asarray(one, np.float64).reshape(len(exact), -1) for one in (exact, found))

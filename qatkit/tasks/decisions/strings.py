@@ -1,4 +1,4 @@
-"""Texts of a recognizer that was trained with CTC: of each step the best class, repeats once, without blanks.
+"""The decision on texts of CTC recognizers: the best class of each step, with repeats merged, without blanks.
 
     steps   a a _ a b b _ _        the best classes, _ the blank
     string  a     a b
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Strings(Request, Decision):
-    """The strings are equal: outputs [N, steps, classes], or [steps, N, classes]."""
+    """A decision: the strings are equal, for outputs [N, steps, classes] or [steps, N, classes]."""
 
     name: ClassVar[str] = "strings"
     call: ClassVar[str] = "strings(BLANK)"
@@ -73,13 +73,13 @@ class Strings(Request, Decision):
 
 @dataclass(frozen=True)
 class _StepsFirst(Strings):
-    """Strings of an output [steps, N, classes]; what is judged of it has the samples first."""
+    """Strings of an output [steps, N, classes], which is judged with the samples first."""
 
     decides: ClassVar[bool] = False  # its first axis holds no samples
     steps: int = 0
 
     def joined(self, outputs: Sequence[Array]) -> Array:
-        """Returns [N, steps, classes]; the outputs of a file of one sample per run lie behind each other."""
+        """Returns [N, steps, classes]; outputs of files with one sample per run are concatenated."""
         import numpy as np
 
         first = np.asarray(outputs[0], np.float32)
@@ -89,10 +89,10 @@ class _StepsFirst(Strings):
 
 
 class _Texts(Agreement):
-    """Counts equal strings, and how much of the others is equal.
+    """The share of equal strings; it also reports the similarity of the others.
 
     Args:
-        strings: how outputs are read.
+        strings: reads the outputs.
     """
 
     def __init__(self, strings: Strings) -> None:
@@ -120,7 +120,7 @@ class _Texts(Agreement):
 
 
 def similarity(first: Sequence[int], second: Sequence[int]) -> float:
-    """Returns 1 less the edit distance over the length of the longer sequence, 0..1; 1 of two empty ones.
+    """Returns 1 minus the edit distance over the length of the longer sequence, 0..1; 1 for two empty ones.
 
     Source: Levenshtein, "Binary codes capable of correcting deletions, insertions and reversals", 1966.
     """
