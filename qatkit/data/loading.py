@@ -278,7 +278,7 @@ class TrainLoader(ImageLoader):
         self._continues = True  # the next pass continues from (_epoch, _images)
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
-        """Yields the rest of the restored epoch in the first pass, then whole epochs."""
+        """Yields the rest of the restored epoch in the first pass, or a whole epoch."""
         of_all = self._batch_size * self._order.world_size
         if not self._continues or self._images >= len(self) * of_all:
             self._epoch, self._images = self._epoch + 1, 0

@@ -57,9 +57,7 @@ _LONGEST_HEADER = 100_000_000  # bytes, the format's own limit
 
 
 def of_task(task: str) -> HuggingFace:
-    """Returns the models with the head that a task requires; image classifiers for tasks without a head of
-    their own.
-    """
+    """Returns the models with the head that a task requires, which is an image classifier's by default."""
     return HuggingFace(HEADS.get(present_task(task), IMAGE_CLASSIFIER))
 
 

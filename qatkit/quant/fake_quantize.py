@@ -149,8 +149,7 @@ class FakeQuantize(Quantizer):
         return numerics.choose_qparams(low, high, self.spec)
 
     def follow_range(self, low: Tensor, high: Tensor) -> None:
-        """Takes scale and zero point from a range, without waiting for a device; an empty range changes
-        nothing.
+        """Takes scale and zero point from a range without waiting for a device; an empty one changes nothing.
 
         In a range that holds only zero, zero is placed in the middle unless a ReLU cuts off values below it.
         At an end of the range a value has no gradient, so a branch that begins at zero (an adapter, a

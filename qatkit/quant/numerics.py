@@ -110,9 +110,7 @@ def _(x: Tensor, gradient: Tensor) -> Tensor:
 
 
 def within(gradient: Tensor, x: Tensor, ends: Tensor) -> Tensor:
-    """Returns `gradient` where `x` lies between `ends` [2], else 0: hardtanh's gradient in a form that
-    compiles well.
-    """
+    """Returns `gradient` where `x` lies between `ends` [2], else 0: hardtanh's gradient, in compilable form."""
     low, high = _known_behind(ends, gradient) if x.device.type == "cpu" else ends
     return torch.where((x > low) & (x < high), gradient, 0.0)
 

@@ -67,7 +67,7 @@ class ScaleType:
     Attributes:
         rounded: rounds float32 scales above 0 up or down to the next allowed scales.
         factors: multiples of the rounded-down scale to try, of which the first of equally good ones wins.
-        Empty: the rounded-down and the rounded-up scale are tried.
+            Empty: the rounded-down and the rounded-up scale are tried.
     """
 
     rounded: Callable[[Tensor, bool], Tensor]
@@ -92,9 +92,7 @@ def rounded_up(scale: Tensor, spec: QuantSpec) -> Tensor:
 
 
 def nearest(scale: Tensor, spec: QuantSpec) -> Tensor:
-    """Returns the scales of the spec's type nearest to `scale`, float32 above 0; powers of two are compared
-    by ratio.
-    """
+    """Returns the nearest scales of the spec's type to `scale`, float32 above 0; for powers of two by ratio."""
     if spec.any_scale:
         return scale
     if spec.powers_of_two:

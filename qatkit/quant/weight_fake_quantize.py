@@ -156,7 +156,7 @@ class WeightFakeQuantize(Quantizer):
         """Shares what `other` learns, since it quantizes the same weight; here nothing is learned."""
 
     def clip_to_least_error(self, weight: Tensor) -> None:
-        """Sets `clip` to the least squared error of `weight`; it stays while `weight` is trained.
+        """Sets `clip` to the shares with the least squared error of `weight`; it stays while `weight` is trained.
 
         Does nothing where the scale is frozen.
         """
@@ -347,8 +347,7 @@ class WeightFakeQuantize(Quantizer):
         if self._clips:
             weight = numerics.clamped(weight, self._reach(scale, weight))
         # Takes the weight before clipping, since the floor of one at the range's end may be a step below.
-        # With a scale
-        # that is not the weight's own, pairs may have to be moved.
+        # With a scale that is not the weight's own, pairs may have to be moved.
         if self.rounding is not None or (self._clips and self.spec.guards_pairs):
             return weight + (self._shipped(given, scale) - weight).detach()
         return numerics.fake_quantize_weight(weight, scale, self.spec, ends)

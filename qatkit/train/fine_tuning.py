@@ -92,8 +92,8 @@ class FineTuning(Learner):
         """Returns the task's loss, mixed with distillation from the teacher's outputs and features if scheduled.
 
         (1 - distill)·loss + distill·distillation + distill_feature_weight·(mean over features of
-        their relative squared error). The mix: Hinton et al., "Distilling the knowledge in a neural network",
-        2015.
+        their relative squared error). Source of the mix: Hinton et al., "Distilling the knowledge in a neural
+        network", 2015.
         """
         schedule = self.schedule
         if not self.teacher:

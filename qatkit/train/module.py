@@ -178,9 +178,7 @@ class QATModule(FineTuning):
         return graph
 
     def fuse(self, model: nn.Module) -> PassResult:
-        """Folds BatchNorms into their operators, in a traced copy (an already traced graph is changed in
-        place). A hook.
-        """
+        """Folds BatchNorms into their operators, in a traced copy or in an already traced graph (hook)."""
         schedule = self.schedule
         # Without training, merged weights are plain ones, which the algorithms may change.
         branches = schedule.branches if schedule.epochs else "merged"

@@ -15,9 +15,8 @@ from qatkit.quant.spec import QuantSpec
 class Distribution(Method):
     """The range mean ± deviations·σ, cut to the extremes.
 
-    For a normal distribution at 8 bits, four deviations are near the least squared error. Source: Banner et
-    al.,
-    "Post training 4-bit quantization of convolutional networks for rapid-deployment", 2019.
+    For a normal distribution at 8 bits, four deviations are near the least squared error. Source:
+    Banner et al., "Post training 4-bit quantization of convolutional networks for rapid-deployment", 2019.
 
     Raises:
         ConfigError: `deviations` is not above 0.

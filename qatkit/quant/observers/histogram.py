@@ -31,8 +31,8 @@ _INDEX_BITS, _FINEST = 22, -126
 def stride(count: int) -> int:
     """Returns the step s with which values of a batch of `count` are counted, coprime to `count`.
 
-    With n values counted in total, the share p of values beyond some limit is known to about sqrt(p(1 -
-    p)/n):
+    With n values counted in total, the share p of values beyond some limit is known to about
+    sqrt(p(1 - p)/n):
     0.01 % to ± 0.003 % from one batch (n = 2^17), to ± 0.001 % from eight.
     """
     step = max(1, min(_EVERY, -(-count // _ENOUGH)))

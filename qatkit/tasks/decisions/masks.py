@@ -18,9 +18,7 @@ from qatkit.tasks.decisions.base import Decision, MisfitError, Request, Seen
 if TYPE_CHECKING:
     from qatkit.tasks.decisions.base import Array
 
-_END = (
-    0.05  # largest distance of a decided pixel from 0 or 1, and the share of pixels that may lie in between
-)
+_END = 0.05  # largest distance of a decided pixel from 0 or 1, and largest share of pixels in between
 _SOME = 0.01  # of the pixels, at either end
 _ONE = 1e-3  # tolerance of the sum of probabilities at a place
 
