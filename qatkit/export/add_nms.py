@@ -1,4 +1,4 @@
-"""A detector's file with non-maximum suppression behind its boxes and scores, in standard operators of opset 13.
+"""Adds non-maximum suppression to a detector's file after its boxes and scores, in standard operators of opset 13.
 
     boxes [N, boxes, 4], scores [N, boxes, classes] ── NonMaxSuppression ──> detections [found, 7]
 

@@ -65,7 +65,7 @@ def add_states(source: Path, target: Path) -> Stream:
 
 
 def _cut_axis(graph: ir.Graph) -> int:
-    """Returns the one free axis beside the batch."""
+    """Returns the only free axis other than the batch."""
     if len(graph.inputs) != 1:
         names = ", ".join(str(one.name) for one in graph.inputs)
         raise ConfigError(KEY, True, f"false: the file has several inputs ({names})")

@@ -42,7 +42,7 @@ class ConvertedReference:
         return self._predict(images)
 
     def outputs(self, batch: Any) -> tuple[Array, ...]:
-        """All outputs for a batch (`qatkit_verify.feeds`)."""
+        """Returns all outputs for a batch (`qatkit_verify.feeds`)."""
         return module_outputs(self._converted, batch)
 
     @cached_property
@@ -51,9 +51,9 @@ class ConvertedReference:
         return name_functions(self._converted).eval()
 
     def integers(self, images: Any, file: Path) -> dict[str, NDArray[Any]]:
-        """The quantized tensors for a batch, by the names of the QuantizeLinear outputs of `file`.
+        """Returns the quantized tensors for a batch, by the names of the QuantizeLinear outputs of `file`.
 
-        A pair of which the file has no trace is left out.
+        A pair that left no trace in the file is omitted.
         """
         calls = self._calls()
         values: dict[str, list[NDArray[Any]]] = defaultdict(list)

@@ -22,7 +22,7 @@ _OF_SIZES = ("getitem", "pad", "constant_pad_nd", "narrow", "reshape", "view", "
 def at_fixed_sizes(
     graph_module: fx.GraphModule, tensors: Sequence[Tensor], axes: Sequence[int | None]
 ) -> fx.GraphModule:
-    """Returns a copy of a graph for inputs of the sizes of `tensors` alone.
+    """Returns a copy of a graph only for inputs of the sizes of `tensors`.
 
     Args:
         axes: those of the batch, one an input, whose size stays free.
@@ -51,7 +51,7 @@ def at_fixed_sizes(
 
 
 def _read_as_number(constant: fx.Node, value: int) -> None:
-    """Replaces a tensor that holds a size where one is asked for; the exporter would take it for one of any value."""
+    """Replaces a tensor that holds a size where a size is expected; the exporter would take it for one of any value."""
     for user in list(constant.users):
         if called(user) in _OF_SIZES:
             user.args, user.kwargs = fx.map_arg(

@@ -10,7 +10,7 @@ float32, but for the quotients that the formats themselves round, so the results
 
 - ONNX has no exponent of a float (before opset 26). A logarithm, rounded down, points into a table of powers of two,
   and two comparisons move what the logarithm's own rounding put on the wrong side.
-- A maximum may ignore NaN, so x - x is added up beside it: 0 for numbers, else NaN.
+- A maximum may ignore NaN, so x - x is also summed: 0 for numbers, else NaN.
 - Clip of NaN is left open, so limits are comparisons.
 - Round and Where may forget the sign of a zero: sizes are rounded, and multiplied by the sign, of zeros that of 1 / x.
 """
@@ -233,7 +233,7 @@ def _signed(sizes: str, x: str, y: str, element: Element) -> list[str]:
 
 
 def _power_of_two(x: str, y: str, least: float, most: float, tag: str) -> list[str]:
-    """The largest power of two that is not above x, which is moved between `least` and `most` before."""
+    """Returns the largest power of two that is not above x, which is moved between `least` and `most` before."""
     t = f"{tag}_p_"
     return [
         *_number(f"{t}least", least), *_number(f"{t}most", most),

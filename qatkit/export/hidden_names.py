@@ -19,7 +19,7 @@ _TOOLS_OWN = re.compile(
 
 
 def free_name(name: str, taken: set[str | None]) -> str:
-    """`name`, or more underscores after it, and from now on taken."""
+    """Returns `name`, with underscores appended until it is free, and marks it as taken."""
     while name in taken:
         name += "_"
     taken.add(name)

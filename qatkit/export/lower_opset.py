@@ -1,7 +1,7 @@
 """Lowering an opset-18 model to an older opset, operator by operator.
 
 torch's exporter supports opset 18 and up. Each rule has the opset in which the form that it rewrites became legal,
-and applies when a lower one is asked for: at 14 to 17 whatever is legal there stays. The rules are in two rooms:
+and applies when a lower one is requested: at 14 to 17 whatever is legal there stays. The rules are in two rooms:
 older forms of the same operator (`older_forms`), and operators in terms of older ones (`older_operators`). What
 differs in types only is cast where the older types hold the same numbers. What has neither a rule nor a form in the
 opset is refused with the lowest that has one.

@@ -120,14 +120,14 @@ def _operand_name(value: ir.Value, opset: int) -> str:
 
 
 def _free_name(name: str, taken: set[str | None]) -> str:
-    """`name`, or a number after it, and from now on taken."""
+    """Returns `name`, with a number appended if it is taken, and marks it as taken."""
     free = next(n for i in itertools.count() if (n := f"{name}_{i}" if i else name) not in taken)
     taken.add(free)
     return free
 
 
 def _scopes(graph: ir.Graph) -> dict[ir.Node, str]:
-    """The place of each node: its own record, or that of the first node behind it that has one, or before it."""
+    """Returns the place of each node: its own record, or that of the first node after or before it with one."""
     known = {node: scope for node in graph if (scope := _scope(node)) is not None}
     for node in reversed(graph):
         readers = (reader for value in node.outputs for reader in value.consumers())
@@ -144,7 +144,7 @@ def _inherit(known: dict[ir.Node, str], node: ir.Node, others: Iterable[ir.Node]
 
 
 def _scope(node: ir.Node) -> str | None:
-    """The innermost module of the exporter's record, a path per module and the fx node last; None without one."""
+    """Returns the innermost module of the exporter's record (a path per module, the fx node last), or None."""
     scopes = ast.literal_eval(node.metadata_props.get(_SCOPES, "[]"))
     return str(scopes[-2]) if len(scopes) > 1 and scopes[0] == "" else None
 

@@ -53,7 +53,7 @@ def _pad(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
     axes, pads, shape = ints(node.inputs[3]), ints(node.inputs[1]), node.inputs[0].shape  # type: ignore[union-attr]
     if axes is None or shape is None:
         raise Newer("pads axes that are not constant")
-    places = [2 * len(axes)] * (2 * len(shape))  # behind the amounts, where the zero is
+    places = [2 * len(axes)] * (2 * len(shape))  # after the amounts, where the zero is
     for i, axis in enumerate(axes):
         places[axis % len(shape)] = i
         places[axis % len(shape) + len(shape)] = i + len(axes)
@@ -94,7 +94,7 @@ def _shape(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
 
 
 def _reshape(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """Without a zero in the shape, allowzero means nothing."""
+    """Drops allowzero if the shape has no zero, since it then has no effect."""
     wanted = ints(node.inputs[1])
     if node.attributes.get_int("allowzero", 0) and wanted is not None and 0 in wanted:
         raise Newer("reshapes to an empty tensor")

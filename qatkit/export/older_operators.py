@@ -35,7 +35,7 @@ def _layer_norm(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
     variance = builder.op("ReduceMean", [builder.op("Pow", [centred, two])], axes)
     deviation = builder.op("Sqrt", [builder.op("Add", [variance, epsilon])])
     result = builder.op("Mul", [builder.op("Div", [centred, deviation]), gamma])
-    if beta is None:  # ONNX Runtime's fusion wants one
+    if beta is None:  # ONNX Runtime's fusion requires one
         zeros = np.zeros([length(x, a) or 1 for a in axes["axes"]], np.float32)
         beta = new_constant(builder, node, "beta", zeros)
     return builder.op("Add", [result, beta])

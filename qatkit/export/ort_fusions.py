@@ -97,7 +97,7 @@ def silu_function(opset: int) -> ir.Function:
 
 
 def _whole_windows(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """AveragePool whose size is rounded up → cells of its own behind the input, which are not counted.
+    """AveragePool whose size is rounded up → cells of its own after the input, which are not counted.
 
     ONNX Runtime's int8 kernel counts the cells that only the rounding adds. Where padding is counted, a Pad makes it.
     """
@@ -114,7 +114,7 @@ def _whole_windows(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
         windows = -(-(padded - k) // step) + 1
         windows -= (windows - 1) * step >= cast(
             int, size
-        ) + before  # a window that would start behind the input
+        ) + before  # a window that would start after the input
         beyond.append(max(0, (windows - 1) * step + k - padded))
     counted = bool(node.attributes.get_int("count_include_pad", 0))
     if counted and any(pads) and any(beyond):
@@ -149,7 +149,7 @@ def _norm_of_rows(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
 
 
 def _per_tensor_axis(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """The axis of a rank-0 scale means nothing; left out, nobody wonders."""
+    """Removes the axis of a rank-0 scale, which has no meaning."""
     scale = node.inputs[1]
     if scale is not None and scale.shape is not None and len(scale.shape) == 0:
         node.attributes.pop("axis", None)
@@ -157,7 +157,7 @@ def _per_tensor_axis(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
 
 
 def _bias_zero_point(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """The zero point of an int32 bias is 0 by definition: left out, a small model shrinks by 1 or 2 %."""
+    """Drops the zero_point of an int32 bias, 0 by definition; this makes a small model 1 to 2 % smaller."""
     tensor = None if node.inputs[0] is None else ir.convenience.get_const_tensor(node.inputs[0])
     if tensor is not None and tensor.dtype == ir.DataType.INT32:
         node.resize_inputs(2)

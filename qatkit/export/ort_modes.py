@@ -59,9 +59,9 @@ _TYPES = {"int8": QuantType.QInt8, "uint8": QuantType.QUInt8}
 
 
 def dynamic(source: Path, target: Path, *, reduce_range: bool | str = "auto") -> LeftFloat:
-    """int8 weights per channel, uint8 activations whose range is measured again in every run.
+    """Quantizes weights to int8 per channel, activations to uint8 with ranges measured in every run.
 
-    Conv, MatMul and Gemm become ConvInteger and MatMulInteger behind a DynamicQuantizeLinear. A depthwise Conv
+    Conv, MatMul and Gemm become ConvInteger and MatMulInteger after a DynamicQuantizeLinear. A depthwise Conv
     stays float: its weights are few, and ConvInteger has no kernel for it but a slow general one. So does a
     MatMul whose weight is no matrix. LSTM, GRU and RNN compute in float, with int8 weights in the file; rows of tables
     are dequantized as they are read.
@@ -109,7 +109,7 @@ def dynamic(source: Path, target: Path, *, reduce_range: bool | str = "auto") ->
 
 
 def static(source: Path, target: Path, batches: Iterable[Any], backend: Backend) -> LeftFloat:
-    """QDQ by ONNX Runtime's quantizer: ranges (min, max) from `batches` of inputs, specs and places by `backend`.
+    """Inserts QDQ by ONNX Runtime's quantizer: ranges (min, max) from `batches`, specs and places by `backend`.
 
     What the backend's rules leave float stays float: normalizations, Softmax, GELU, and the residual stream
     of a transformer. With `Backend.every_operator` nothing does that the tool can quantize, the sums, products and
@@ -180,7 +180,7 @@ def _static_options(model: ir.Model, backend: Backend, kinds: Mapping[str, OpRul
 
 
 def weight_only(source: Path, target: Path) -> LeftFloat:
-    """int8 weights, symmetric per output channel (`qatkit.export.int8_weights`) or per row of a table
+    """Quantizes weights to int8, symmetric per output channel (`qatkit.export.int8_weights`) or per row of a table
     (`qatkit.export.int8_tables`); activations stay float.
 
     Returns:
@@ -241,7 +241,7 @@ def _misread(node: ir.Node) -> bool:
 
 
 class _Reader(CalibrationDataReader):  # type: ignore[misc]
-    """Batches as ONNX Runtime's calibration asks for them.
+    """A reader of batches for ONNX Runtime's calibration.
 
     Args:
         names: of the model's inputs.

@@ -19,7 +19,7 @@ from qatkit.export.replaced import replaced
 
 @contextmanager
 def promoted_where_needed() -> Iterator[None]:
-    """Context of one export."""
+    """Provides the context of one export."""
     try:
         from torch.onnx._internal.fx.passes import type_promotion
 

@@ -128,6 +128,6 @@ def _place(error: BaseException, module: nn.Module) -> str:
 
 
 def _path(node: fx.Node) -> str:
-    """The module that an fx node of torch's exporter comes from."""
+    """Returns the module that an fx node of torch's exporter comes from."""
     stack = list(node.meta.get("nn_module_stack", {}).values())
     return str(stack[-1][0]) if stack else ""

@@ -47,7 +47,7 @@ def _composites_found_once() -> Iterator[None]:
 
 @contextmanager
 def _lines_left_out() -> Iterator[None]:
-    """Within, nodes of a traced graph have no stack traces."""
+    """Suppresses the stack traces of nodes of a traced graph within the context."""
     from torch.fx import proxy
 
     if not hasattr(proxy, "CapturedTraceback"):

@@ -29,7 +29,7 @@ def write_model(model: ir.Model, path: Path) -> None:
             options.log_severity_level = 3
             options.add_session_config_entry("session.disable_prepacking", "1")  # another copy, for speed
             add_libraries(options)
-            # Before the checker, which says less: of a node in a branch it names the If alone.
+            # Before the checker, which says less: for a node in a branch it names only the If.
             ort.InferenceSession(str(temporary), options, providers=["CPUExecutionProvider"])
             onnx.checker.check_model(str(temporary) if checked is None else checked, full_check=True)
         except Exception as error:

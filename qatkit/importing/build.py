@@ -57,7 +57,7 @@ def _attempt(
     library: Path | None,
     unsupported: Mapping[str, str],
 ) -> tuple[ImportedModel, dict[str, str]]:
-    """A module of the file, and what of it has no form in PyTorch, by first outputs of nodes."""
+    """Returns a module of the file, and what of it has no form in PyTorch, by first outputs of nodes."""
     model = read(file)
     given = fixed_inputs(file, model.graph, fixed)
     constants = {name: array(value) for name, value in given.items() if value.dtype.kind not in "OUS"}
@@ -172,7 +172,7 @@ class _Builder:
         )
 
     def _folded(self, node: Node, constants: Sequence[Array | None]) -> bool:
-        """Computes a node that depends on constants alone."""
+        """Computes a node that depends only on constants."""
         given = [value is not None for value, name in zip(constants, node.inputs, strict=True) if name]
         if (
             not all(given)
@@ -251,7 +251,7 @@ class _Builder:
         return module_of(node, constants) or Operator(node, held)
 
     def _branched(self, node: ir.Node, given: Node) -> Iterable[Step]:
-        """An If: the branch that a constant condition names alone, or both."""
+        """Yields an If: only the branch that a constant condition selects, or both."""
         graphs = [node.attributes[name].as_graph() for name in ("then_branch", "else_branch")]
         condition = self.known.get(given.inputs[0])
         if condition is not None:

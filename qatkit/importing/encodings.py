@@ -162,7 +162,7 @@ def _constant(value: ir.Value | None) -> Any:
 
 
 def _encoding(node: ir.Node) -> Encoding | None:
-    """The numbers of a node that quantizes or dequantizes; None where they are computed."""
+    """Returns the numbers of a node that quantizes or dequantizes; None where they are computed."""
     value, scale = node.inputs[0], _constant(node.inputs[1])
     zero = node.inputs[2] if len(node.inputs) > 2 else None
     held = _constant(zero)
@@ -190,7 +190,7 @@ def _is_lone(scales: Any, value: ir.Value, axis: int | None) -> bool:
 
 
 def _dtype(node: ir.Node) -> str:
-    """The type of the quantized values: of the zero point, of what is dequantized, or the one that is asked for."""
+    """Returns the type of the quantized values: of zero_point, of the dequantized input, or as requested."""
     import onnx_ir as ir
 
     zero = node.inputs[2] if len(node.inputs) > 2 else None

@@ -165,7 +165,7 @@ class Island(nn.Module):
         return {**self.__dict__, "_session": None}
 
     def extra_repr(self) -> str:
-        """The operators of the region."""
+        """Returns the operators of the region."""
         return ", ".join(self.region.operators)
 
 

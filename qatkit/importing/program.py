@@ -42,7 +42,7 @@ class Operator(nn.Module):
         constants: the constant inputs, by position among the inputs; arrays of floats become buffers.
     """
 
-    one_operator = True  # its call is named by its path alone (`qatkit.graph.trace.name_sites`)
+    one_operator = True  # its call is named only by its path (`qatkit.graph.trace.name_sites`)
 
     def __init__(self, node: Node, constants: Mapping[int, Array]) -> None:
         super().__init__()
@@ -302,7 +302,7 @@ def import_onnx(
     """Returns a float ONNX file as a PyTorch module in inference mode.
 
     Args:
-        path: the file; its external data lies beside it.
+        path: the file; its external data lies next to it.
         fixed: inputs by name that become constants, such as a sampling rate.
         any_batch: where every input has a first axis of 1, let it be of any size: a Reshape to [1, ...] keeps the first
             axis as it is. `prove_import` says whether the file allows it.

@@ -35,7 +35,7 @@ def read(
     check: Callable[[onnx.GraphProto], None] | None = None,
     as_is: bool = False,
 ) -> ir.Model:
-    """Reads a file of any opset; weights in other files are read from beside it.
+    """Reads a file of any opset; weights in other files are read from its folder.
 
     Args:
         path: of the file.
@@ -138,7 +138,7 @@ def _check_and_load(path: Path, model: ir.Model, size: int, most: int | None, as
 
 
 def _in_circle(graph: ir.Graph) -> ir.Node:
-    """A node that reads what it makes itself, through others; there is one."""
+    """Returns a node that reads what it makes itself, through others; there is one."""
     left = {node: {value.producer() for value in node.inputs if value is not None} for node in graph}
     while ready := [node for node, makers in left.items() if not makers & left.keys()]:
         for node in ready:

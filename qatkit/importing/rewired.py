@@ -107,7 +107,7 @@ class Rewired:
 
 
 def origin(value: ir.Value) -> ir.Value:
-    """The value behind nodes that change nothing."""
+    """Returns the value past nodes that change nothing."""
     node = value.producer()
     while node is not None and node.op_type in _PASSING and node.domain == "":
         before = node.inputs[0]

@@ -64,11 +64,11 @@ class Layout:
     axes: int
 
 
-Chain = tuple[Pair | Layout | str, ...]  # what stands between two operators, in the order in which it runs
+Chain = tuple[Pair | Layout | str, ...]  # what lies between two operators, in the order in which it runs
 
 
 def refused(file: Path, reason: str) -> ConfigError:
-    """The error of a module that can't be written back."""
+    """Returns the error of a module that can't be written back."""
     return ConfigError("onnx", file, reason=reason)
 
 
@@ -119,11 +119,11 @@ class WrittenFile:
         return free
 
     def value(self, name: str) -> ir.Value:
-        """The value that had this name in the file; its name may be another by now."""
+        """Returns the value that had this name in the file; its name may be another by now."""
         return self.values[name]
 
     def maker(self, name: str) -> ir.Node:
-        """The node that makes a value."""
+        """Returns the node that makes a value."""
         value = self.values.get(name) or self._inside.get(name)
         node = None if value is None else value.producer()
         if node is None:
@@ -131,7 +131,7 @@ class WrittenFile:
         return node
 
     def constant(self, array: Any, name: str) -> ir.Value:
-        """A new initializer."""
+        """Returns a new initializer."""
         name = self.name(name)
         tensor = ir.tensor(np.ascontiguousarray(array).reshape(np.shape(array)), name=name)
         value = ir.Value(
@@ -170,7 +170,7 @@ class WrittenFile:
         return MICROSOFT
 
     def link(self, value: ir.Value, chain: Chain) -> ir.Value:
-        """`value` behind pairs and barriers, each of which is there once."""
+        """Returns `value` after pairs and barriers, each of which is written once."""
         if chain and (kind := _other_float(value)) is not None:
             return self._converted(value, kind, chain)
         for count in range(1, len(chain) + 1):
@@ -256,7 +256,7 @@ class WrittenFile:
                 del self.graph.initializers[name]
 
     def _fix(self, name: str, array: Array) -> None:
-        """An input becomes a constant."""
+        """Turns an input into a constant."""
         value = next(value for value in self.graph.inputs if value.name == name)
         kind = None if value.dtype is None else value.dtype.numpy()
         self.graph.inputs.remove(value)
@@ -280,7 +280,7 @@ class WrittenFile:
             self.graph.remove(node, safe=True)
 
     def _named(self, before: ir.Node, old: ir.Value, new: ir.Value) -> ir.Value:
-        """An Identity of `new`, which is the output of the graph that `old` was."""
+        """Returns an Identity of `new`, which is the output of the graph that `old` was."""
         named = ir.Node("", "Identity", [new], num_outputs=1)
         self.graph.insert_before(before, named)
         result, name = named.outputs[0], str(old.name)
@@ -290,7 +290,7 @@ class WrittenFile:
 
 
 def _at(path: Path, model: ir.Model, opset: int) -> ir.Model:
-    """The model at an opset, if its own is lower."""
+    """Returns the model at an opset, if its own is lower."""
     own = model.opset_imports.get("", 1)
     if own >= opset:
         return model
@@ -304,7 +304,7 @@ def _at(path: Path, model: ir.Model, opset: int) -> ir.Model:
 
 
 def _names(graph: ir.Graph) -> set[str]:
-    """All names of nodes and values, in branches and bodies too."""
+    """Returns all names of nodes and values, in branches and bodies too."""
     found = {str(value.name) for value in (*graph.inputs, *graph.initializers.values())}
     for node in ir.traversal.RecursiveGraphIterator(graph):
         found |= {str(node.name), *(str(value.name) for value in node.outputs)}
@@ -316,14 +316,14 @@ def _names(graph: ir.Graph) -> set[str]:
 
 
 def _in_branches(graph: ir.Graph) -> dict[str, ir.Value]:
-    """The values that one branch or body alone makes under their names."""
+    """Returns the values, by name, that only one branch or body makes."""
     made = [value for node in ir.traversal.RecursiveGraphIterator(graph) for value in node.outputs]
     count = Counter(value.name for value in made)
     return {str(value.name): value for value in made if count[value.name] == 1}
 
 
 def _other_float(value: ir.Value) -> ir.DataType | None:
-    """The type of floats that are no float32, as far as the file or a Cast says."""
+    """Returns the type of floats that are no float32, as far as the file or a Cast says."""
     maker = value.producer()
     kind = value.dtype
     if kind is None and maker is not None and maker.op_type == "Cast":

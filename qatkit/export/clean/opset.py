@@ -27,7 +27,7 @@ def to_opset(path: Path, model: ir.Model, opset: int) -> tuple[ir.Model, list[st
     Args:
         path: of the file, for messages.
         model: of any opset.
-        opset: that is asked for.
+        opset: the requested opset.
 
     Raises:
         ConfigError: an operator has no form there, or the weights are too large for the converter.

@@ -44,7 +44,7 @@ class Asked(NamedTuple):
 
     @property
     def bound(self) -> float:
-        """The dB that outputs have to meet."""
+        """The signal-to-noise ratio in dB that outputs must reach."""
         if self.float32:
             return OF_HALVES
         rounds = self.fold == "all" or self.opset is not None or not EXACT.issuperset(self.rewrite)
@@ -74,7 +74,7 @@ def clean(source: Path, model: ir.Model, asked: Asked, target: Path, threads: in
     """Applies the services, and proves the result.
 
     Args:
-        source: the file, with its external data beside it.
+        source: the file, with its external data next to it.
         model: as it was read.
         asked: the services.
         target: where the cleaned file is stored, in a temporary folder.

@@ -37,7 +37,7 @@ def relu6(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
 
 
 def leaky_relu(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
-    """Rounds the slope of a LeakyRelu to 8 bits behind the point: 0.1 becomes 26/256."""
+    """Rounds the slope of a LeakyRelu to 8 bits after the binary point: 0.1 becomes 26/256."""
     if node.op_type != "LeakyRelu":
         return False
     slope = node.attributes.get_float("alpha", 0.01)
