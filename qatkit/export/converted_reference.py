@@ -116,7 +116,7 @@ def _path(node: ir.Node) -> str:
 
 
 def _matched(calls: list[_Call], nodes: list[tuple[_Call, str]]) -> dict[int, str]:
-    """The output in the file of each call: by what it reads; of those that this leaves open, one by one."""
+    """Returns the output in the file of each call, matched by what it reads and otherwise by order."""
     found: dict[int, str] = {}
     for i, call in enumerate(calls):
         same = [name for other, name in nodes if other == call and name not in found.values()]

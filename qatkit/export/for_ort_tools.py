@@ -75,7 +75,7 @@ def for_tools(model: ir.Model) -> onnx.ModelProto:
 
 
 def weights(model: ir.Model) -> dict[ir.Value, int]:
-    """The float weights of Conv, ConvTranspose, Gemm and MatMul, each with the axis of its output channels."""
+    """Returns the float weights of Conv, ConvTranspose, Gemm and MatMul, with their output channel axes."""
     found: dict[ir.Value, int] = {}
     for node in model.graph:
         if node.op_type not in _CHANNEL_AXIS or node.domain:

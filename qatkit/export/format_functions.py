@@ -1,4 +1,4 @@
-"""Number formats as functions of a file: operators of opset 13 and on that compute what `qatkit.quant.formats` does.
+"""Number formats as functions of a file: operators of opset 13 and later that compute what `qatkit.quant.formats` does.
 
     y = qatkit.mxfp4(x) {axis}          blocks along an axis
     y = qatkit.nvfp4(x, scale) {axis}   and a scale for the tensor
@@ -188,7 +188,7 @@ def _rounded(x: str, y: str, element: Element, tag: str) -> list[str]:
 
 
 def _steps(x: str, y: str, element: Element, tag: str) -> list[str]:
-    """The spacing of an element's numbers at each size: by comparisons where there are few, which take less time."""
+    """Returns the spacing of an element's numbers at each size, by comparisons if there are few (faster)."""
     least, largest = element.least_exponent, element.largest_exponent
     spacings = [math.ldexp(1.0, exponent - element.mantissa_bits) for exponent in range(least, largest + 1)]
     if len(spacings) > _FEW:

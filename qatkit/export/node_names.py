@@ -42,8 +42,9 @@ class _Call(nn.Module):
 
 
 def name_functions(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """A copy whose functions are modules at the path of their site, and so is each further call of a module
-    that holds no tensor (one ReLU for a whole block).
+    """Returns a copy whose functions are modules at the path of their site.
+
+    The same holds for each further call of a module without tensors (one ReLU for a whole block).
     """
     named = copy.deepcopy(graph_module, large_tensors(graph_module))
     called: set[str] = set()

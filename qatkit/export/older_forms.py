@@ -1,4 +1,4 @@
-"""Rules that say with an operator's older form what its newer one says: attributes for inputs, defaults left out.
+"""Rules that express an operator's newer form by its older one: attributes for inputs, defaults left out.
 
 Each is chosen by the opset since which the form that it rewrites is legal (`lower_opset`). What the older form
 cannot say raises `Newer`.

@@ -1,4 +1,4 @@
-"""Operators, or types of one, that an opset does not have yet, computed by those that it has.
+"""Replaces operators or types that an opset does not have yet by those that it has.
 
 Each is chosen by the opset that brought the operator (`lower_opset`). The forms are those that ONNX Runtime
 fuses again, or folds when it loads the file, where there are any.

@@ -174,7 +174,7 @@ def _padded_max(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
 
 
 def _second_pair(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """A quantization right behind another's dequantization (what stood between is nothing in ONNX) → set apart.
+    """A quantization right behind another's dequantization (what was between them is nothing in ONNX) → set apart.
 
     ONNX Runtime makes one pair of two, with a scale that neither has.
     """

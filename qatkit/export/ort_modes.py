@@ -1,7 +1,7 @@
-"""Other ways to make a float ONNX file small: dynamic, static, float16 and weight-only, file to file.
+"""Makes a float ONNX file smaller, from file to file: dynamic, static, float16 and weight-only modes.
 
-ONNX Runtime's own tools do the work; what they leave undone is done around them:
-- what they stumble over is put straight first (`qatkit.export.for_ort_tools`);
+ONNX Runtime's own tools do the work; the code here handles what they leave undone:
+- constructs on which they fail are rewritten first (`qatkit.export.for_ort_tools`);
 - its dynamic quantization has one scale for all filters of a Conv (`qatkit.export.levelled_filters`);
 - each weight in the file is compared with the float one, and operators whose weights are wrong stay float
   (`qatkit.export.write_mode_file`).
@@ -200,7 +200,7 @@ def weight_only(source: Path, target: Path) -> LeftFloat:
 
 
 def _left_float(model: ir.Model, kinds: Mapping[str, OpRule], odd: Iterable[str]) -> list[str]:
-    """The operators that are int8 only where all of their inputs are, and have a float one (from `odd`, say)."""
+    """Returns the operators that are int8 only if all inputs are, and have a float one (such as from `odd`)."""
     int8, left, excluded = set(model.graph.initializers.values()), [], set(odd)
     for node in model.graph:
         rule = kinds.get(node.op_type)

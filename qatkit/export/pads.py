@@ -1,4 +1,4 @@
-"""Pads: zeros around an image are written into the convolution that reads them, and others are padded as bytes.
+"""Moves zero Pads around an image into the convolution that reads them; other Pads act on bytes.
 
     Pad(x) → Conv                                        Conv with these `pads`, asymmetric ones too
     DequantizeLinear → Pad → QuantizeLinear, one scale   Pad of the bytes, with the zero point for zeros

@@ -112,7 +112,7 @@ def _refused(place: str, why: str) -> ConfigError:
 
 
 def _place(error: BaseException, module: nn.Module) -> str:
-    """The module whose node was being translated, or that was running, when the error or its cause was raised."""
+    """Returns the module that was being translated, or was running, when the error or its cause was raised."""
     paths: dict[int, str] = {id(child): path for path, child in module.named_modules()}
     causes = [error]
     while causes[-1].__cause__ is not None:

@@ -35,7 +35,7 @@ def split_parts(graph: fx.Graph) -> dict[str, tuple[str, int]]:
 def tensorrt_table(
     float_file: Path, ranges: Mapping[str, Ends], release: str, parts: Mapping[str, tuple[str, int]]
 ) -> tuple[str, list[str]]:
-    """Returns the table's text, and the sites that no tensor of the file was found for.
+    """Returns the table's text, and the sites for which no tensor of the file was found.
 
     Args:
         float_file: whose tensors are named.

@@ -112,7 +112,7 @@ def _average_pool(rank: int) -> Callable[..., Any]:
 
 
 def _by_axis(x: Any, output_size: Sequence[int], reduce: Callable[..., Any]) -> Any:
-    """The adaptive pool: along each axis, output i is made of floor(i·n/o) to ceil((i + 1)·n/o)."""
+    """Returns the adaptive pool: along each axis, output i is made of floor(i·n/o) to ceil((i + 1)·n/o)."""
     rank = len(output_size)
     for i, wanted in enumerate(output_size):
         axis, shape = len(x.shape) - rank + i, x.shape

@@ -140,7 +140,7 @@ def _why_wrong(graph: ir.Graph, made: Mapping[str | None, ir.Value], name: str, 
 
 
 def _off(values: _Array, step: _Array, exact: _Array) -> float:
-    """The largest difference, in steps; infinite where the shapes differ, NaN where values are not finite."""
+    """Returns the largest difference in steps; infinite if the shapes differ, NaN if values are not finite."""
     if values.shape != exact.shape:
         return np.inf
     difference = np.abs(values.astype(np.float64) - exact)

@@ -1,4 +1,4 @@
-"""Writing an ONNX file that is known to load."""
+"""Writes an ONNX file that is known to load."""
 
 from __future__ import annotations
 

@@ -216,7 +216,7 @@ class _Builder:
         return Step(path, node.name, inputs, rest, node.outputs, originals=originals, node=_file_node(node))
 
     def _island(self, node: ir.Node, given: Node) -> Step:
-        """A region; opened now, so what ONNX Runtime does not run either is refused before it is run."""
+        """Returns the step of a region, opened now so that one ONNX Runtime cannot run is refused early."""
         made: nn.Module = Island(self.regions[node.attributes.get_int("index", 0)], self.library)
         path = self.paths.of(given.name)
         try:

@@ -1,4 +1,4 @@
-"""Operators that have no 8-bit kernels, taken apart into operators that have.
+"""Decomposes operators without 8-bit kernels into operators that have such kernels.
 
     com.microsoft.FusedConv                   Conv, Add of its fourth input, activation
     com.microsoft.FusedGemm                   Gemm, activation

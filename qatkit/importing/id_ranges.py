@@ -64,7 +64,7 @@ def _rows(node: ir.Node, place: int) -> int | None:
 
 
 def _classes(compared: NDArray[Any]) -> int | None:
-    """The classes of a one-hot that is written as a comparison with 0, 1, 2, ...; None for another constant."""
+    """Returns the classes of a one-hot written as a comparison with 0, 1, 2, ...; None for other constants."""
     counted = compared.size > 1 and np.array_equal(compared.reshape(-1), np.arange(compared.size))
     return compared.size if counted else None
 

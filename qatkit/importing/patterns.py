@@ -1,4 +1,4 @@
-"""Operators that exporters write in parts become one again: SiLU, HardSwish, GELU.
+"""Joins operators that exporters write in parts: SiLU, HardSwish, GELU.
 
 As one operator each has a class of its own in `qatkit.graph.operators`, with its placement and its form in the file.
 """

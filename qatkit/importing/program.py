@@ -326,7 +326,7 @@ def import_onnx(
 
 
 def _of_sizes(value: Value) -> Tensor:
-    """An output; numbers that follow from sizes are made one by one, so that a recorded graph follows the sizes."""
+    """Returns an output as a tensor; numbers from sizes are made one by one, so that a trace follows the sizes."""
     if not isinstance(value, np.ndarray) or value.ndim > 1 or value.size > _SIZES:
         return tensor(value)
     kind = tensor(value).dtype

@@ -66,7 +66,7 @@ class Rewired:
                     graph.outputs[i] = value
 
     def _parts(self, step: Step, last: ir.Node, source: ir.Value) -> list[ir.Node]:
-        """The nodes before the last one of a step that its input goes through; copies, where others read them too."""
+        """Returns the nodes of a step on the input's path before the last one; copies, if others read them too."""
         ends = {id(origin(self.file.value(name))) for name in step.inputs if name in self.file.values}
         found: list[ir.Node] = []
         waiting = [last]

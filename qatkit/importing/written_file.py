@@ -106,7 +106,8 @@ class WrittenFile:
         self._links: dict[tuple[int, Chain], ir.Value] = {}
 
     def name(self, wanted: str) -> str:
-        """`wanted`, or with a number behind it; nobody else gets it. Of a very long name both ends are kept.
+        """Returns `wanted`, with a number appended if it is taken, and reserves it; very long names keep both
+        ends.
 
         TensorFlow's converters join the names of all operators that became one, in hundreds of characters.
         """
@@ -148,7 +149,7 @@ class WrittenFile:
         base: str,
         attributes: Iterable[ir.Attr] = (),
     ) -> ir.Value:
-        """The output of a new node behind a value or node; at the beginning of the graph for an input or a constant."""
+        """Returns the output of a new node after a value or node; for an input or constant it comes first."""
         name = self.name(f"{base}_{kind}")
         domain = self._domain_of_pair(inputs) if kind in _PAIRS else ""
         new = ir.Node(domain, kind, list(inputs), list(attributes), name=name, num_outputs=1)
@@ -162,7 +163,7 @@ class WrittenFile:
         return new.outputs[0]
 
     def _domain_of_pair(self, inputs: Sequence[ir.Value | None]) -> str:
-        """The standard operators take 16 bits from opset 21 on, ONNX Runtime's own ones at any."""
+        """Returns the domain for an operator of a pair: ONNX Runtime's own for 16 bits before opset 21, else ""."""
         zero = inputs[2] if len(inputs) > 2 else None
         if zero is None or zero.dtype not in _SIXTEEN or self.model.opset_imports.get("", 1) >= _STANDARD_16:
             return ""

@@ -5,7 +5,7 @@
     ConvTranspose with such weights     Conv, DepthToSpace (or Reshape and Transpose), Slice
     ReduceMean of images in 8 bits      GlobalAveragePool (and Flatten)
 
-Of the first, ONNX Runtime has an int8 kernel for this form alone; of a SiLU in parts it would give each part a
+Of the first, ONNX Runtime has an int8 kernel only for this form; of a SiLU in parts it would give each part a
 DequantizeLinear of its own and fuse neither; of ConvTranspose and ReduceMean it has none.
 """
 
@@ -191,7 +191,7 @@ class Form:
         )
 
     def _sizes(self, node: fx.Node) -> ir.Value:
-        """The shape of a Reshape that splits axis 1, or joins two axes; the others have whatever size the input has."""
+        """Returns the shape of a Reshape that splits axis 1 or joins two axes; other axes keep their size."""
         sizes = self._new("Shape", [self._operand(node, 0, node.all_input_nodes[0])])
         if called(node) == "unflatten":
             first, behind, between = 1, 2, list(cast("tuple[int, ...]", node.args[2]))

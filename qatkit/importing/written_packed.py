@@ -68,7 +68,7 @@ class PackedWeights:
             self._float_product(step, node, module)
 
     def operands(self, module: WeightOnly, shape: Sequence[int], name: str) -> ir.Value:
-        """Returns the float weight, in the layout of torch and of this shape, of constants alone."""
+        """Returns the float weight, in the layout of torch and of this shape, computed only from constants."""
         held, scale, zero = self._operands(module, name)
         rows = self._rows(module, held, scale, zero, name, scale)
         return self._reshaped(rows, shape, name)
@@ -185,7 +185,7 @@ class PackedWeights:
         base: str,
         after: ir.Value,
     ) -> ir.Value:
-        """Rows [n, inputs] in float32 of packed ones, their scales and zero points, behind the node of `after`."""
+        """Returns float32 rows [n, inputs] of packed rows, scales and zero points, after the node of `after`."""
         _, blocks, size = module.weight.shape
         each, bits = 8 // module.bits, module.bits
         width = size * each

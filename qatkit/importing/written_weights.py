@@ -6,7 +6,7 @@
     LSTM, GRU, RNN               int8 before Cast and Mul, which ONNX Runtime computes once
     what stayed float            new values where training or a fold changed them
 
-Each in the layout that the node reads. Equal bytes are stored once.
+Each weight is in the layout that the node reads. Equal bytes are stored once.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class WrittenWeights:
         self._take_name(output, found, f"{name}_rows")
 
     def _take_name(self, old: ir.Value, new: ir.Value, other: str) -> None:
-        """`new` gets the name of `old`, which gets another."""
+        """Gives `new` the name of `old`, which gets another."""
         name = str(old.name)
         old.name = self.file.name(other)
         new.name = name
@@ -172,7 +172,7 @@ class WrittenWeights:
             self._float(node, 3, array_of(cast(Tensor, module.bias_l0)), None)
 
     def _floats(self, step: Step, node: ir.Node, module: nn.Module) -> None:
-        """New values where the module has others than the file."""
+        """Writes new values where the module's differ from the file's."""
         found = _float_inputs(node, module)
         if node.op_type == "ConvTranspose" and not isinstance(module, nn.modules.conv._ConvTransposeNd):
             found = self._transposed(step, node, found)

@@ -1,5 +1,6 @@
-"""Constant factors and sums joined with the convolution beside them, and nodes of one part that split or concatenate
-nothing, where ONNX Runtime's optimizer leaves them.
+"""Folds constant factors and sums into adjacent convolutions where ONNX Runtime's optimizer does not.
+
+It also removes Split and Concat nodes of a single part.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Another opset: higher, and from 18 on lower, by onnx's converter; 13 to 17 by the project's own rules."""
+"""Converts to another opset: up, and down to 18, by onnx's converter; to 13 to 17 by the project's own rules."""
 
 from __future__ import annotations
 

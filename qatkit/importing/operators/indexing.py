@@ -1,4 +1,4 @@
-"""Operators that take values out of a tensor by their places, or put them there."""
+"""Operators that gather values of a tensor by their places, or scatter them there."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def _axes(node: Node, x: Tensor, given: Value) -> list[int] | None:
 
 @function(*_REDUCTIONS, known=(1,))
 def reduce(node: Node, x: Value, axes: Value = None) -> Tensor:
-    """Axes are an attribute, or an input in newer opsets."""
+    """Reduces axes, which are an attribute, or an input in newer opsets."""
     x = tensor(x)
     found = _axes(node, x, axes)
     if found is None:
@@ -84,7 +84,7 @@ def arg_extreme(node: Node, x: Value) -> Tensor:
 
 @function("TopK", known=(1,))
 def top_k(node: Node, x: Value, count: Value = None) -> tuple[Tensor, Tensor]:
-    """The largest or smallest values along an axis, with their places; of equal ones those that come first."""
+    """Returns the largest or smallest values along an axis and their places; the earlier of equal ones."""
     x, axis = tensor(x), node.get("axis", -1)
     k = node.get("k") if count is None else one_int(count)
     values, places = torch.sort(x, dim=axis, descending=bool(node.get("largest", 1)), stable=True)

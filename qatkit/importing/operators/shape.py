@@ -1,4 +1,4 @@
-"""Operators that say how large a tensor is, or arrange its values without changing them."""
+"""Operators that return the size of a tensor, or rearrange its values without changing them."""
 
 from __future__ import annotations
 

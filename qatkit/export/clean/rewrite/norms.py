@@ -196,7 +196,7 @@ def _scaled_and_shifted(
 def _affine(
     node: ir.Node, shape: tuple[int, ...]
 ) -> tuple[ir.Node, NDArray[np.floating] | None, NDArray[np.floating] | None]:
-    """Returns the last node of a product with a constant and a sum with another one behind a node, and both."""
+    """Returns the last node of a product with and a sum of constants after a node, and both constants."""
     last, found = node, []
     for operator in ("Mul", "Add"):
         reader = _only_reader(last)

@@ -1,4 +1,4 @@
-"""Pairs of QuantizeLinear and DequantizeLinear of a quantized file in the form that some compilers ask for."""
+"""Pairs of QuantizeLinear and DequantizeLinear of a quantized file in the form that some compilers require."""
 
 from __future__ import annotations
 

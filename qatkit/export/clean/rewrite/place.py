@@ -1,4 +1,4 @@
-"""New operators in the place of old ones."""
+"""Puts new operators in the place of old ones."""
 
 from __future__ import annotations
 
