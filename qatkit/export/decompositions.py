@@ -54,8 +54,9 @@ def decomposed_where_needed(way_out: str = "") -> Iterator[None]:
 
 @contextmanager
 def _no_size_fixed(way_out: str) -> Iterator[None]:
-    """Fails, by ValueError, where a free size is asked for as a number: the exporter would write that of the example,
-    and the file would be wrong for others.
+    """Raises ValueError within the context if a free size is used as a number.
+
+    The exporter would write the example's size, and the file would be wrong for others.
     """
     from torch.fx.experimental.sym_node import SymNode
 

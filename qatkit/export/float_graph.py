@@ -113,7 +113,7 @@ def _restore_names(model: onnx.ModelProto, graph: ir.Graph) -> None:
 
 
 def _keep_asymmetric(graph: ir.Graph) -> None:
-    """Resize and Upsample had one way to place pixels; the converter leaves today's default, which is another."""
+    """Keeps the one way of old Resize and Upsample to place pixels; the converter leaves today's default."""
     for node in graph:
         if node.op_type != "Resize" or "coordinate_transformation_mode" in node.attributes:
             continue

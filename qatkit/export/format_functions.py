@@ -144,7 +144,7 @@ def _of_blocks(form: Format, opset: int) -> list[str]:
 
 
 def _block_scale(form: Format) -> list[str]:
-    """S of v; NaN for a block with a value that is not finite."""
+    """Returns the lines for s of v, NaN for a block with a value that is not finite."""
     lines = [
         "sizes = Abs(v)",
         "largest = ReduceMax<axes = [2], keepdims = 1>(sizes)",

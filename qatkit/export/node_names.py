@@ -75,8 +75,10 @@ def _reads_nodes(kwargs: Any) -> bool:
 
 
 def _free_path(graph_module: fx.GraphModule, path: str) -> str:
-    """`path`, or more underscores after it where its module has that attribute (a child, or the method `float`),
-    or Python means something else by the word (`and`, `or`).
+    """Returns `path`, with underscores appended until it is free.
+
+    A path is taken if its module has that attribute (a child, or the method `float`) or if it is a
+    Python keyword (`and`, `or`).
     """
     owner, _, name = path.rpartition(".")
     home = dict(graph_module.named_modules()).get(owner, nn.Module)

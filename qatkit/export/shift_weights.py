@@ -16,7 +16,7 @@ _LOWEST = -128  # of int8
 
 
 def shift_weights(model: ir.Model) -> int:
-    """Shifts, in place, each int8 weight that nothing but convolutions in one group read.
+    """Shifts in place each int8 weight that only convolutions in one group read.
 
     A weight with a value of -128 stays as it is. Depthwise convolutions and those in groups are no GEMM that AMX is
     worth its tiles for, and stay too.

@@ -334,7 +334,7 @@ def _folds(node: ir.Node) -> bool | None:
 
 
 def _merge_bytes(graph: ir.Graph) -> None:
-    """Equal weights in bytes, of any size, become one: those of tied operators. The pass above leaves large ones."""
+    """Merges equal weights in bytes of any size (tied operators); the pass above leaves large ones."""
     kept: dict[tuple[ir.DataType, tuple[int, ...], bytes], ir.Value] = {}
     for name, value in list(graph.initializers.items()):
         tensor = value.const_value

@@ -54,7 +54,7 @@ def _in_float(q: Any, scale: Any, zero: Any = None) -> Any:
 
 
 def _recurrent(x, weights, bias, hidden, cell, mode: str, size: int):  # type: ignore[no-untyped-def]
-    """A layer with int8 weights.
+    """Translates an LSTM, GRU or RNN layer with int8 weights.
 
     Cast and Mul, not DequantizeLinear: these ONNX Runtime computes once, when it loads the file, this on every run.
     """

@@ -198,8 +198,9 @@ class _Cutter:
                     self.cut(branch)
 
     def _groups(self, graph: ir.Graph) -> list[list[ir.Node]]:
-        """The regions of a graph: its nodes in `why` that read each other, none behind a node of PyTorch that is
-        behind the region itself.
+        """Returns the regions of a graph: groups of its nodes in `why` that read each other.
+
+        No node of a region comes after a node of PyTorch that itself comes after the region.
         """
         while True:
             stage = self._stages(graph)

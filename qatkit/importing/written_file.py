@@ -182,8 +182,9 @@ class WrittenFile:
         return self._links[id(value), chain] if chain else value
 
     def _converted(self, value: ir.Value, kind: ir.DataType, chain: Chain) -> ir.Value:
-        """A chain on floats of another width than float32, which scales do not have: before the Cast that makes them,
-        or between two.
+        """Writes a chain on floats of another width than float32, which scales do not have.
+
+        The chain goes before the Cast that makes them, or between two Casts.
         """
         maker = value.producer()
         if maker is not None and maker.op_type == "Cast" and len(value.uses()) + value.is_graph_output() < 2:
@@ -223,7 +224,7 @@ class WrittenFile:
         second: tuple[ir.Value, ir.Value],
         base: str,
     ) -> ir.Value:
-        """`value` quantized by one scale and zero_point and dequantized by another."""
+        """Returns `value` quantized by one scale and zero_point and dequantized by another."""
         whole = self.node(value, "QuantizeLinear", [value, *first], base)
         for reader, place in list(value.uses()):
             if reader.op_type in _SIZES and value.producer() is not None:

@@ -180,7 +180,7 @@ class WrittenWeights:
             self._float(node, place, array, step.original(place))
 
     def _transposed(self, step: Step, node: ir.Node, found: Mapping[int, Array]) -> dict[int, Array]:
-        """Weight and bias of a transposed convolution, from those of the convolution that makes all of its phases."""
+        """Returns weight and bias of a transposed convolution from those of its convolution for all phases."""
         kernel = step.shape(1)[2:]
         stride = list(node.attributes.get_ints("strides", [1] * len(kernel)))
         groups = node.attributes.get_int("group", 1)

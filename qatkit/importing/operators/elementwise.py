@@ -95,7 +95,7 @@ def power(node: Node, a: Value, b: Value) -> Tensor:
 
 @function("Mod")
 def remainder(node: Node, a: Value, b: Value) -> Tensor:
-    """`fmod=1` keeps the sign of the dividend, else that of the divisor."""
+    """Returns the remainder; with `fmod=1` it has the sign of the dividend, else that of the divisor."""
     first, second = _pair(a, b)
     return (torch.fmod if node.get("fmod", 0) else torch.remainder)(first, second)
 
@@ -304,7 +304,7 @@ def cast_like(node: Node, x: Value, other: Value) -> Tensor:
 
 @function("IsInf")
 def is_infinite(node: Node, x: Value) -> Tensor:
-    """Either sign, or one of them."""
+    """Detects infinities of either sign, or of one of them."""
     x = tensor(x)
     found = torch.isposinf(x) if node.get("detect_positive", 1) else torch.zeros_like(x, dtype=torch.bool)
     return found | torch.isneginf(x) if node.get("detect_negative", 1) else found

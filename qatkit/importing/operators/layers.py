@@ -258,6 +258,6 @@ def fused_matmul(node: Node, a: Value, b: Value) -> Tensor:
 
 @function("Einsum")
 def einsum(node: Node, *values: Value) -> Tensor:
-    """Einstein's summation."""
+    """Applies Einstein's summation."""
     like = next((value for value in values if isinstance(value, Tensor)), None)
     return torch.einsum(node.get("equation"), *(tensor(value, like) for value in values))

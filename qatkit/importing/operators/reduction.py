@@ -104,7 +104,7 @@ def cumulative_sum(node: Node, x: Value, axis: Value) -> Tensor:
 
 @function("Softmax", "LogSoftmax", "Hardmax")
 def softmax(node: Node, x: Value) -> Tensor:
-    """Before opset 13 along all axes from one on, taken as one."""
+    """Applies Softmax, LogSoftmax or Hardmax, before opset 13 along all axes from one on, taken as one."""
     x = tensor(x)
     old = node.version < 13
     axis = node.get("axis", 1 if old else -1) % x.ndim

@@ -55,7 +55,10 @@ def arithmetic_range(node: Node, start: Value, limit: Value, delta: Value) -> Te
 
 @function("Reshape", known=(1,))
 def reshape(node: Node, x: Value, sizes: Value = None) -> Tensor:
-    """0 keeps a size. A file of one image per run says 1 where any number of them may stand (`program.py`)."""
+    """Reshapes; 0 keeps a size.
+
+    A file of one image per run has 1 where any number of images is possible (`program.py`).
+    """
     x = tensor(x)
     target = list(node.get("shape", [])) if sizes is None else ints(sizes)
     if not node.get("allowzero", 0):
@@ -67,7 +70,7 @@ def reshape(node: Node, x: Value, sizes: Value = None) -> Tensor:
 
 @function("Flatten")
 def flatten(node: Node, x: Value) -> Tensor:
-    """Two axes: all before one, and all from it on."""
+    """Reshapes to two axes: all before one, and all from it on."""
     x, axis = tensor(x), node.get("axis", 1)
     axis = axis + x.ndim if axis < 0 else axis
     if axis == 1:
