@@ -44,7 +44,7 @@ def to_integer_io(
     std: Sequence[float],
     ends_of_output: tuple[float, float],
 ) -> IntegerIO:
-    """Writes `source` with integer ends to `target` (may be the same), whole or not at all.
+    """Writes `source` with integer ends to `target` (may be the same), atomically.
 
     Args:
         source: a QDQ file with one input, normalised float images [N, C, H, W], and one output.

@@ -23,7 +23,7 @@ from qatkit_verify.errors import ConfigError
 
 
 def add_nms(source: Path, target: Path, how: Suppression) -> None:
-    """Writes `source` with non-maximum suppression to `target`, whole or not at all.
+    """Writes `source` with non-maximum suppression to `target`, atomically.
 
     Args:
         source: a file whose outputs are corners [N, boxes, 4] and scores [N, boxes, classes].

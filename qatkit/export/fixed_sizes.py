@@ -1,5 +1,8 @@
-"""A graph that takes any sizes, made one for the example's alone: sizes become numbers, and what then depends on
-parameters alone, such as a table of positions resized to the picture, becomes a constant.
+"""Specializes a graph that takes any sizes to those of the example.
+
+Sizes become numbers. What then depends only on parameters, such as a table of positions resized to the image,
+becomes
+a constant.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A float file as ONNX Runtime's quantization tools can take it, and computing what it did.
+"""Prepares a float file for ONNX Runtime's quantization tools without a change of its outputs.
 
 Constants and BatchNorms are folded, or each would keep its float weights; functions are inlined, every node has
-a name. Then what the tools and the kernels get wrong is put out of their way: a Gemm's beta (dropped in silence)
+a name. Then constructs that the tools and the kernels get wrong are rewritten: a Gemm's beta (dropped in silence)
 and its alpha (applied to the bias, too, before ONNX Runtime 1.28), biases that are no vector, tensors with the
 names that the tools make up, weights that two operators read in different ways.
 """

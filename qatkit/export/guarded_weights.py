@@ -53,7 +53,7 @@ def guard_matrices(quantized: ir.Model, model: ir.Model) -> None:
 
     Args:
         quantized: by the dynamic tool, with one scale per output.
-        model: what it was given, in float.
+        model: its float input.
     """
     for node in quantized.graph:
         integers = constant(operand(node, 1)) if node.op_type == "MatMulInteger" else None

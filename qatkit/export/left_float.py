@@ -37,7 +37,7 @@ def left_float(
 
     Args:
         mode: its name.
-        made: what it made.
+        made: its output.
         on_purpose: operators that it is not for.
         unheld: operators whose values float16 can't hold.
         wrong: operators whose weights came out wrong.

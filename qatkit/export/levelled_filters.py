@@ -49,7 +49,7 @@ def levelled(model: ir.Model) -> dict[str, Levelled]:
 def scaled_back(model: ir.Model, changed: dict[str, Levelled]) -> None:
     """Multiplies the scale of each levelled weight, so that it is one of each filter [1, C, 1, 1].
 
-    A weight that the tool left float, for whatever reason, becomes what it was.
+    A weight that the tool left float, for whatever reason, is restored.
     """
     values = model.graph.initializers
     for name, one in changed.items():

@@ -188,7 +188,7 @@ def _sixteen_bits(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
     return None
 
 
-# Operator → rules, each behind the opset since which the form that it rewrites is legal; of several, the newest
+# Operator → rules, each after the opset since which the form that it rewrites is legal; of several, the newest
 # form comes first, so that a refusal names the opset that can.
 FORMS: dict[str, list[tuple[int, Rule]]] = {
     **{

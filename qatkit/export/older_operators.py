@@ -171,7 +171,7 @@ def _relu_of_integers(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
     return builder.op("Max", [x, new_constant(builder, node, "zero", np.array(0, x.dtype.numpy()))])
 
 
-# Operator → its rule, behind the opset that brought it, or its types.
+# Operator → its rule, after the opset that introduced it, or its types.
 OPERATORS: dict[str, list[tuple[int, Rule]]] = {
     "LayerNormalization": [(17, _layer_norm)],
     "GroupNormalization": [(18, _group_norm)],

@@ -111,7 +111,7 @@ def dynamic(source: Path, target: Path, *, reduce_range: bool | str = "auto") ->
 def static(source: Path, target: Path, batches: Iterable[Any], backend: Backend) -> LeftFloat:
     """Inserts QDQ by ONNX Runtime's quantizer: ranges (min, max) from `batches`, specs and places by `backend`.
 
-    What the backend's rules leave float stays float: normalizations, Softmax, GELU, and the residual stream
+    Operators that the backend's rules leave float stay float: normalizations, Softmax, GELU, and the residual stream
     of a transformer. With `Backend.every_operator` nothing does that the tool can quantize, the sums, products and
     roots that a LayerNorm consists of included.
 

@@ -1,6 +1,6 @@
 """Reports in one line what can't be exported: the place in the model, the operator, and what is missing.
 
-torch's exporter raises a page of advice around the cause, or silently exports less than was asked for: one batch size
+torch's exporter raises a page of advice around the cause, or silently exports less than was requested: one batch size
 for every batch, an LSTM without its projection.
 """
 
@@ -57,7 +57,7 @@ def refuse_program(
     dynamic_batch: bool,
     free: Sequence[tuple[int, int]] = (),
 ) -> None:
-    """Refuses what the exporter has changed or left out without a word.
+    """Refuses what the exporter has changed or left out silently.
 
     Args:
         dynamic_batch: whether the file takes batches of any size.

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from onnx_ir import tape
 
 MICROSOFT = "com.microsoft"  # the domain of ONNX Runtime's own operators
-# What a rule returns replaces the node's outputs, the first ones where it returns fewer (nobody reads the others);
+# What a rule returns replaces the node's outputs, the first ones where it returns fewer (nothing reads the
+# others);
 # None means "changed in place, or nothing to do".
 Rule = Callable[[ir.Node, tape.Tape], "ir.Value | Sequence[ir.Value] | None"]
 

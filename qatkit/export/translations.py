@@ -141,7 +141,7 @@ def _adaptive_average(x, output_size: Sequence[int]):  # type: ignore[no-untyped
 
 def _adaptive_max(x, output_size: Sequence[int]):  # type: ignore[no-untyped-def]
     result = op.Identity(_by_axis(x, output_size, op.ReduceMax))
-    return result, op.Cast(result, to=_INT64)  # places nobody may read: `VALUES_ONLY`
+    return result, op.Cast(result, to=_INT64)  # places that nothing may read: `VALUES_ONLY`
 
 
 def _kth(x, k: int, dim: int = -1, keepdim: bool = False):  # type: ignore[no-untyped-def]

@@ -13,7 +13,7 @@ from qatkit_verify.session import add_libraries, refusal
 
 
 def write_model(model: ir.Model, path: Path) -> None:
-    """Serialises, loads and checks a temporary file, then renames it: whole or not at all.
+    """Serialises, loads and checks a temporary file, then renames it, so that the write is atomic.
 
     Raises:
         ValueError: the checker or ONNX Runtime refuses it.

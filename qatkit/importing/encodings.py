@@ -107,7 +107,7 @@ class _Found:
         self.activations[known] = encoding
 
     def _activation_names(self, node: ir.Node, given: str) -> Iterator[str]:
-        """Names of the tensor that a node quantizes, the best first; `given` is what it reads."""
+        """Yields names of the tensor that a node quantizes, the best first; `given` is its input."""
         for reader in node.outputs[0].consumers():
             yield from (str(one.name) for one in reader.outputs if one.is_graph_output())
         told = _TENSOR.fullmatch(node.name or "")

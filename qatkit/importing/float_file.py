@@ -53,7 +53,7 @@ class FloatFile:
         model: its weights are in memory; what is fixed is a constant.
         inputs: that are not fixed.
         fixed: inputs that are constants, by name.
-        opset: what the file has.
+        opset: the opset of the file.
         upgraded: the opset of `model`, where that is a higher one.
     """
 
@@ -88,7 +88,7 @@ class FloatFile:
         )
 
     def write(self, target: Path) -> None:
-        """Writes the model into one file, whole or not at all.
+        """Writes the model into one file, atomically.
 
         Raises:
             ConfigError: the checker or ONNX Runtime refuses it.

@@ -76,7 +76,7 @@ class Island(nn.Module):
     """A region that ONNX Runtime computes in float, on the CPU. No gradient passes through it.
 
     Args:
-        region: what it computes.
+        region: the region that it computes.
         library: of custom operators.
     """
 

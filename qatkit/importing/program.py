@@ -30,7 +30,7 @@ from qatkit.importing.operators.values import array, one_int, tensor
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.session import use_library
 
-LARGE = 4096  # values of a constant of which no second copy is kept
+LARGE = 4096  # constants with this many values are not kept a second time
 _SIZES = 16  # numbers of an output that are made one by one, at most
 
 
@@ -335,7 +335,7 @@ def _of_sizes(value: Value) -> Tensor:
 
 
 def _last_readers(program: Program) -> dict[int, list[str]]:
-    """Returns by step the values that nobody reads after it."""
+    """Returns by step the values that nothing reads after it."""
     readers: dict[str, int] = {}
     for number, step in enumerate(program.steps):
         for name in (*step.inputs, *step.outputs, *step.captured()):

@@ -57,7 +57,9 @@ def read(
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turns whatever a damaged file makes of the libraries that read it into a ConfigError, and keeps them quiet."""
+    """Turns the errors of libraries that read a damaged file into a ConfigError, and silences these
+    libraries.
+    """
     try:
         with quiet():
             yield
@@ -177,7 +179,7 @@ def _graphs(graph: ir.Graph) -> Iterator[ir.Graph]:
 
 
 def _check_inputs(path: Path, graph: ir.Graph) -> None:
-    """Holds that somebody makes what the nodes of a graph read.
+    """Checks that everything the nodes of a graph read exists.
 
     Raises:
         ConfigError: names a node and a value.
@@ -226,7 +228,8 @@ def _external(graph: ir.Graph) -> list[tuple[ir.Value, ir.ExternalTensor]]:
 
 
 def _load_weights(path: Path, graph: ir.Graph, as_is: bool) -> None:
-    """Reads the initializers of a graph that lie in other files; `as_is` looks whether they are there alone.
+    """Reads the initializers of a graph that lie in other files; with `as_is` it only checks that these
+    exist.
 
     Raises:
         ConfigError: such a file ends too early.

@@ -22,7 +22,7 @@ class Rewired:
         """Lets a step read `value` where it read the value of this name.
 
         Args:
-            place: among the inputs of the step, of which two may have one name.
+            place: the position among the inputs of the step, two of which may have the same name.
         """
         source = origin(self.file.value(name))
         last = self.file.maker(next(one for one in step.outputs if one))

@@ -55,7 +55,7 @@ BARRIER = "barrier"  # an operator that no fusion of ONNX Runtime looks through
 
 @dataclass(frozen=True)
 class Layout:
-    """A pool of single positions, which gives what it reads, and which ONNX Runtime moves no Transpose through.
+    """A pool of single positions, which returns its input, and which ONNX Runtime moves no Transpose through.
 
     Attributes:
         axes: of its positions.
@@ -249,7 +249,7 @@ class WrittenFile:
         return all(shape is not None and shape.is_static() for shape in shapes)
 
     def tidy(self) -> None:
-        """Removes nodes and constants that nobody reads any more."""
+        """Removes nodes and constants that nothing reads any more."""
         for node in reversed(list(self.graph)):
             if id(node) not in self._unread and not _is_read(node):
                 self.graph.remove(node, safe=True)

@@ -1,4 +1,4 @@
-"""A file through all services that are asked for, proved and stored in a folder."""
+"""Runs all requested services on a file, checks the result and stores it in a folder."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ class Cleaned:
 
     Attributes:
         files: in a temporary folder; the model first.
-        rows: services with what they changed.
+        rows: the services with their changes.
         proof: that the function is the same, before operators were replaced by approximations.
-        error: the comparison with these; None where none were asked for.
+        error: the comparison with these; None if none were requested.
     """
 
     files: list[Path]
@@ -81,7 +81,7 @@ def clean(source: Path, model: ir.Model, asked: Asked, target: Path, threads: in
         threads: of ONNX Runtime.
 
     Raises:
-        ConfigError: a service does not fit the file, or the result does not compute what the file does.
+        ConfigError: a service does not fit the file, or the result does not compute the same as the file.
     """
     beside = _has_external(model)
     count = sum(1 for _ in nodes(model))

@@ -58,7 +58,7 @@ def _binary(apply: Callable[[Any, Any], Tensor], node: Node, a: Value, b: Value)
 
 
 def _pair(a: Value, b: Value) -> tuple[Any, Any]:
-    """Returns two operands, of which a number stays a number."""
+    """Returns two operands; a number stays a number."""
     if isinstance(a, Tensor):
         return a, operand(b, a)
     second = tensor(b)
