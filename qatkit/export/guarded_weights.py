@@ -1,9 +1,11 @@
-"""Weights of ONNX Runtime's quantization tools whose products cannot saturate without VNNI (`qatkit.quant.pairs`).
+"""Makes the tools of ONNX Runtime quantize weights so that products cannot saturate without VNNI.
 
-    static     the tool is given a wider range for each weight, or channel of it, that needs one
+The limits are those of `qatkit.quant.pairs`.
+
+    static     the tool gets a wider range for each weight or channel that needs one
     dynamic    the tool takes no ranges: the integers of a MatMulInteger are replaced by those of a larger scale
 
-A ConvInteger and a depthwise convolution add up their products in 32 bits everywhere, and are left unchanged.
+A ConvInteger and a depthwise convolution accumulate in 32 bits everywhere, and are left unchanged.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ def guard_matrices(quantized: ir.Model, model: ir.Model) -> None:
     """Replaces the integers and scales of matrices [inputs, outputs] whose products could saturate, in place.
 
     Args:
-        quantized: by the dynamic tool, with one scale per output.
+        quantized: the model from the dynamic tool, with one scale per output.
         model: its float input.
     """
     for node in quantized.graph:

@@ -141,7 +141,7 @@ def _kind(node: ir.Node) -> str:
 
 
 def _parameter_names(node: ir.Node) -> Iterator[str]:
-    """Names that a constant may have had before it was quantized, the best first.
+    """Yields names that a constant may have had before it was quantized, the best first.
 
     Constants with equal bytes are stored once, under the name of the first.
     """

@@ -1,16 +1,15 @@
-"""A converted module of an imported file, written back by editing that file.
+"""Writes a converted module of an imported file back by editing that file.
 
     regions.py           which nodes of the converted graph are which node of the file, and the pairs between them
     written_file.py      the file in memory: names, new nodes and constants, pairs
     written_weights.py   bytes and scales in place of float weights
-    written_packed.py    packed weights of few bits, which activations in float are multiplied by
+    written_packed.py    packed weights of few bits, multiplied with float activations
     written_forms.py     nodes in another form: gates, SiLU and transposed convolutions in 8 bits
 
-Each reader of the graph is a node of the file, and says how each of its inputs is read: as it is, or after a
-pair. So
-each pair is put on the value that the file has there, and exactly those inputs read it. Whatever the graph has absorbed
-(a ReLU in a range that starts at zero, a reshape around a Linear) stays in the file, where it changes nothing; a
-BatchNorm or a layer scale that went into weights goes.
+Each reader of the graph is a node of the file and determines how each of its inputs is read: as it is, or after a
+pair. So each pair is put on the value that the file has there, and exactly those inputs read it. Nodes that the graph
+has absorbed (a ReLU in a range that starts at zero, a reshape around a Linear) stay in the file, where they change
+nothing. A BatchNorm or a layer scale that was folded into weights is removed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The ONNX file that is being edited: its values by the names that they had, and what is put between them.
+"""Edits an ONNX file: finds its values by their original names, and inserts nodes between them.
 
-Every new name is derived from that of the value or node that it serves, with a number where the file has it already.
+Every new name is derived from that of the value or node that it serves, with a number if the file has it already.
 """
 
 from __future__ import annotations

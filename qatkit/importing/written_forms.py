@@ -1,4 +1,4 @@
-"""Nodes of the file that are written in another form, the one that `qatkit.export` writes: their region, node by node.
+"""Writes nodes of the file in the form that `qatkit.export` uses: their region, node by node.
 
     HardSwish, HardSigmoid in 8 bits    Add(x, 3), quantized at 6/255, read at 1/255 (and Mul)
     SiLU after a pair                   com.microsoft.QuickGelu, with a function of standard operators

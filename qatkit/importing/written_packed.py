@@ -1,4 +1,4 @@
-"""Packed weights of a converted module (`qatkit.graph.convert.weight_only_modules`) in the nodes of a file.
+"""Writes packed weights of a converted module (`qatkit.graph.convert.weight_only_modules`) in the nodes of a file.
 
     MatMul, Gemm, 4 bits or fewer     com.microsoft MatMulNBits in its place, with the bias that it has
     Conv, MatMul, Gemm of 8 bits      the float weight is unpacked by operators of constants, which ONNX Runtime

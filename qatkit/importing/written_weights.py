@@ -1,10 +1,10 @@
-"""Weights of a converted module as initializers of the file: bytes and their scales, or new floats.
+"""Writes weights of a converted module as initializers of the file: bytes and their scales, or new floats.
 
     Conv, Gemm, MatMul           int8 before a DequantizeLinear, the bias int32 before another
     BatchNormalization only      a depthwise Conv
     Gather of a constant table   Gather of bytes, Cast, Mul with a Gather of scales
     LSTM, GRU, RNN               int8 before Cast and Mul, which ONNX Runtime computes once
-    what stayed float            new values where training or a fold changed them
+    float operators              new values where training or a fold changed them
 
 Each weight is in the layout that the node reads. Equal bytes are stored once.
 """
