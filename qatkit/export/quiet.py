@@ -1,4 +1,4 @@
-"""Silence for tools that print, log and warn."""
+"""Silences tools that print, log and warn."""
 
 from __future__ import annotations
 

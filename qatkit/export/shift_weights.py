@@ -1,10 +1,11 @@
-"""Weights of convolutions one lower, with the zero point -1: the same numbers, computed by other kernels.
+"""Lowers integer weights of convolutions by 1, with zero_point -1: the same numbers, by other kernels.
 
     DequantizeLinear(w, scale, 0) ──> DequantizeLinear(w - 1, scale, -1)
 
 ONNX Runtime's own int8 convolution, which knows no AMX, asks for weights with the zero point 0; others go through
-im2col and the GEMM, which uses AMX where the CPU has it (docs/onnxruntime-qdq.md, 3b). Sums of integers are the same,
-so is every bit of the outputs.
+im2col and the GEMM, which uses AMX where the CPU has it (docs/onnxruntime-qdq.md, 3b). Sums of integers are
+the same,
+and so are the outputs, bit for bit.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Export: an nn.Module to one ONNX file, checked, with names and bytes that can be relied on.
+"""Exports an nn.Module to one checked ONNX file with reproducible names and bytes.
 
 torch's exporter runs at opset 18 (its own way down to 13 fails on ReduceMean and LayerNormalization), with our own
 translations of operators it does not know; `lower` brings the graph to the requested opset. Stack traces, which hold

@@ -9,7 +9,7 @@
 
 Nodes that read each other's results without a node of PyTorch in between are one region, so only tensors of numbers
 cross its border. Whatever constants and sizes a region reads are in it as well. In the graph each region becomes one
-node of the domain `DOMAIN`, and the nodes leave.
+node of the domain `DOMAIN`, and its nodes are removed.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@
     a node with constant weights (Conv, Gemm, LSTM)        →  an ordinary torch module with parameters
     every other node                                       →  an `Operator`: the function of its class
     what PyTorch has no form for                           →  an `Island` of nodes that ONNX Runtime computes
-    If                                                     →  both branches; the one that its condition names runs
+    If                                                     →  both branches; the condition selects the one
+    that runs
 
 Each is a submodule whose path is the node's name in the file, so overrides and reports call it as the file does. Sizes,
 axes and other integers that do not depend on the inputs' values are NumPy arrays while the program runs.

@@ -1,4 +1,4 @@
-"""BatchNorms as convolutions, GELU and ReLU from their parts."""
+"""Rewrites BatchNorms as convolutions, and joins GELU and ReLU from their parts."""
 
 from __future__ import annotations
 

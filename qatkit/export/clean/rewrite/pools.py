@@ -1,4 +1,4 @@
-"""Means as pools, and pools over large areas as two."""
+"""Rewrites means as pools, and pools over large areas as two pools."""
 
 from __future__ import annotations
 
