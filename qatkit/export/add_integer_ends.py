@@ -1,10 +1,10 @@
-"""A file that takes uint8 pixels and gives 8-bit outputs, for devices that have integers alone.
+"""Writes a file that takes uint8 pixels and gives 8-bit outputs, for devices that have only integers.
 
     input float → Q → …                     pixels uint8 → DQ(1/255) → Conv 1x1, one filter a channel → Q → …
     … → output float                        … → Q → output, uint8 or int8 as the file's other tensors
 
 (p/255 - mean)/std is a depthwise 1x1 convolution: its weights ±127 with scale 1/(127·std), its bias -mean/std.
-It ends in the quantization that the file has anyway, so that the tensor behind it is the same but for ties,
+It ends in the quantization that the file has anyway, so that the tensor after it is the same except for ties,
 borders included: folded into the first Conv, the means would differ from its padding, which has one zero point
 for all channels, and its weights would be rounded a second time. What remains is the rounding of the int32 bias
 (1/254 of a pixel).
@@ -44,7 +44,7 @@ def to_integer_io(
     std: Sequence[float],
     ends_of_output: tuple[float, float],
 ) -> IntegerIO:
-    """Writes `source` with integer ends to `target` (may be the same), whole or not at all.
+    """Writes `source` with integer ends to `target` (may be the same), atomically.
 
     Args:
         source: a QDQ file with one input, normalised float images [N, C, H, W], and one output.
@@ -97,7 +97,7 @@ def _normalisation(
     std: Sequence[float],
     dtype: np.dtype[Any],
 ) -> list[ir.Node]:
-    """The nodes from the pixels to `quantize`, which then reads the last one."""
+    """Returns the nodes from the pixels to `quantize`, which then reads the last one."""
     image = graph.inputs[0]
     spread = np.asarray(std, np.float64)
     step, weight_scale = 1 / 255, 1 / (spread * WEIGHT)
@@ -140,7 +140,7 @@ def _normalisation(
 def _quantized_output(
     graph: ir.Graph, last: ir.Node, ends_of_output: tuple[float, float], dtype: np.dtype[Any]
 ) -> tuple[float, int]:
-    """Ends the graph in a quantized tensor of the output's name; its scale and zero point."""
+    """Ends the graph in a quantized tensor of the output's name, and returns its scale and zero_point."""
     output = graph.outputs[0]
     name = output.name
     before = made_by(operand(last, 0), "QuantizeLinear") if last.op_type == "DequantizeLinear" else None
@@ -170,14 +170,14 @@ def _quantized_output(
 
 
 def _array(node: ir.Node, index: int) -> NDArray[Any]:
-    """A constant operand."""
+    """Returns a constant operand."""
     values = constant(operand(node, index))
     assert values is not None, f"{node.name} has no constant at {index}"
     return values
 
 
 def _range(ends_of_output: tuple[float, float], dtype: np.dtype[Any]) -> tuple[float, int]:
-    """Scale and zero point that make [low, high], widened to hold 0, the whole range of `dtype`."""
+    """Returns scale and zero_point that make [low, high], widened to hold 0, the whole range of `dtype`."""
     low, high = min(ends_of_output[0], 0.0), max(ends_of_output[1], 0.0)
     info = np.iinfo(dtype)
     scale = max((high - low) / (info.max - info.min), 1e-12)

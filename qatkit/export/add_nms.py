@@ -1,4 +1,4 @@
-"""A detector's file with non-maximum suppression behind its boxes and scores, in standard operators of opset 13.
+"""Adds non-maximum suppression to a detector's file after its boxes and scores, in standard operators of opset 13.
 
     boxes [N, boxes, 4], scores [N, boxes, classes] ── NonMaxSuppression ──> detections [found, 7]
 
@@ -23,7 +23,7 @@ from qatkit_verify.errors import ConfigError
 
 
 def add_nms(source: Path, target: Path, how: Suppression) -> None:
-    """Writes `source` with non-maximum suppression to `target`, whole or not at all.
+    """Writes `source` with non-maximum suppression to `target`, atomically.
 
     Args:
         source: a file whose outputs are corners [N, boxes, 4] and scores [N, boxes, classes].

@@ -27,10 +27,11 @@ _PLACES = {"": (5, 1), "_cell": (6, 2)}
 
 
 def add_states(source: Path, target: Path) -> Stream:
-    """Writes `source` with the states of its LSTM, GRU and RNN as inputs and outputs to `target`, whole or not at all.
+    """Writes `source` with the states of its LSTM, GRU and RNN as inputs and outputs to `target`, atomically.
 
     Raises:
-        ConfigError: the file has no such layer, one that reads backwards, several inputs, or no one free axis beside
+        ConfigError: the file has no such layer, one that reads backwards, several inputs, or no single free
+        axis other than
             the batch.
     """
     model = ir.load(source)
@@ -65,7 +66,7 @@ def add_states(source: Path, target: Path) -> Stream:
 
 
 def _cut_axis(graph: ir.Graph) -> int:
-    """Returns the one free axis beside the batch."""
+    """Returns the only free axis other than the batch."""
     if len(graph.inputs) != 1:
         names = ", ".join(str(one.name) for one in graph.inputs)
         raise ConfigError(KEY, True, f"false: the file has several inputs ({names})")

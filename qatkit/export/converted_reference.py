@@ -42,7 +42,7 @@ class ConvertedReference:
         return self._predict(images)
 
     def outputs(self, batch: Any) -> tuple[Array, ...]:
-        """All outputs for a batch (`qatkit_verify.feeds`)."""
+        """Returns all outputs for a batch (`qatkit_verify.feeds`)."""
         return module_outputs(self._converted, batch)
 
     @cached_property
@@ -51,9 +51,9 @@ class ConvertedReference:
         return name_functions(self._converted).eval()
 
     def integers(self, images: Any, file: Path) -> dict[str, NDArray[Any]]:
-        """The quantized tensors for a batch, by the names of the QuantizeLinear outputs of `file`.
+        """Returns the quantized tensors for a batch, by the names of the QuantizeLinear outputs of `file`.
 
-        A pair of which the file has no trace is left out.
+        A pair that left no trace in the file is omitted.
         """
         calls = self._calls()
         values: dict[str, list[NDArray[Any]]] = defaultdict(list)
@@ -116,7 +116,7 @@ def _path(node: ir.Node) -> str:
 
 
 def _matched(calls: list[_Call], nodes: list[tuple[_Call, str]]) -> dict[int, str]:
-    """The output in the file of each call: by what it reads; of those that this leaves open, one by one."""
+    """Returns the output in the file of each call, matched by what it reads and otherwise by order."""
     found: dict[int, str] = {}
     for i, call in enumerate(calls):
         same = [name for other, name in nodes if other == call and name not in found.values()]

@@ -1,4 +1,4 @@
-"""The inputs of a decoder's file as its runtimes want them: one attention mask, and Hugging Face's names.
+"""Gives a decoder's file the inputs that its runtimes expect: one attention mask, and Hugging Face's names.
 
     mask [N, T], past_mask [N, P]            ─┐
     past_0_key [N, H, P, D], ...              ├──> attention_mask [N, P + T], past_key_values.0.key, present.0.key

@@ -1,4 +1,4 @@
-"""Decompositions of an exported program, run where the program needs them.
+"""Runs the decompositions that an exported program needs.
 
 torch's exporter traces every program a second time, operator by operator, to decompose what it has no translation for:
 about 45 % of the CPU time of an export (torch 2.13; ResNet-18 3.1 of 7.4 s, Swin-T 15 of 39 s). Nearly all that it
@@ -54,8 +54,9 @@ def decomposed_where_needed(way_out: str = "") -> Iterator[None]:
 
 @contextmanager
 def _no_size_fixed(way_out: str) -> Iterator[None]:
-    """Fails, by ValueError, where a free size is asked for as a number: the exporter would write that of the example,
-    and the file would be wrong for others.
+    """Raises ValueError within the context if a free size is used as a number.
+
+    The exporter would write the example's size, and the file would be wrong for others.
     """
     from torch.fx.experimental.sym_node import SymNode
 

@@ -1,4 +1,4 @@
-"""onnxscript's rewrite rules, each tried at the nodes that it can match.
+"""Applies onnxscript's rewrite rules, each only at the nodes that it can match.
 
 Its rewriter tries all of its 46 rules at each node and builds a match for each: 20 % of the CPU time of an export
 (onnxscript 0.7, EfficientViT-M0). Private fields of a rule name the operators that its pattern ends in. If a version

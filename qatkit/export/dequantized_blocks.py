@@ -105,7 +105,7 @@ class _Product:
         old.name, y.name = f"{own}_packed", own
 
     def _codes(self, held: ir.Value, count: int) -> Array:
-        """The first unsigned integers of each output channel, int16 [out, count]."""
+        """Returns the first unsigned integers of each output channel, int16 [out, count]."""
         each = _array(held).reshape(self.out, -1, 1) >> np.arange(0, 8, self.bits, dtype=np.uint8)
         found: Array = (each & (2**self.bits - 1)).reshape(self.out, -1)[:, :count].astype(np.int16)
         return found
@@ -120,7 +120,7 @@ class _Product:
         return self._made(maker.op_type, given, maker.attributes, f"{self.node.name}_{maker.name}")
 
     def _stored(self, array: Array, name: str) -> ir.Value:
-        """A constant of values by output channel, in the layout of the weight."""
+        """Returns a constant of values by output channel, in the layout of the weight."""
         array = array.T.copy() if self.by_inputs else array
         known = self.graph.initializers.get(name)
         if known is not None and np.array_equal(_array(known), array):
@@ -134,7 +134,7 @@ class _Product:
         return value
 
     def _made(self, operator: str, given: list[ir.Value], settings: Any, name: str) -> ir.Value:
-        """The output of a new node before the product."""
+        """Returns the output of a new node before the product."""
         node = ir.node(operator, given, settings, name=name)
         self.graph.insert_before(self.node, node)
         return node.outputs[0]

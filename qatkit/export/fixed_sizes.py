@@ -1,5 +1,8 @@
-"""A graph that takes any sizes, made one for the example's alone: sizes become numbers, and what then depends on
-parameters alone, such as a table of positions resized to the picture, becomes a constant.
+"""Specializes a graph that takes any sizes to those of the example.
+
+Sizes become numbers. What then depends only on parameters, such as a table of positions resized to the image,
+becomes
+a constant.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ _OF_SIZES = ("getitem", "pad", "constant_pad_nd", "narrow", "reshape", "view", "
 def at_fixed_sizes(
     graph_module: fx.GraphModule, tensors: Sequence[Tensor], axes: Sequence[int | None]
 ) -> fx.GraphModule:
-    """Returns a copy of a graph for inputs of the sizes of `tensors` alone.
+    """Returns a copy of a graph only for inputs of the sizes of `tensors`.
 
     Args:
         axes: those of the batch, one an input, whose size stays free.
@@ -51,7 +54,7 @@ def at_fixed_sizes(
 
 
 def _read_as_number(constant: fx.Node, value: int) -> None:
-    """Replaces a tensor that holds a size where one is asked for; the exporter would take it for one of any value."""
+    """Replaces a tensor that holds a size where a size is expected; the exporter would take it for one of any value."""
     for user in list(constant.users):
         if called(user) in _OF_SIZES:
             user.args, user.kwargs = fx.map_arg(

@@ -55,12 +55,12 @@ def _has_weights(model: ir.Model) -> bool:
 
 
 def _branched(graph: ir.Graph) -> str:
-    """The If, Loop or Scan that holds operators to quantize, by its type."""
+    """Returns the If, Loop or Scan that holds operators to quantize, by its type."""
     return next((node.op_type for node in graph if any(map(_holds_matrix, _graphs(node)))), "")
 
 
 def _folded(path: Path, model: ir.Model) -> ir.Model:
-    """The model as the modes will see it: a branch that is always taken is part of the main graph."""
+    """Returns the model as the modes will see it: a branch that is always taken is part of the main graph."""
     from qatkit.export.for_ort_tools import prepared  # ONNX Runtime's tools, which few files need here
 
     with tempfile.TemporaryDirectory() as folder:
@@ -82,7 +82,7 @@ def _holds_matrix(graph: ir.Graph) -> bool:
 
 
 def upgraded(path: Path, model: onnx.ModelProto, before: int, opset: int) -> ir.Model:
-    """A model at a higher opset than its own, which is `before`.
+    """Returns a model at a higher opset than its own, which is `before`.
 
     Raises:
         ConfigError: it can't be upgraded; names the file at `path`, where it was read from.
@@ -113,7 +113,7 @@ def _restore_names(model: onnx.ModelProto, graph: ir.Graph) -> None:
 
 
 def _keep_asymmetric(graph: ir.Graph) -> None:
-    """Resize and Upsample had one way to place pixels; the converter leaves today's default, which is another."""
+    """Keeps the one way of old Resize and Upsample to place pixels; the converter leaves today's default."""
     for node in graph:
         if node.op_type != "Resize" or "coordinate_transformation_mode" in node.attributes:
             continue

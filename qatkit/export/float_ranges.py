@@ -54,7 +54,7 @@ class Range:
 
 
 def ranges(model: ir.Model, batches: Iterable[Any]) -> dict[str, Range]:
-    """The range of each float32 tensor of the main graph, constants included, by its name.
+    """Returns the range of each float32 tensor of the main graph, constants included, by its name.
 
     Args:
         model: in float.
@@ -85,7 +85,7 @@ def ranges(model: ir.Model, batches: Iterable[Any]) -> dict[str, Range]:
 
 
 def nodes_of_infinity(model: ir.Model, batches: Iterable[Any]) -> list[ir.Node]:
-    """The operators that read or make infinities (of masks, pads and open bounds): no scale holds these.
+    """Returns the operators that read or make infinities (of masks, pads and open bounds): no scale holds these.
 
     Without infinite constants there are none, and nothing is run.
     """

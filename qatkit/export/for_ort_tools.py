@@ -1,7 +1,7 @@
-"""A float file as ONNX Runtime's quantization tools can take it, and computing what it did.
+"""Prepares a float file for ONNX Runtime's quantization tools without a change of its outputs.
 
 Constants and BatchNorms are folded, or each would keep its float weights; functions are inlined, every node has
-a name. Then what the tools and the kernels get wrong is put out of their way: a Gemm's beta (dropped in silence)
+a name. Then constructs that the tools and the kernels get wrong are rewritten: a Gemm's beta (dropped in silence)
 and its alpha (applied to the bias, too, before ONNX Runtime 1.28), biases that are no vector, tensors with the
 names that the tools make up, weights that two operators read in different ways.
 """
@@ -30,7 +30,7 @@ RECURRENT = ("LSTM", "GRU", "RNN")
 
 
 def prepared(source: Path) -> ir.Model:
-    """The model of a float file."""
+    """Returns the model of a float file."""
     with tempfile.TemporaryDirectory() as folder, quiet():
         inlined = ir.from_proto(onnx.load(str(source)))
         common.InlinePass()(inlined)
@@ -75,7 +75,7 @@ def for_tools(model: ir.Model) -> onnx.ModelProto:
 
 
 def weights(model: ir.Model) -> dict[ir.Value, int]:
-    """The float weights of Conv, ConvTranspose, Gemm and MatMul, each with the axis of its output channels."""
+    """Returns the float weights of Conv, ConvTranspose, Gemm and MatMul, with their output channel axes."""
     found: dict[ir.Value, int] = {}
     for node in model.graph:
         if node.op_type not in _CHANNEL_AXIS or node.domain:
@@ -91,7 +91,7 @@ def weights(model: ir.Model) -> dict[ir.Value, int]:
 
 
 def recurrent_weights(model: ir.Model) -> list[ir.Value]:
-    """The float weights W and R [directions, gates · size, inputs] of LSTM, GRU and RNN."""
+    """Returns the float weights W and R [directions, gates · size, inputs] of LSTM, GRU and RNN."""
     nodes = (node for node in model.graph if node.op_type in RECURRENT and not node.domain)
     found = (value for node in nodes for value in (operand(node, 1), operand(node, 2)))
     held = {value: stored(value) for value in found if value is not None}
@@ -140,7 +140,7 @@ def own_weights(model: ir.Model, *, each_gemm: bool = False) -> None:
 
 
 def _read_by_columns(gemm: ir.Node) -> None:
-    """Transposes a weight that this Gemm alone reads."""
+    """Transposes a weight that only this Gemm reads."""
     value = gemm.inputs[1]
     tensor = stored(value)
     if value is None or tensor is None or len(value.uses()) > 1 or value.is_graph_output():
@@ -151,14 +151,14 @@ def _read_by_columns(gemm: ir.Node) -> None:
 
 
 def copied(graph: ir.Graph, tensor: ir.TensorProtocol, name: str) -> ir.Value:
-    """A further initializer that holds what `tensor` does."""
+    """Returns a further initializer that holds what `tensor` does."""
     copy = ir.serde.deserialize_tensor(ir.serde.serialize_tensor(tensor))
     copy.name = name
     return add_constant(graph, name, copy)
 
 
 def add_constant(graph: ir.Graph, name: str, tensor: ir.TensorProtocol | NDArray[Any]) -> ir.Value:
-    """A new initializer of the graph."""
+    """Returns a new initializer of the graph."""
     held = ir.tensor(tensor, name=name)
     shape = ir.Shape(held.shape.numpy())
     value = ir.Value(name=name, shape=shape, type=ir.TensorType(held.dtype), const_value=held)

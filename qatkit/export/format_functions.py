@@ -1,4 +1,4 @@
-"""Number formats as functions of a file: operators of opset 13 and on that compute what `qatkit.quant.formats` does.
+"""Number formats as functions of a file: operators of opset 13 and later that compute what `qatkit.quant.formats` does.
 
     y = qatkit.mxfp4(x) {axis}          blocks along an axis
     y = qatkit.nvfp4(x, scale) {axis}   and a scale for the tensor
@@ -10,7 +10,7 @@ float32, but for the quotients that the formats themselves round, so the results
 
 - ONNX has no exponent of a float (before opset 26). A logarithm, rounded down, points into a table of powers of two,
   and two comparisons move what the logarithm's own rounding put on the wrong side.
-- A maximum may ignore NaN, so x - x is added up beside it: 0 for numbers, else NaN.
+- A maximum may ignore NaN, so x - x is also summed: 0 for numbers, else NaN.
 - Clip of NaN is left open, so limits are comparisons.
 - Round and Where may forget the sign of a zero: sizes are rounded, and multiplied by the sign, of zeros that of 1 / x.
 """
@@ -144,7 +144,7 @@ def _of_blocks(form: Format, opset: int) -> list[str]:
 
 
 def _block_scale(form: Format) -> list[str]:
-    """S of v; NaN for a block with a value that is not finite."""
+    """Returns the lines for s of v, NaN for a block with a value that is not finite."""
     lines = [
         "sizes = Abs(v)",
         "largest = ReduceMax<axes = [2], keepdims = 1>(sizes)",
@@ -188,7 +188,7 @@ def _rounded(x: str, y: str, element: Element, tag: str) -> list[str]:
 
 
 def _steps(x: str, y: str, element: Element, tag: str) -> list[str]:
-    """The spacing of an element's numbers at each size: by comparisons where there are few, which take less time."""
+    """Returns the spacing of an element's numbers at each size, by comparisons if there are few (faster)."""
     least, largest = element.least_exponent, element.largest_exponent
     spacings = [math.ldexp(1.0, exponent - element.mantissa_bits) for exponent in range(least, largest + 1)]
     if len(spacings) > _FEW:
@@ -233,7 +233,7 @@ def _signed(sizes: str, x: str, y: str, element: Element) -> list[str]:
 
 
 def _power_of_two(x: str, y: str, least: float, most: float, tag: str) -> list[str]:
-    """The largest power of two that is not above x, which is moved between `least` and `most` before."""
+    """Returns the largest power of two that is not above x, which is moved between `least` and `most` before."""
     t = f"{tag}_p_"
     return [
         *_number(f"{t}least", least), *_number(f"{t}most", most),

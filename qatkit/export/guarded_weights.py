@@ -1,9 +1,11 @@
-"""Weights of ONNX Runtime's quantization tools whose products cannot saturate without VNNI (`qatkit.quant.pairs`).
+"""Makes the tools of ONNX Runtime quantize weights so that products cannot saturate without VNNI.
 
-    static     the tool is given a wider range for each weight, or channel of it, that needs one
+The limits are those of `qatkit.quant.pairs`.
+
+    static     the tool gets a wider range for each weight or channel that needs one
     dynamic    the tool takes no ranges: the integers of a MatMulInteger are replaced by those of a larger scale
 
-A ConvInteger and a depthwise convolution add up their products in 32 bits everywhere, and are left alone.
+A ConvInteger and a depthwise convolution accumulate in 32 bits everywhere, and are left unchanged.
 """
 
 from __future__ import annotations
@@ -20,13 +22,13 @@ from qatkit.quant.pairs import least_scale
 from qatkit.verify.graph_view import constant, operand
 
 _INT8_MAX = 127
-_QUANTIZED = "_quantized"  # behind the name of a weight, in the files of the tools
+_QUANTIZED = "_quantized"  # suffix of a weight's name in the files of the tools
 
 
 def range_overrides(
     model: ir.Model, *, per_channel: bool, single: list[str]
 ) -> dict[str, list[dict[str, Any]]]:
-    """The entries of `TensorQuantOverrides` for the weights that need a wider range than their own.
+    """Returns the entries of `TensorQuantOverrides` for the weights that need a wider range than their own.
 
     Args:
         model: in float, as the static tool is given it.
@@ -52,8 +54,8 @@ def guard_matrices(quantized: ir.Model, model: ir.Model) -> None:
     """Replaces the integers and scales of matrices [inputs, outputs] whose products could saturate, in place.
 
     Args:
-        quantized: by the dynamic tool, with one scale per output.
-        model: what it was given, in float.
+        quantized: the model from the dynamic tool, with one scale per output.
+        model: its float input.
     """
     for node in quantized.graph:
         integers = constant(operand(node, 1)) if node.op_type == "MatMulInteger" else None
@@ -86,7 +88,7 @@ def _adds_in_32_bits(node: ir.Node) -> bool:
 
 
 def _least(value: ir.Value, values: NDArray[np.float32], *, per_channel: bool) -> NDArray[np.float32]:
-    """The least scale, [channels] or [], that serves every operator which reads the weight."""
+    """Returns the least scale, [channels] or [], that serves every operator which reads the weight."""
     found = []
     for node in value.consumers():
         if operand(node, 1) is not value:
@@ -102,12 +104,12 @@ def _least(value: ir.Value, values: NDArray[np.float32], *, per_channel: bool) -
 
 
 def _rows_least(rows: NDArray[np.float32]) -> NDArray[np.float32]:
-    """The least scale of each row [outputs, inputs]."""
+    """Returns the least scale of each row [outputs, inputs]."""
     return np.asarray(least_scale(torch.from_numpy(np.array(rows, order="C")), per_channel=True).numpy())
 
 
 def _turned(weight: NDArray[Any], integers: NDArray[Any], scale: NDArray[Any]) -> NDArray[Any]:
-    """The weight as the integers lie: the tool may have transposed it."""
+    """Returns the weight as the integers lie: the tool may have transposed it."""
     if weight.shape != integers.shape:
         return weight.T
     alike = weight.shape[0] != weight.shape[1] or np.abs(weight - integers * scale).max() <= scale.max()

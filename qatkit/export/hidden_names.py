@@ -1,8 +1,9 @@
-"""Names that ONNX Runtime's tools give to tensors of their own, kept out of their way.
+"""Avoids clashes with the names that ONNX Runtime's tools give to their own tensors.
 
 A tool calls the parts of "x" "x_scale", "x_QuantizeLinear_Output", "x_cast_to_fp32" and so on, and does not look
-whether the file has such a tensor. Tensors within the file get another name. Its inputs and outputs get one while a
-tool works, and theirs again after.
+whether the file has such a tensor. Tensors within the file get another name. Inputs and outputs are renamed
+only
+while a tool works.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _TOOLS_OWN = re.compile(
 
 
 def free_name(name: str, taken: set[str | None]) -> str:
-    """`name`, or more underscores after it, and from now on taken."""
+    """Returns `name`, with underscores appended until it is free, and marks it as taken."""
     while name in taken:
         name += "_"
     taken.add(name)

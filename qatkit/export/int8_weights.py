@@ -52,7 +52,7 @@ def quantize_weights(model: ir.Model, without: Collection[str] = ()) -> None:
 
 
 def quantize_recurrent(model: ir.Model, without: Collection[str] = ()) -> None:
-    """The same for LSTM, GRU and RNN alone."""
+    """Does the same only for LSTM, GRU and RNN."""
     _replace(model, _rows(model), without)
 
 
@@ -69,7 +69,7 @@ def _replace(model: ir.Model, found: dict[ir.Value, Scales], without: Collection
 
 
 def _rows(model: ir.Model) -> dict[ir.Value, Scales]:
-    """W and R of LSTM, GRU and RNN: a scale for each row."""
+    """Returns W and R of LSTM, GRU and RNN, with one scale per row."""
     return {value: Scales(_array(value).shape, (0, 1)) for value in recurrent_weights(model)}
 
 
@@ -80,7 +80,7 @@ def _array(value: ir.Value) -> NDArray[Any]:
 
 
 def _layout(value: ir.Value, axis: int) -> Scales:
-    """The scales of a weight whose output channels `weights` finds along `axis`."""
+    """Returns the scales of a weight whose output channels `weights` finds along `axis`."""
     shape = _array(value).shape
     alike = [node for node in value.consumers() if operand(node, 1) is value or operand(node, 0) is value]
     node = next((one for one in alike if one.op_type in ("Conv", "ConvTranspose")), alike[0])

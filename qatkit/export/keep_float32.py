@@ -2,7 +2,8 @@
 
 too large     a tensor or constant beyond 65504 (activations: half of it, since other images follow): whoever makes
 or reads it
-too small     a tensor that lies below the normal numbers altogether, or a constant of which float16 keeps less than
+too small     a tensor that lies entirely below the normal numbers, or a constant of which float16 keeps less
+than
 95 %: whoever makes or reads it
 under a Log   or a denominator, a root or a power that grows without bounds near zero: small values matter there.
 Who makes them stays float32 up to the last operator whose inputs have a sign or are not small (a
@@ -42,7 +43,7 @@ _DEEPEST = 64
 
 
 def kept_in_float32(model: ir.Model, ranges: Mapping[str, Range]) -> list[str]:
-    """The names of the operators that can't be float16, in the file's order.
+    """Returns the names of the operators that can't be float16, in the file's order.
 
     Args:
         model: in float.
@@ -101,7 +102,7 @@ def _grows_near_zero(node: ir.Node) -> bool:
 
 
 def _small_makers(value: ir.Value, ranges: Mapping[str, Range]) -> Iterator[ir.Node]:
-    """The operators that make the small values of a tensor, the way up along what has no sign."""
+    """Yields the operators that make the small values of a tensor, the way up along what has no sign."""
     waiting, seen, first = [(value, 0)], {value}, True
     while waiting:
         one, depth = waiting.pop()
@@ -117,7 +118,7 @@ def _small_makers(value: ir.Value, ranges: Mapping[str, Range]) -> Iterator[ir.N
 
 
 def _epsilon_path(value: ir.Value, depth: int = 8) -> list[ir.Node]:
-    """The operators from one that reads an epsilon float16 does not have, down to `value`."""
+    """Returns the operators from one that reads an epsilon float16 does not have, down to `value`."""
     maker = value.producer()
     if maker is None or depth == 0 or maker.op_type not in _PASSED:
         return []

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import onnx
 
-_INTEGERS = "_quantized"  # behind the name of a weight
+_INTEGERS = "_quantized"  # suffix of a weight's name
 _WORTH_TELLING = 1000  # bytes
 
 

@@ -1,9 +1,9 @@
-"""Probabilities that a file ends in: operators that compute them in float32 in a float16 file.
+"""Finds the operators of final probabilities, which compute in float32 in a float16 file.
 
     logits ── Sigmoid or Softmax ── Slice, Transpose, ... ──> output
 
-Above 0.9995 float16 has no number but 1. The best boxes of a detector would have equal scores, and neither their order
-nor what suppresses what would be that of their logits, which keep eleven bits at any size.
+Above 0.9995 float16 has no number but 1. The best boxes of a detector would have equal scores, and their
+order and suppression would differ from those of the logits, which keep eleven bits at any size.
 """
 
 from __future__ import annotations

@@ -33,12 +33,12 @@ def left_float(
     unheld: Sequence[str] = (),
     wrong: Sequence[str] = (),
 ) -> LeftFloat:
-    """Returns what a mode left float.
+    """Returns the operators that a mode left float, with notes.
 
     Args:
-        mode: its name.
-        made: what it made.
-        on_purpose: operators that it is not for.
+        mode: the name of the mode.
+        made: the model that the mode made.
+        on_purpose: operators that the mode is not for.
         unheld: operators whose values float16 can't hold.
         wrong: operators whose weights came out wrong.
     """

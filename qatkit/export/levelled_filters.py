@@ -49,7 +49,7 @@ def levelled(model: ir.Model) -> dict[str, Levelled]:
 def scaled_back(model: ir.Model, changed: dict[str, Levelled]) -> None:
     """Multiplies the scale of each levelled weight, so that it is one of each filter [1, C, 1, 1].
 
-    A weight that the tool left float, for whatever reason, becomes what it was.
+    A weight that the tool left float, for whatever reason, is restored.
     """
     values = model.graph.initializers
     for name, one in changed.items():
@@ -71,7 +71,7 @@ def is_depthwise(node: ir.Node) -> bool:
 
 
 def row_ranges(values: NDArray[Any], kept: tuple[int, ...]) -> NDArray[np.float32]:
-    """The largest magnitude along the axes that are not kept, which become 1; 1.0 where all are zero."""
+    """Returns the largest magnitude along the axes that are not kept, which become 1; 1.0 where all are zero."""
     others = tuple(one for one in range(values.ndim) if one not in kept)
     ranges = np.abs(values).max(axis=others, keepdims=True)
     return np.where(ranges > 0, ranges, 1).astype(np.float32)

@@ -1,10 +1,10 @@
-"""Lowering an opset-18 model to an older opset, operator by operator.
+"""Lowers an opset-18 model to an older opset, operator by operator.
 
 torch's exporter supports opset 18 and up. Each rule has the opset in which the form that it rewrites became legal,
-and applies when a lower one is asked for: at 14 to 17 whatever is legal there stays. The rules are in two rooms:
-older forms of the same operator (`older_forms`), and operators in terms of older ones (`older_operators`). What
-differs in types only is cast where the older types hold the same numbers. What has neither a rule nor a form in the
-opset is refused with the lowest that has one.
+and applies when a lower one is requested: at 14 to 17 whatever is legal there stays. The rules are in two modules:
+older forms of the same operator (`older_forms`), and operators in terms of older ones (`older_operators`). An
+operator whose older form differs only in types is cast where the older types hold the same numbers. An operator with
+neither a rule nor a form in the opset is refused, and the error names the lowest opset that has one.
 
 Source of every difference: the operator changelog of the ONNX specification.
 """
@@ -45,7 +45,7 @@ def lower(model: ir.Model, opset: int) -> None:
 
 
 def _applied(rule: Rule, since: int, opset: int) -> Rule:
-    """The rule, whose refusals tell what was asked for and what it takes."""
+    """Returns the rule with refusals that name the request and what it requires."""
 
     def apply(node: ir.Node, builder: tape.Tape) -> object:
         try:
@@ -81,7 +81,10 @@ def _known(node: ir.Node, opset: int) -> bool:
 
 
 def _untyped(node: ir.Node, opset: int) -> str:
-    """The type of the first input that the operator does not take in `opset`; "" where all are taken, or unknown."""
+    """Returns the type of the first input that the operator does not accept in `opset`, or "".
+
+    It is "" if all types are accepted, or unknown.
+    """
     formal = onnx.defs.get_schema(node.op_type, opset, "").inputs
     for i, value in enumerate(node.inputs):
         if value is None or not isinstance(value.type, ir.TensorType):

@@ -1,4 +1,4 @@
-"""Small questions about the nodes of a graph, for whoever looks for a pattern in it."""
+"""Helpers that inspect the nodes of a graph, for code that looks for patterns in it."""
 
 from __future__ import annotations
 

@@ -42,8 +42,9 @@ class _Call(nn.Module):
 
 
 def name_functions(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """A copy whose functions are modules at the path of their site, and so is each further call of a module
-    that holds no tensor (one ReLU for a whole block).
+    """Returns a copy whose functions are modules at the path of their site.
+
+    The same holds for each further call of a module without tensors (one ReLU for a whole block).
     """
     named = copy.deepcopy(graph_module, large_tensors(graph_module))
     called: set[str] = set()
@@ -74,8 +75,10 @@ def _reads_nodes(kwargs: Any) -> bool:
 
 
 def _free_path(graph_module: fx.GraphModule, path: str) -> str:
-    """`path`, or more underscores after it where its module has that attribute (a child, or the method `float`),
-    or Python means something else by the word (`and`, `or`).
+    """Returns `path`, with underscores appended until it is free.
+
+    A path is taken if its module has that attribute (a child, or the method `float`) or if it is a
+    Python keyword (`and`, `or`).
     """
     owner, _, name = path.rpartition(".")
     home = dict(graph_module.named_modules()).get(owner, nn.Module)
@@ -120,14 +123,14 @@ def _operand_name(value: ir.Value, opset: int) -> str:
 
 
 def _free_name(name: str, taken: set[str | None]) -> str:
-    """`name`, or a number after it, and from now on taken."""
+    """Returns `name`, with a number appended if it is taken, and marks it as taken."""
     free = next(n for i in itertools.count() if (n := f"{name}_{i}" if i else name) not in taken)
     taken.add(free)
     return free
 
 
 def _scopes(graph: ir.Graph) -> dict[ir.Node, str]:
-    """The place of each node: its own record, or that of the first node behind it that has one, or before it."""
+    """Returns the place of each node: its own record, or that of the first node after or before it with one."""
     known = {node: scope for node in graph if (scope := _scope(node)) is not None}
     for node in reversed(graph):
         readers = (reader for value in node.outputs for reader in value.consumers())
@@ -144,7 +147,7 @@ def _inherit(known: dict[ir.Node, str], node: ir.Node, others: Iterable[ir.Node]
 
 
 def _scope(node: ir.Node) -> str | None:
-    """The innermost module of the exporter's record, a path per module and the fx node last; None without one."""
+    """Returns the innermost module of the exporter's record (a path per module, the fx node last), or None."""
     scopes = ast.literal_eval(node.metadata_props.get(_SCOPES, "[]"))
     return str(scopes[-2]) if len(scopes) > 1 and scopes[0] == "" else None
 

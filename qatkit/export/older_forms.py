@@ -1,4 +1,4 @@
-"""Rules that say with an operator's older form what its newer one says: attributes for inputs, defaults left out.
+"""Rules that express an operator's newer form by its older one: attributes for inputs, defaults left out.
 
 Each is chosen by the opset since which the form that it rewrites is legal (`lower_opset`). What the older form
 cannot say raises `Newer`.
@@ -18,7 +18,7 @@ class Newer(Exception):  # noqa: N818  a message on its way to the user
 
 
 def _axes_to_attribute(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """Reduce*(x, axes) → Reduce*(x) with the attribute (ReduceSum has the input since 13)."""
+    """Rewrites Reduce*(x, axes) as Reduce*(x) with the attribute (ReduceSum has the input since 13)."""
     axes = [] if given(node, 1) is None else ints(node.inputs[1])
     if axes is None:
         raise Newer("reduces over axes that are not constant")
@@ -32,7 +32,7 @@ def _axes_to_attribute(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
 
 
 def _split(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """Split(num_outputs) → Split with the sizes as input."""
+    """Rewrites Split(num_outputs) as Split with the sizes as input."""
     if given(node, 1) is not None:
         return None
     parts = node.attributes.pop("num_outputs").as_int()
@@ -47,13 +47,13 @@ def _split(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
 
 
 def _pad(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """Pad(axes) → Pad with zeros for the axes that were not named; amounts that are computed are gathered."""
+    """Rewrites Pad(axes) as Pad with zeros for the other axes; computed amounts are gathered."""
     if given(node, 3) is None:
         return None
     axes, pads, shape = ints(node.inputs[3]), ints(node.inputs[1]), node.inputs[0].shape  # type: ignore[union-attr]
     if axes is None or shape is None:
         raise Newer("pads axes that are not constant")
-    places = [2 * len(axes)] * (2 * len(shape))  # behind the amounts, where the zero is
+    places = [2 * len(axes)] * (2 * len(shape))  # after the amounts, where the zero is
     for i, axis in enumerate(axes):
         places[axis % len(shape)] = i
         places[axis % len(shape) + len(shape)] = i + len(axes)
@@ -82,7 +82,7 @@ def _scatter(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
 
 
 def _shape(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """Shape(start, end) → Slice of Shape."""
+    """Rewrites Shape(start, end) as Slice of Shape."""
     start, end = node.attributes.get_int("start", 0), node.attributes.get("end")
     if start == 0 and end is None:
         node.attributes.pop("start", None)
@@ -94,7 +94,7 @@ def _shape(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
 
 
 def _reshape(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """Without a zero in the shape, allowzero means nothing."""
+    """Drops allowzero if the shape has no zero, since it then has no effect."""
     wanted = ints(node.inputs[1])
     if node.attributes.get_int("allowzero", 0) and wanted is not None and 0 in wanted:
         raise Newer("reshapes to an empty tensor")
@@ -138,7 +138,7 @@ def _resize_all_axes(node: ir.Node, builder: tape.Tape) -> None:
 
 
 def _recurrent(node: ir.Node, builder: tape.Tape) -> list[ir.Value] | None:
-    """LSTM, GRU and RNN with the batch first → with the steps first, between transposes."""
+    """Rewrites LSTM, GRU and RNN from batch first to steps first, between transposes."""
     if node.attributes.get_int("layout", 0) == 0:
         node.attributes.pop("layout", None)
         return None
@@ -155,7 +155,7 @@ def _recurrent(node: ir.Node, builder: tape.Tape) -> list[ir.Value] | None:
 
 
 def _pool_of_powers(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """LpPool: rounding and steps at their defaults are dropped, and have no older form otherwise."""
+    """Drops rounding and dilations of LpPool at their defaults; other values have no older form."""
     if not node.attributes.get_int("ceil_mode", 0):
         node.attributes.pop("ceil_mode", None)
     if all(step == 1 for step in node.attributes.get_ints("dilations", [])):
@@ -164,7 +164,7 @@ def _pool_of_powers(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
 
 
 def _regions(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """RoiAlign: before 16 it has one way to place its samples."""
+    """Rewrites RoiAlign, which has only one way to place its samples before opset 16."""
     if node.attributes.get_string("coordinate_transformation_mode", "half_pixel") != "output_half_pixel":
         raise Newer("aligns regions to the centres of pixels")
     node.attributes.pop("coordinate_transformation_mode")
@@ -172,7 +172,7 @@ def _regions(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
 
 
 def _sampled_volume(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """GridSample knows pictures since 16, volumes since 20."""
+    """Raises `Newer` for a GridSample of volumes, which needs opset 20; images need 16."""
     whole = node.inputs[0].shape  # type: ignore[union-attr]
     if whole is not None and len(whole) != 4:
         raise Newer("samples volumes")
@@ -180,7 +180,7 @@ def _sampled_volume(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
 
 
 def _sixteen_bits(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """QuantizeLinear and DequantizeLinear of 16 bits → those of com.microsoft, which ONNX Runtime has at any opset."""
+    """Rewrites 16-bit QuantizeLinear and DequantizeLinear as com.microsoft's, which work at any opset."""
     zero_point = given(node, 2)
     if node.domain or zero_point is None or zero_point.dtype not in (ir.DataType.INT16, ir.DataType.UINT16):
         return None
@@ -188,7 +188,7 @@ def _sixteen_bits(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
     return None
 
 
-# Operator → rules, each behind the opset since which the form that it rewrites is legal; of several, the newest
+# Operator → rules, each after the opset since which the form that it rewrites is legal; of several, the newest
 # form comes first, so that a refusal names the opset that can.
 FORMS: dict[str, list[tuple[int, Rule]]] = {
     **{

@@ -1,4 +1,4 @@
-"""Operators, or types of one, that an opset does not have yet, computed by those that it has.
+"""Replaces operators or types that an opset does not have yet by those that it has.
 
 Each is chosen by the opset that brought the operator (`lower_opset`). The forms are those that ONNX Runtime
 fuses again, or folds when it loads the file, where there are any.
@@ -20,7 +20,10 @@ _SMALL = {ir.DataType.INT8, ir.DataType.UINT8, ir.DataType.INT16, ir.DataType.UI
 
 
 def _layer_norm(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """LayerNormalization → ((x - mean) / sqrt(mean((x - mean)²) + ε))·γ + β, the form that ONNX Runtime fuses."""
+    """Computes LayerNormalization as ((x - mean) / sqrt(mean((x - mean)²) + ε))·γ + β.
+
+    ONNX Runtime fuses this form.
+    """
     x, gamma = node.inputs[0], node.inputs[1]
     beta = given(node, 2)
     assert x is not None and x.shape is not None
@@ -35,14 +38,14 @@ def _layer_norm(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
     variance = builder.op("ReduceMean", [builder.op("Pow", [centred, two])], axes)
     deviation = builder.op("Sqrt", [builder.op("Add", [variance, epsilon])])
     result = builder.op("Mul", [builder.op("Div", [centred, deviation]), gamma])
-    if beta is None:  # ONNX Runtime's fusion wants one
+    if beta is None:  # ONNX Runtime's fusion requires one
         zeros = np.zeros([length(x, a) or 1 for a in axes["axes"]], np.float32)
         beta = new_constant(builder, node, "beta", zeros)
     return builder.op("Add", [result, beta])
 
 
 def _group_norm(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """GroupNormalization → InstanceNormalization of [N, groups, rest], a factor and a summand for each group."""
+    """Rewrites GroupNormalization as InstanceNormalization of [N, groups, rest], then scales and shifts."""
     x, groups = node.inputs[0], node.attributes.get_int("num_groups", 1)
     epsilon = {"epsilon": node.attributes.get_float("epsilon", 1e-5)}
     grouped = builder.op("Reshape", [x, new_int64(builder, node, "groups", 0, groups, -1)])
@@ -51,19 +54,19 @@ def _group_norm(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
 
 
 def _hard_swish(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """HardSwish → x · HardSigmoid(x) with alpha 1/6, beta 1/2."""
+    """Computes HardSwish as x · HardSigmoid(x) with alpha 1/6, beta 1/2."""
     x = node.inputs[0]
     return builder.op("Mul", [x, builder.op("HardSigmoid", [x], {"alpha": 1 / 6, "beta": 0.5})])
 
 
 def _mish(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """Mish → x · tanh(softplus(x))."""
+    """Computes Mish as x · tanh(softplus(x))."""
     x = node.inputs[0]
     return builder.op("Mul", [x, builder.op("Tanh", [builder.op("Softplus", [x])])])
 
 
 def _cast_like(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """CastLike → Cast to the type that the second input has."""
+    """Rewrites CastLike as Cast to the type of the second input."""
     wanted = node.inputs[1].dtype  # type: ignore[union-attr]
     if wanted is None:
         raise Newer("casts to a type that is not known")
@@ -71,7 +74,7 @@ def _cast_like(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
 
 
 def _triangle(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """Trilu → x where column - row is at most k (at least k for the upper one), else zero."""
+    """Computes Trilu as x where column - row is at most k (at least k for the upper one), else zero."""
     x, k = node.inputs[0], given(node, 1)
     rows, columns = (_positions(node, builder, axis) for axis in (-2, -1))
     limit = rows if k is None else builder.op("Add", [rows, k])
@@ -83,7 +86,7 @@ def _triangle(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
 
 
 def _positions(node: ir.Node, builder: tape.Tape, axis: int) -> ir.Value:
-    """0, 1, 2, ... along the last axis but one as [n, 1], along the last as [n]."""
+    """Returns 0, 1, 2, ... along the last axis but one as [n, 1], along the last as [n]."""
     what, size = {-2: "rows", -1: "columns"}[axis], length(node.inputs[0], axis)
     if size is not None:
         numbers = np.arange(size, dtype=np.int64)
@@ -100,7 +103,7 @@ def _positions(node: ir.Node, builder: tape.Tape, axis: int) -> ir.Value:
 
 
 def _overlap_add(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """Col2Im → for every pixel the kernel's elements that fall on it, gathered and added.
+    """Rewrites Col2Im: for every pixel the kernel's elements that fall on it are gathered and added.
 
     A transposed convolution with the identity would do it too, and look like a weight that was left float.
     """
@@ -141,7 +144,7 @@ def _by_pixel(places: list[NDArray[np.int64]], image: list[int]) -> NDArray[np.i
 
 
 def _complement(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """BitwiseNot → -1 - x, or for a type without a sign its largest number - x."""
+    """Computes BitwiseNot as -1 - x, or for an unsigned type as its largest number - x."""
     x = node.inputs[0]
     assert x is not None
     known = None if x.dtype is None else np.dtype(x.dtype.numpy())
@@ -152,7 +155,7 @@ def _complement(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
 
 
 def _through_int32(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """Arithmetic on 8 and 16 bits → on 32, and cast back, which wraps around as the small type does."""
+    """Computes 8- and 16-bit arithmetic in 32 bits and casts back, which wraps around as the small type does."""
     kind = None if node.inputs[0] is None else node.inputs[0].dtype
     if kind not in _SMALL:
         return None
@@ -161,14 +164,14 @@ def _through_int32(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
 
 
 def _relu_of_integers(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """Relu of integers → the larger of x and 0."""
+    """Computes Relu of integers as the larger of x and 0."""
     x = node.inputs[0]
     if x is None or x.dtype is None or not x.dtype.is_integer():
         return None
     return builder.op("Max", [x, new_constant(builder, node, "zero", np.array(0, x.dtype.numpy()))])
 
 
-# Operator → its rule, behind the opset that brought it, or its types.
+# Operator → its rule, after the opset that introduced it, or its types.
 OPERATORS: dict[str, list[tuple[int, Rule]]] = {
     "LayerNormalization": [(17, _layer_norm)],
     "GroupNormalization": [(18, _group_norm)],

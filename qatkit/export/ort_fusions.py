@@ -36,7 +36,7 @@ def for_onnxruntime(model: ir.Model, opset: int, *, bytes_too: bool = True) -> N
 
 
 def _global_pool(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """ReduceMean over the last two of four axes → GlobalAveragePool, which has an int8 kernel."""
+    """Rewrites ReduceMean over the last two of four axes as GlobalAveragePool, which has an int8 kernel."""
     axes, shape = ints(node.inputs[1]) if len(node.inputs) > 1 else None, node.inputs[0].shape  # type: ignore[union-attr]
     if axes is None or shape is None or len(shape) != 4 or not node.attributes.get_int("keepdims", 1):
         return None
@@ -46,7 +46,7 @@ def _global_pool(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
 
 
 def _gelu(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """X · (½ · (1 + erf)) → (x · (1 + erf)) · ½, the order that ONNX Runtime fuses into Gelu."""
+    """Reorders x · (½ · (1 + erf)) to (x · (1 + erf)) · ½, which ONNX Runtime fuses into Gelu."""
     for x, other in (node.inputs, node.inputs[::-1]):
         inner = None if other is None else other.producer()
         if inner is None or inner.op_type != "Mul":
@@ -73,8 +73,9 @@ def _follows(value: ir.Value, *op_types: str) -> bool:
 
 
 def _silu(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """X · sigmoid(x) of a dequantized x → one node. As two, ONNX Runtime would give each a DequantizeLinear of
-    its own and not fuse them any more.
+    """Joins x · sigmoid(x) of a dequantized x into one node.
+
+    As two nodes, ONNX Runtime would give each its own DequantizeLinear and no longer fuse them.
     """
     x = next((v for v in node.inputs if v is not None and _follows(v, "DequantizeLinear")), None)
     gate = next((v for v in node.inputs if v is not None and v is not x), None)
@@ -97,7 +98,7 @@ def silu_function(opset: int) -> ir.Function:
 
 
 def _whole_windows(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """AveragePool whose size is rounded up → cells of its own behind the input, which are not counted.
+    """Gives an AveragePool with rounded-up size its own cells after the input, which are not counted.
 
     ONNX Runtime's int8 kernel counts the cells that only the rounding adds. Where padding is counted, a Pad makes it.
     """
@@ -114,7 +115,7 @@ def _whole_windows(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
         windows = -(-(padded - k) // step) + 1
         windows -= (windows - 1) * step >= cast(
             int, size
-        ) + before  # a window that would start behind the input
+        ) + before  # a window that would start after the input
         beyond.append(max(0, (windows - 1) * step + k - padded))
     counted = bool(node.attributes.get_int("count_include_pad", 0))
     if counted and any(pads) and any(beyond):
@@ -128,8 +129,9 @@ def _whole_windows(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
 
 
 def _norm_of_rows(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """LayerNormalization set apart by a Sum of one operand → by a Flatten, through which no fusion looks either and
-    which copies nothing.
+    """Separates a LayerNormalization by a Flatten in place of a Sum of one operand.
+
+    No fusion looks through a Flatten either, and it copies nothing.
     """
     apart = node.inputs[0].producer() if node.inputs[0] is not None else None
     if apart is None or apart.op_type != "Sum" or len(apart.inputs) > 1 or len(node.outputs) > 1:
@@ -149,7 +151,7 @@ def _norm_of_rows(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
 
 
 def _per_tensor_axis(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """The axis of a rank-0 scale means nothing; left out, nobody wonders."""
+    """Removes the axis of a rank-0 scale, which has no meaning."""
     scale = node.inputs[1]
     if scale is not None and scale.shape is not None and len(scale.shape) == 0:
         node.attributes.pop("axis", None)
@@ -157,7 +159,7 @@ def _per_tensor_axis(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
 
 
 def _bias_zero_point(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """The zero point of an int32 bias is 0 by definition: left out, a small model shrinks by 1 or 2 %."""
+    """Drops the zero_point of an int32 bias, 0 by definition; this makes a small model 1 to 2 % smaller."""
     tensor = None if node.inputs[0] is None else ir.convenience.get_const_tensor(node.inputs[0])
     if tensor is not None and tensor.dtype == ir.DataType.INT32:
         node.resize_inputs(2)
@@ -165,7 +167,7 @@ def _bias_zero_point(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
 
 
 def _padded_max(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """A Pad before a MaxPool → set apart: before 1.32 ONNX Runtime makes one of them, whose padding is no number."""
+    """Separates a Pad from a MaxPool; before 1.32 ONNX Runtime fuses them, with a padding that is no number."""
     x = node.inputs[0]
     before = None if x is None else x.producer()
     if before is None or before.op_type != "Pad" or len(node.outputs) > 1:
@@ -174,9 +176,9 @@ def _padded_max(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
 
 
 def _second_pair(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """A quantization right behind another's dequantization (what stood between is nothing in ONNX) → set apart.
+    """Separates a quantization directly after another's dequantization (what was between is nothing in ONNX).
 
-    ONNX Runtime makes one pair of two, with a scale that neither has.
+    ONNX Runtime merges the two pairs into one, with a scale that neither has.
     """
     x, scale, zero_point = node.inputs
     before = None if x is None else x.producer()

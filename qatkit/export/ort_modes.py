@@ -1,7 +1,7 @@
-"""Other ways to make a float ONNX file small: dynamic, static, float16 and weight-only, file to file.
+"""Makes a float ONNX file smaller, from file to file: dynamic, static, float16 and weight-only modes.
 
-ONNX Runtime's own tools do the work; what they leave undone is done around them:
-- what they stumble over is put straight first (`qatkit.export.for_ort_tools`);
+ONNX Runtime's own tools do the work; the code here handles what they leave undone:
+- constructs on which they fail are rewritten first (`qatkit.export.for_ort_tools`);
 - its dynamic quantization has one scale for all filters of a Conv (`qatkit.export.levelled_filters`);
 - each weight in the file is compared with the float one, and operators whose weights are wrong stay float
   (`qatkit.export.write_mode_file`).
@@ -59,9 +59,9 @@ _TYPES = {"int8": QuantType.QInt8, "uint8": QuantType.QUInt8}
 
 
 def dynamic(source: Path, target: Path, *, reduce_range: bool | str = "auto") -> LeftFloat:
-    """int8 weights per channel, uint8 activations whose range is measured again in every run.
+    """Quantizes weights to int8 per channel, activations to uint8 with ranges measured in every run.
 
-    Conv, MatMul and Gemm become ConvInteger and MatMulInteger behind a DynamicQuantizeLinear. A depthwise Conv
+    Conv, MatMul and Gemm become ConvInteger and MatMulInteger after a DynamicQuantizeLinear. A depthwise Conv
     stays float: its weights are few, and ConvInteger has no kernel for it but a slow general one. So does a
     MatMul whose weight is no matrix. LSTM, GRU and RNN compute in float, with int8 weights in the file; rows of tables
     are dequantized as they are read.
@@ -109,9 +109,9 @@ def dynamic(source: Path, target: Path, *, reduce_range: bool | str = "auto") ->
 
 
 def static(source: Path, target: Path, batches: Iterable[Any], backend: Backend) -> LeftFloat:
-    """QDQ by ONNX Runtime's quantizer: ranges (min, max) from `batches` of inputs, specs and places by `backend`.
+    """Inserts QDQ by ONNX Runtime's quantizer: ranges (min, max) from `batches`, specs and places by `backend`.
 
-    What the backend's rules leave float stays float: normalizations, Softmax, GELU, and the residual stream
+    Operators that the backend's rules leave float stay float: normalizations, Softmax, GELU, and the residual stream
     of a transformer. With `Backend.every_operator` nothing does that the tool can quantize, the sums, products and
     roots that a LayerNorm consists of included.
 
@@ -180,7 +180,7 @@ def _static_options(model: ir.Model, backend: Backend, kinds: Mapping[str, OpRul
 
 
 def weight_only(source: Path, target: Path) -> LeftFloat:
-    """int8 weights, symmetric per output channel (`qatkit.export.int8_weights`) or per row of a table
+    """Quantizes weights to int8, symmetric per output channel (`qatkit.export.int8_weights`) or per row of a table
     (`qatkit.export.int8_tables`); activations stay float.
 
     Returns:
@@ -200,7 +200,7 @@ def weight_only(source: Path, target: Path) -> LeftFloat:
 
 
 def _left_float(model: ir.Model, kinds: Mapping[str, OpRule], odd: Iterable[str]) -> list[str]:
-    """The operators that are int8 only where all of their inputs are, and have a float one (from `odd`, say)."""
+    """Returns the operators that are int8 only if all inputs are, and have a float one (such as from `odd`)."""
     int8, left, excluded = set(model.graph.initializers.values()), [], set(odd)
     for node in model.graph:
         rule = kinds.get(node.op_type)
@@ -241,7 +241,7 @@ def _misread(node: ir.Node) -> bool:
 
 
 class _Reader(CalibrationDataReader):  # type: ignore[misc]
-    """Batches as ONNX Runtime's calibration asks for them.
+    """A reader of batches for ONNX Runtime's calibration.
 
     Args:
         names: of the model's inputs.

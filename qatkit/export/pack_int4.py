@@ -1,7 +1,8 @@
-"""Weights of 4 bits and fewer in 4 bits: DequantizeLinear of an int4 (uint4) initializer for one of bytes, opset 21.
+"""Stores weights of up to 4 bits as int4 (uint4) initializers of DequantizeLinear in place of bytes, opset
+21.
 
 Without it their integers are bytes, which is what ONNX Runtime's int8 kernels take; of an int4 initializer
-beside 8-bit activations it makes floats when it loads the file (docs/onnxruntime-qdq.md, 2).
+with 8-bit activations it converts them to floats when it loads the file (docs/onnxruntime-qdq.md, 2).
 """
 
 from __future__ import annotations

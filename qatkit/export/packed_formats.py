@@ -9,7 +9,7 @@
 Elements of 4 bits share a byte, whose table has both values; of elements of 6 bits four share three bytes, which are
 taken apart by division. ONNX Runtime computes all of this once, when it loads the file. A weight of float16 or bfloat16
 is a tensor of this type and a Cast. Whatever the form, the product is the float32 of the simulation bit for bit, which
-is checked here for each weight: one of which it is not true, such as one with a NaN, stays as it is.
+is checked here for each weight: one for which it is not true, such as one with a NaN, stays as it is.
 
 Layout of the bits: low bits first, as ONNX has them for 4 bits.
 """
@@ -100,7 +100,7 @@ class _Packer:
         self._replace(value, new)
 
     def _elements(self, codes: Array, element: Element) -> ir.Value:
-        """The elements of codes, of their shape."""
+        """Returns the elements of codes, of their shape."""
         shape = self._constant(np.array(codes.shape, np.int64), "shape")
         flat, values = codes.reshape(-1), table(element)
         if element.bits == 4 and flat.size % 2 == 0:
@@ -152,7 +152,9 @@ class _Packer:
         return self._made("Mul", [of_block, self._constant(tensor, "tensor_scale")])
 
     def _dequantized(self, codes: Array, scale: Array, held: HeldWeight, axis: int) -> ir.Value:
-        """DequantizeLinear, and a barrier behind it: beside one ONNX Runtime looks for integer kernels."""
+        """Returns a DequantizeLinear and a barrier; next to the former ONNX Runtime looks for integer
+        kernels.
+        """
         element = held.form.element
         integers = codes.view(_TYPES[element])
         steps = (scale / _STEP if element.integer else scale).astype(np.float32)
@@ -164,7 +166,7 @@ class _Packer:
     def _made(
         self, operator: str, given: list[ir.Value], settings: Mapping[str, Any] | None = None
     ) -> ir.Value:
-        """The output of a new node before all others."""
+        """Returns the output of a new node before all others."""
         node = ir.node(operator, given, settings or {})
         self.graph.insert_before(self.first, node)
         return node.outputs[0]
@@ -207,7 +209,7 @@ def table(element: Element) -> Array:
 
 
 def _codes(steps: Array, element: Element) -> Array | None:
-    """The codes of the elements that are nearest, uint8; None where a value is not finite."""
+    """Returns the codes of the elements that are nearest, uint8; None where a value is not finite."""
     if not np.isfinite(steps).all():
         return None
     held = rounded(torch.from_numpy(np.ascontiguousarray(steps, np.float32)), element).numpy()

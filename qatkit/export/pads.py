@@ -1,4 +1,4 @@
-"""Pads: zeros around an image are written into the convolution that reads them, and others are padded as bytes.
+"""Moves zero Pads around an image into the convolution that reads them; other Pads act on bytes.
 
     Pad(x) → Conv                                        Conv with these `pads`, asymmetric ones too
     DequantizeLinear → Pad → QuantizeLinear, one scale   Pad of the bytes, with the zero point for zeros
@@ -34,7 +34,7 @@ def fold_into_conv(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
 
 
 def pad_bytes(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """A QuantizeLinear behind a Pad of what is dequantized with the same scale."""
+    """Rewrites a QuantizeLinear after a Pad of a tensor dequantized with the same scale."""
     pad = _producer(node.inputs[0], "Pad")
     before = None if pad is None else _producer(pad.inputs[0], "DequantizeLinear")
     if pad is None or before is None or not (_mode(pad) != "constant" or _is_zero(pad)):

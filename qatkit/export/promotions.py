@@ -1,9 +1,9 @@
-"""Type promotions of an exported program, found without running it again.
+"""Finds the type promotions of an exported program without running it again.
 
 Before torch's exporter translates a program, it runs every operator once more on tensors without values, to insert the
 casts that promotions of types imply (torch 2.13; 14 % of an export of MobileNetV2 in int8 by cProfile). Operators that
 promote nothing (convolutions, products of matrices, quantizers) are given the results that the program has for them.
-There is no public way to do so; where torch's pass has another form than here, it runs as it comes.
+There is no public way to do so; if torch's pass has another form than expected here, it runs unchanged.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from qatkit.export.replaced import replaced
 
 @contextmanager
 def promoted_where_needed() -> Iterator[None]:
-    """Context of one export."""
+    """Provides the context of one export."""
     try:
         from torch.onnx._internal.fx.passes import type_promotion
 

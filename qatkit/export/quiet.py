@@ -1,4 +1,4 @@
-"""Silence for tools that print, log and warn."""
+"""Silences tools that print, log and warn."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """The exporter and the tools print, log (some by the root logger) and warn; a failure still raises."""
+    """Silences printing, logging (also by the root logger) and warnings of the exporter and the tools.
+
+    A failure still raises.
+    """
     loggers = [logging.getLogger(name) for name in ("", "torch.onnx", "onnxscript", "onnx_ir")]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):

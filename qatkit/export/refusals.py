@@ -1,6 +1,6 @@
 """Reports in one line what can't be exported: the place in the model, the operator, and what is missing.
 
-torch's exporter raises a page of advice around the cause, or silently exports less than was asked for: one batch size
+torch's exporter raises a page of advice around the cause, or silently exports less than was requested: one batch size
 for every batch, an LSTM without its projection.
 """
 
@@ -57,7 +57,7 @@ def refuse_program(
     dynamic_batch: bool,
     free: Sequence[tuple[int, int]] = (),
 ) -> None:
-    """Refuses what the exporter has changed or left out without a word.
+    """Refuses what the exporter has changed or left out silently.
 
     Args:
         dynamic_batch: whether the file takes batches of any size.
@@ -112,7 +112,7 @@ def _refused(place: str, why: str) -> ConfigError:
 
 
 def _place(error: BaseException, module: nn.Module) -> str:
-    """The module whose node was being translated, or that was running, when the error or its cause was raised."""
+    """Returns the module that was being translated, or was running, when the error or its cause was raised."""
     paths: dict[int, str] = {id(child): path for path, child in module.named_modules()}
     causes = [error]
     while causes[-1].__cause__ is not None:
@@ -128,6 +128,6 @@ def _place(error: BaseException, module: nn.Module) -> str:
 
 
 def _path(node: fx.Node) -> str:
-    """The module that an fx node of torch's exporter comes from."""
+    """Returns the module that an fx node of torch's exporter comes from."""
     stack = list(node.meta.get("nn_module_stack", {}).values())
     return str(stack[-1][0]) if stack else ""

@@ -26,14 +26,14 @@ _known: dict[int, Any] = {}  # by opset
 
 @contextmanager
 def tables_made_once() -> Iterator[None]:
-    """Context of one export."""
+    """Provides the context of one export."""
     with _translations_made_once(), _composites_found_once(), _lines_left_out():
         yield
 
 
 @contextmanager
 def _composites_found_once() -> Iterator[None]:
-    """Within, operators that were registered since the last export are looked for once."""
+    """Looks only once, within the context, for operators registered since the last export."""
     from torch._export import utils
 
     find = getattr(utils, "_materialize_cpp_cia_ops", None)
@@ -47,7 +47,7 @@ def _composites_found_once() -> Iterator[None]:
 
 @contextmanager
 def _lines_left_out() -> Iterator[None]:
-    """Within, nodes of a traced graph have no stack traces."""
+    """Suppresses the stack traces of nodes of a traced graph within the context."""
     from torch.fx import proxy
 
     if not hasattr(proxy, "CapturedTraceback"):
@@ -70,7 +70,7 @@ class _NoTraceback:
 
 @contextmanager
 def _translations_made_once() -> Iterator[None]:
-    """Within, an export gets a copy of the table of the first one, to which it may add translations of its own."""
+    """Gives an export, within the context, a copy of the first export's table, which it may extend."""
     try:
         from torch.onnx._internal.exporter._registration import ONNXRegistry
 

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from onnx_ir import tape
 
 MICROSOFT = "com.microsoft"  # the domain of ONNX Runtime's own operators
-# What a rule returns replaces the node's outputs, the first ones where it returns fewer (nobody reads the others);
+# What a rule returns replaces the node's outputs, the first ones where it returns fewer (nothing reads the
+# others);
 # None means "changed in place, or nothing to do".
 Rule = Callable[[ir.Node, tape.Tape], "ir.Value | Sequence[ir.Value] | None"]
 
@@ -35,7 +36,7 @@ def rewrite(graph: ir.Graph, rules: Mapping[str, Sequence[Rule]], domain: str = 
 
 
 def subgraphs(node: ir.Node) -> list[ir.Graph]:
-    """The graphs that `node` holds: branches, the body of a loop."""
+    """Returns the graphs that `node` holds: branches, the body of a loop."""
     found: list[ir.Graph] = []
     for attribute in node.attributes.values():
         if attribute.type == ir.AttributeType.GRAPH:
@@ -56,20 +57,20 @@ def _replace(graph: ir.Graph, node: ir.Node, builder: tape.Tape, new: list[ir.Va
 
 
 def new_constant(builder: tape.Tape, node: ir.Node, what: str, array: NDArray[Any]) -> ir.Value:
-    """An initializer for what replaces `node`, named after its output."""
+    """Returns an initializer for what replaces `node`, named after its output."""
     name = f"{node.outputs[0].name}/{what}"
     return builder.initializer(ir.tensor(array, name=name), name=name)
 
 
 def new_int64(builder: tape.Tape, node: ir.Node, what: str, *values: int) -> ir.Value:
-    """An initializer of int64 [len(values)]."""
+    """Returns an initializer of int64 [len(values)]."""
     return new_constant(builder, node, what, np.array(values, np.int64))
 
 
 def new_scalar(
     builder: tape.Tape, node: ir.Node, what: str, number: float, like: ir.Value | None
 ) -> ir.Value:
-    """An initializer of rank 0 and the type of `like`, float32 where that is not known."""
+    """Returns an initializer of rank 0 and the type of `like`, float32 where that is not known."""
     known = None if like is None else like.dtype
     return new_constant(builder, node, what, np.array(number, np.float32 if known is None else known.numpy()))
 
@@ -81,12 +82,12 @@ def ints(value: ir.Value | None) -> list[int] | None:
 
 
 def given(node: ir.Node, index: int) -> ir.Value | None:
-    """The input at `index`; None where the node has none there."""
+    """Returns the input at `index`; None where the node has none there."""
     return node.inputs[index] if index < len(node.inputs) else None
 
 
 def length(value: ir.Value | None, axis: int) -> int | None:
-    """The size of an axis where it is known, and a number."""
+    """Returns the size of an axis where it is known, and a number."""
     shape = None if value is None else value.shape
     found = None if shape is None or not -len(shape) <= axis < len(shape) else shape[axis]
     return found if isinstance(found, int) else None

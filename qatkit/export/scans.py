@@ -70,7 +70,7 @@ def logcumsumexp(x, dim: int):  # type: ignore[no-untyped-def]
 
 
 def _extreme(x: Any, axis: int, fill: Any, beats: Callable[[Any, Any], Any]) -> tuple[Any, Any]:
-    """Values, and the last place that has each."""
+    """Returns values, and the last place that has each."""
     size, rank, shape = _length(x, axis), len(x.shape), x.shape
     along = [size if one == axis % rank else 1 for one in range(rank)]
     places = op.Expand(
@@ -95,7 +95,7 @@ def _extreme(x: Any, axis: int, fill: Any, beats: Callable[[Any, Any], Any]) -> 
 
 
 def _end(x: Any, *, lowest: bool) -> Any:
-    """The least or the largest value of a type."""
+    """Returns the least or the largest value of a type."""
     if x.dtype.is_floating_point():
         return _number(x, -float("inf") if lowest else float("inf"))
     limits = np.iinfo(x.dtype.numpy())
@@ -103,10 +103,10 @@ def _end(x: Any, *, lowest: bool) -> Any:
 
 
 def cummax(x, dim: int):  # type: ignore[no-untyped-def]
-    """The largest value up to each place, and where it is."""
+    """Returns the largest value up to each place, and where it is."""
     return _extreme(x, dim, _end(x, lowest=True), op.GreaterOrEqual)
 
 
 def cummin(x, dim: int):  # type: ignore[no-untyped-def]
-    """The smallest value up to each place, and where it is."""
+    """Returns the smallest value up to each place, and where it is."""
     return _extreme(x, dim, _end(x, lowest=False), op.LessOrEqual)

@@ -1,10 +1,11 @@
-"""Weights of convolutions one lower, with the zero point -1: the same numbers, computed by other kernels.
+"""Lowers integer weights of convolutions by 1, with zero_point -1: the same numbers, by other kernels.
 
     DequantizeLinear(w, scale, 0) ──> DequantizeLinear(w - 1, scale, -1)
 
 ONNX Runtime's own int8 convolution, which knows no AMX, asks for weights with the zero point 0; others go through
-im2col and the GEMM, which uses AMX where the CPU has it (docs/onnxruntime-qdq.md, 3b). Sums of integers are the same,
-so is every bit of the outputs.
+im2col and the GEMM, which uses AMX where the CPU has it (docs/onnxruntime-qdq.md, 3b). Sums of integers are
+the same,
+and so are the outputs, bit for bit.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _LOWEST = -128  # of int8
 
 
 def shift_weights(model: ir.Model) -> int:
-    """Shifts, in place, each int8 weight that nothing but convolutions in one group read.
+    """Shifts in place each int8 weight that only convolutions in one group read.
 
     A weight with a value of -128 stays as it is. Depthwise convolutions and those in groups are no GEMM that AMX is
     worth its tiles for, and stay too.

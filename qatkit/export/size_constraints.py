@@ -5,7 +5,7 @@ them, whatever its height. The exporter (torch 2.13) solves such equations to su
 sympy can't; of an axis that may have any size (`Dim.DYNAMIC`) a size that is fixed after all is found before that.
 
 A quotient of two sizes with a common factor goes through `sympy.simplify`, which takes every part of every size in it
-apart again; behind a few windows and strides that is more than 15 minutes (timm's davit_tiny). To divide each term of a
+apart again; after a few windows and strides that is more than 15 minutes (timm's davit_tiny). To divide each term of a
 sum by the factor is enough nearly always; else numerator and denominator are cancelled.
 """
 

@@ -4,7 +4,7 @@
 
 The file's first line names the release and the calibrator; then comes, for each tensor of the network, the step
 of its symmetric int8 range, max(|low|, |high|) / 127, as the hexadecimal digits of a big-endian float32. A
-release reads its own tables only, so its number is asked for ("8601" is 8.6.1).
+release reads only its own tables, so its number is required ("8601" is 8.6.1).
 Source: "Calibration file" in the README of TensorRT's sample sampleINT8.
 """
 
@@ -25,7 +25,7 @@ Ends = Mapping[str, float | int | str]
 
 
 def split_parts(graph: fx.Graph) -> dict[str, tuple[str, int]]:
-    """The site of each part of a tuple (of a split, a chunk): whose part it is, and the how manieth."""
+    """Returns, by site of each part of a tuple (of a split, a chunk), the tuple's site and the part's index."""
     found = [
         node for node in graph.nodes if node.target is operator.getitem and isinstance(node.args[1], int)
     ]
@@ -35,7 +35,7 @@ def split_parts(graph: fx.Graph) -> dict[str, tuple[str, int]]:
 def tensorrt_table(
     float_file: Path, ranges: Mapping[str, Ends], release: str, parts: Mapping[str, tuple[str, int]]
 ) -> tuple[str, list[str]]:
-    """The table's text, and the sites that no tensor of the file was found for.
+    """Returns the table's text, and the sites for which no tensor of the file was found.
 
     Args:
         float_file: whose tensors are named.

@@ -1,7 +1,7 @@
-"""Export: an nn.Module to one ONNX file, checked, with names and bytes that can be relied on.
+"""Exports an nn.Module to one checked ONNX file with reproducible names and bytes.
 
 torch's exporter runs at opset 18 (its own way down to 13 fails on ReduceMean and LayerNormalization), with our own
-translations of what it does not know; `lower` brings the graph to the opset asked for. Stack traces, which hold
+translations of operators it does not know; `lower` brings the graph to the requested opset. Stack traces, which hold
 paths of the exporting machine, are removed, so that the same module gives the same bytes.
 """
 
@@ -86,7 +86,7 @@ def export_onnx(  # noqa: PLR0913  independent settings of a file, by name
             bfloat16 or double is written as a float32 copy computes: the file, its inputs and outputs are float32.
         example: the inputs, of the real shapes: images [N, C, H, W], or several tensors in the graph's order or by
             their names. Floats may have any type.
-        dynamic_batch: whether the file takes any number of images; of a graph that takes one size of batch alone
+        dynamic_batch: whether the file takes any number of images; of a graph that takes only one batch size
             (`graph.meta["batch_axes"]`) it never does.
         opset: as `export.opset`.
         template: keep every constant under the name of its buffer, equal ones too, for `refill`.
@@ -96,7 +96,7 @@ def export_onnx(  # noqa: PLR0913  independent settings of a file, by name
 
     Returns:
         Why axes that are free in the graph have the example's size in the file; "" where there are none. Axes that were
-        asked for by name are free, or an error says why not.
+        requested by name are free, or an error says why not.
 
     Raises:
         ConfigError: an opset that can't be had; an operator that has no form in it, or in any (names its place);
@@ -244,7 +244,7 @@ def _torch_export(
         # Two of them: a batch of one would be taken for a constant.
         tensors = resized(tensors, max(2 * multiple, batch_size(tensors, axes)), axes)
     for one in free:
-        # The largest that was captured: behind strides the example may leave one row, which the exporter takes for a
+        # The largest that was captured: after strides the example may leave one row, which the exporter takes for a
         # constant as it does a batch of one.
         tensors = with_sizes(tensors, dict.fromkeys(one.places, max(2, one.size, *one.others)))
         for i, axis in one.places:
@@ -334,7 +334,7 @@ def _folds(node: ir.Node) -> bool | None:
 
 
 def _merge_bytes(graph: ir.Graph) -> None:
-    """Equal weights in bytes, of any size, become one: those of tied operators. The pass above leaves large ones."""
+    """Merges equal weights in bytes of any size (tied operators); the pass above leaves large ones."""
     kept: dict[tuple[ir.DataType, tuple[int, ...], bytes], ir.Value] = {}
     for name, value in list(graph.initializers.items()):
         tensor = value.const_value

@@ -54,7 +54,7 @@ def _in_float(q: Any, scale: Any, zero: Any = None) -> Any:
 
 
 def _recurrent(x, weights, bias, hidden, cell, mode: str, size: int):  # type: ignore[no-untyped-def]
-    """A layer with int8 weights.
+    """Translates an LSTM, GRU or RNN layer with int8 weights.
 
     Cast and Mul, not DequantizeLinear: these ONNX Runtime computes once, when it loads the file, this on every run.
     """
@@ -80,7 +80,7 @@ def _rrelu(x, noise=None, lower: float = 0.125, upper: float = 1 / 3, training=F
 
 
 def _spread(value: Any, rank: int) -> list[int]:
-    """A number for each of `rank` axes."""
+    """Returns a number for each of `rank` axes."""
     found = list(value) if isinstance(value, Sequence) else [value]
     return [int(v) for v in (found * rank if len(found) == 1 else found)]
 
@@ -112,7 +112,7 @@ def _average_pool(rank: int) -> Callable[..., Any]:
 
 
 def _by_axis(x: Any, output_size: Sequence[int], reduce: Callable[..., Any]) -> Any:
-    """The adaptive pool: along each axis, output i is made of floor(i·n/o) to ceil((i + 1)·n/o)."""
+    """Returns the adaptive pool: along each axis, output i is made of floor(i·n/o) to ceil((i + 1)·n/o)."""
     rank = len(output_size)
     for i, wanted in enumerate(output_size):
         axis, shape = len(x.shape) - rank + i, x.shape
@@ -141,11 +141,11 @@ def _adaptive_average(x, output_size: Sequence[int]):  # type: ignore[no-untyped
 
 def _adaptive_max(x, output_size: Sequence[int]):  # type: ignore[no-untyped-def]
     result = op.Identity(_by_axis(x, output_size, op.ReduceMax))
-    return result, op.Cast(result, to=_INT64)  # places nobody may read: `VALUES_ONLY`
+    return result, op.Cast(result, to=_INT64)  # places that nothing may read: `VALUES_ONLY`
 
 
 def _kth(x, k: int, dim: int = -1, keepdim: bool = False):  # type: ignore[no-untyped-def]
-    """The k-th smallest along an axis, and its place."""
+    """Returns the k-th smallest along an axis, and its place."""
     values, places = op.TopK(x, op.Constant(value_ints=[k]), axis=dim, largest=0, sorted=1)
     ends = [k - 1], [k], [dim]
     found = [op.Slice(part, *ends) for part in (values, places)]
@@ -153,12 +153,12 @@ def _kth(x, k: int, dim: int = -1, keepdim: bool = False):  # type: ignore[no-un
 
 
 def _sort(x, stable: bool | None = None, dim: int = -1, descending: bool = False):  # type: ignore[no-untyped-def]
-    """Values in order, with their places; of equal ones TopK has those first that come first."""
+    """Sorts values and returns them with their places; of equal ones TopK lists the earlier first."""
     return op.TopK(x, op.Gather(op.Shape(x), [dim], axis=0), axis=dim, largest=int(descending), sorted=1)
 
 
 def _median(x, dim: int, keepdim: bool = False):  # type: ignore[no-untyped-def]
-    """The lower one of the two in the middle."""
+    """Returns the median: the lower one of the two in the middle."""
     return _kth(x, (int(x.shape[dim]) + 1) // 2, dim, keepdim)
 
 
@@ -191,7 +191,7 @@ def _hypot(x, y):  # type: ignore[no-untyped-def]
 
 
 def _atan2(y, x):  # type: ignore[no-untyped-def]
-    """The angle of (x, y); the exporter's own is -π where y is 0 and x negative."""
+    """Returns the angle of (x, y); the exporter's own is -π where y is 0 and x negative."""
     zero, half = (op.CastLike(op.Constant(value_float=value), y) for value in (0.0, math.pi))
     angle = op.Atan(op.Div(y, x))
     behind = op.Where(op.Less(y, zero), op.Sub(angle, half), op.Add(angle, half))
@@ -200,7 +200,7 @@ def _atan2(y, x):  # type: ignore[no-untyped-def]
 
 
 def _fmax(x, y):  # type: ignore[no-untyped-def]
-    """The larger one; of a number and NaN, the number."""
+    """Returns the larger value; of a number and NaN, the number."""
     return op.Where(op.IsNaN(x), y, op.Where(op.IsNaN(y), x, op.Max(x, y)))
 
 
@@ -213,7 +213,7 @@ def _floor_division(a, b):  # type: ignore[no-untyped-def]
     return op.Div(op.Sub(a, op.Mod(a, b)), b)
 
 
-# What the exporter's translations return beside values, and no operator of ONNX says.
+# Results of the exporter's translations in addition to values, which no operator of ONNX expresses.
 VALUES_ONLY = (torch.ops.aten.adaptive_max_pool2d.default, torch.ops.aten.adaptive_max_pool3d.default)
 
 

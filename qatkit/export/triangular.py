@@ -25,7 +25,7 @@ def _mask(places: Any) -> Any:
 
 
 def solve_triangular(a, b, upper: bool, left: bool = True, unitriangular: bool = False):  # type: ignore[no-untyped-def]
-    """The x of a·x = b, or of x·a = b."""
+    """Solves a·x = b, or x·a = b, for x."""
     size = a.shape[-1]
     if not isinstance(size, int):
         raise NotImplementedError(f"a triangular system of any size ({size})")

@@ -48,7 +48,7 @@ class Exact:
 
 
 def exact_weights(model: ir.Model) -> dict[str, Exact]:
-    """The weights of a float model by their names, to compare a quantized file with.
+    """Returns the weights of a float model by their names, to compare a quantized file with.
 
     Raises:
         ValueError: one of them is not finite.
@@ -73,7 +73,7 @@ def without_wrong_weights(
         exact: the weights that it has to hold (`exact_weights`).
 
     Returns:
-        The model, cleaned of what the tools leave behind, and the operators that stay float.
+        The model, without leftovers of the tools, and the operators that stay float.
 
     Raises:
         ValueError: a weight is wrong though its operators were to stay float.
@@ -140,7 +140,7 @@ def _why_wrong(graph: ir.Graph, made: Mapping[str | None, ir.Value], name: str, 
 
 
 def _off(values: _Array, step: _Array, exact: _Array) -> float:
-    """The largest difference, in steps; infinite where the shapes differ, NaN where values are not finite."""
+    """Returns the largest difference in steps; infinite if the shapes differ, NaN if values are not finite."""
     if values.shape != exact.shape:
         return np.inf
     difference = np.abs(values.astype(np.float64) - exact)
@@ -149,7 +149,7 @@ def _off(values: _Array, step: _Array, exact: _Array) -> float:
 
 
 def _held(graph: ir.Graph, made: Mapping[str | None, ir.Value], name: str) -> Iterator[tuple[_Array, _Array]]:
-    """Every form in which the file holds a weight: its values, and the step that each may be off by."""
+    """Yields every form in which the file holds a weight: its values, and the step that each may be off by."""
     stored = graph.initializers.get(name)
     if stored is not None:
         yield _dequantized(stored)
@@ -166,7 +166,7 @@ def _held(graph: ir.Graph, made: Mapping[str | None, ir.Value], name: str) -> It
 
 
 def _of_product(graph: ir.Graph, name: str, integers: ir.Value) -> tuple[_Array, _Array]:
-    """A weight whose scale is multiplied with the result of a ConvInteger or MatMulInteger."""
+    """Returns a weight whose scale is multiplied with the result of a ConvInteger or MatMulInteger."""
     scale, zero_point = (
         constant(graph.initializers.get(f"{name}_{part}")) for part in ("scale", "zero_point")
     )
@@ -182,7 +182,7 @@ def _of_product(graph: ir.Graph, name: str, integers: ir.Value) -> tuple[_Array,
 
 
 def _dequantized(value: ir.Value) -> tuple[_Array, _Array]:
-    """A constant, and its steps, through the operators that dequantize or move values."""
+    """Returns a constant, and its steps, through the operators that dequantize or move values."""
     held, node = constant(value), value.producer()
     if held is not None:
         exactly = np.abs(held.astype(np.float64)) * 2.0**-20 if held.dtype == np.float32 else np.zeros(())

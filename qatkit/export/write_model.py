@@ -1,4 +1,4 @@
-"""Writing an ONNX file that is known to load."""
+"""Writes an ONNX file that is known to load."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from qatkit_verify.session import add_libraries, refusal
 
 
 def write_model(model: ir.Model, path: Path) -> None:
-    """Serialises, loads and checks a temporary file, then renames it: whole or not at all.
+    """Serialises, loads and checks a temporary file, then renames it, so that the write is atomic.
 
     Raises:
         ValueError: the checker or ONNX Runtime refuses it.
@@ -29,7 +29,7 @@ def write_model(model: ir.Model, path: Path) -> None:
             options.log_severity_level = 3
             options.add_session_config_entry("session.disable_prepacking", "1")  # another copy, for speed
             add_libraries(options)
-            # Before the checker, which says less: of a node in a branch it names the If alone.
+            # Before the checker, which says less: for a node in a branch it names only the If.
             ort.InferenceSession(str(temporary), options, providers=["CPUExecutionProvider"])
             onnx.checker.check_model(str(temporary) if checked is None else checked, full_check=True)
         except Exception as error:

@@ -57,7 +57,7 @@ def _attempt(
     library: Path | None,
     unsupported: Mapping[str, str],
 ) -> tuple[ImportedModel, dict[str, str]]:
-    """A module of the file, and what of it has no form in PyTorch, by first outputs of nodes."""
+    """Returns a module of the file, and what of it has no form in PyTorch, by first outputs of nodes."""
     model = read(file)
     given = fixed_inputs(file, model.graph, fixed)
     constants = {name: array(value) for name, value in given.items() if value.dtype.kind not in "OUS"}
@@ -172,7 +172,7 @@ class _Builder:
         )
 
     def _folded(self, node: Node, constants: Sequence[Array | None]) -> bool:
-        """Computes a node that depends on constants alone."""
+        """Computes a node that depends only on constants."""
         given = [value is not None for value, name in zip(constants, node.inputs, strict=True) if name]
         if (
             not all(given)
@@ -216,7 +216,7 @@ class _Builder:
         return Step(path, node.name, inputs, rest, node.outputs, originals=originals, node=_file_node(node))
 
     def _island(self, node: ir.Node, given: Node) -> Step:
-        """A region; opened now, so what ONNX Runtime does not run either is refused before it is run."""
+        """Returns the step of a region, opened now so that one ONNX Runtime cannot run is refused early."""
         made: nn.Module = Island(self.regions[node.attributes.get_int("index", 0)], self.library)
         path = self.paths.of(given.name)
         try:
@@ -251,7 +251,7 @@ class _Builder:
         return module_of(node, constants) or Operator(node, held)
 
     def _branched(self, node: ir.Node, given: Node) -> Iterable[Step]:
-        """An If: the branch that a constant condition names alone, or both."""
+        """Yields an If: only the branch that a constant condition selects, or both."""
         graphs = [node.attributes[name].as_graph() for name in ("then_branch", "else_branch")]
         condition = self.known.get(given.inputs[0])
         if condition is not None:

@@ -107,7 +107,7 @@ class _Found:
         self.activations[known] = encoding
 
     def _activation_names(self, node: ir.Node, given: str) -> Iterator[str]:
-        """Names of the tensor that a node quantizes, the best first; `given` is what it reads."""
+        """Yields names of the tensor that a node quantizes, the best first; `given` is its input."""
         for reader in node.outputs[0].consumers():
             yield from (str(one.name) for one in reader.outputs if one.is_graph_output())
         told = _TENSOR.fullmatch(node.name or "")
@@ -141,7 +141,7 @@ def _kind(node: ir.Node) -> str:
 
 
 def _parameter_names(node: ir.Node) -> Iterator[str]:
-    """Names that a constant may have had before it was quantized, the best first.
+    """Yields names that a constant may have had before it was quantized, the best first.
 
     Constants with equal bytes are stored once, under the name of the first.
     """
@@ -162,7 +162,7 @@ def _constant(value: ir.Value | None) -> Any:
 
 
 def _encoding(node: ir.Node) -> Encoding | None:
-    """The numbers of a node that quantizes or dequantizes; None where they are computed."""
+    """Returns the numbers of a node that quantizes or dequantizes; None where they are computed."""
     value, scale = node.inputs[0], _constant(node.inputs[1])
     zero = node.inputs[2] if len(node.inputs) > 2 else None
     held = _constant(zero)
@@ -190,7 +190,7 @@ def _is_lone(scales: Any, value: ir.Value, axis: int | None) -> bool:
 
 
 def _dtype(node: ir.Node) -> str:
-    """The type of the quantized values: of the zero point, of what is dequantized, or the one that is asked for."""
+    """Returns the type of the quantized values: of zero_point, of the dequantized input, or as requested."""
     import onnx_ir as ir
 
     zero = node.inputs[2] if len(node.inputs) > 2 else None

@@ -1,6 +1,6 @@
 """A float ONNX file as export.py takes it, checked without torch and, as far as possible, without ONNX Runtime.
 
-What the file alone can tell is asked first (damage, quantized nodes, inputs), then, for the modes of ONNX Runtime's
+The checks that need only the file come first (damage, quantized nodes, inputs), then, for the modes of ONNX Runtime's
 tools, what its graph must have: `qatkit.export.float_graph`, which upgrades it as well.
 """
 
@@ -53,7 +53,7 @@ class FloatFile:
         model: its weights are in memory; what is fixed is a constant.
         inputs: that are not fixed.
         fixed: inputs that are constants, by name.
-        opset: what the file has.
+        opset: the opset of the file.
         upgraded: the opset of `model`, where that is a higher one.
     """
 
@@ -88,7 +88,7 @@ class FloatFile:
         )
 
     def write(self, target: Path) -> None:
-        """Writes the model into one file, whole or not at all.
+        """Writes the model into one file, atomically.
 
         Raises:
             ConfigError: the checker or ONNX Runtime refuses it.
@@ -102,7 +102,9 @@ class FloatFile:
 
 
 def layout_of(path: Path, typed: str | None) -> str:
-    """Returns the axes of a file's images: as the configuration says, or a bundle's model.json beside the file."""
+    """Returns the axes of a file's images: as the configuration says, or a bundle's model.json next to the
+    file.
+    """
     told = preprocessing_beside(path) or {}
     return typed or str(told.get("layout", "nchw")).lower()
 
@@ -111,7 +113,7 @@ def read_float_file(path: Path, fixed: Mapping[str, Any] | None = None) -> Float
     """Reads and checks `path`.
 
     Args:
-        path: an ONNX file, with its external data beside it where it has some.
+        path: an ONNX file, with its external data, if any, next to it.
         fixed: inputs by name that become constants.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Operators that have no 8-bit kernels, taken apart into operators that have.
+"""Decomposes operators without 8-bit kernels into operators that have such kernels.
 
     com.microsoft.FusedConv                   Conv, Add of its fourth input, activation
     com.microsoft.FusedGemm                   Gemm, activation
@@ -121,7 +121,7 @@ class _Parts:
         return self._behind(before, self.kind, [], [ir.AttrFloat32(k, v) for k, v in numbers.items()])
 
     def _numbers(self) -> dict[str, float]:
-        """The numbers of the activation by the names that its own operator has for them."""
+        """Returns the numbers of the activation by the names that its own operator has for them."""
         params = self.node.attributes.get_floats("activation_params", ())
         if params:
             return dict(zip(_NUMBERS.get(self.kind, ()), params, strict=False))
@@ -132,7 +132,7 @@ class _Parts:
         }
 
     def _name(self, what: str) -> str:
-        """A name that nothing in the model has."""
+        """Returns a name that nothing in the model has."""
         base = f"{self.node.outputs[0].name}_{what}"
         free = next(n for i in itertools.count() if (n := f"{base}_{i}" if i else base) not in self.names)
         self.names.add(free)

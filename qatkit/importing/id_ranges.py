@@ -47,7 +47,7 @@ def rows_indexed_by(value: ir.Value) -> int | None:
 
 
 def _rows(node: ir.Node, place: int) -> int | None:
-    """The rows of the table that a node looks a value up in."""
+    """Returns the rows of the table that a node looks a value up in."""
     if node.op_type == "Gather" and place == 1 and node.inputs[0] is not None:
         axis = node.attributes["axis"].as_int() if "axis" in node.attributes else 0
         sizes = _shape(node.inputs[0])
@@ -64,13 +64,13 @@ def _rows(node: ir.Node, place: int) -> int | None:
 
 
 def _classes(compared: NDArray[Any]) -> int | None:
-    """The classes of a one-hot that is written as a comparison with 0, 1, 2, ...; None for another constant."""
+    """Returns the classes of a one-hot written as a comparison with 0, 1, 2, ...; None for other constants."""
     counted = compared.size > 1 and np.array_equal(compared.reshape(-1), np.arange(compared.size))
     return compared.size if counted else None
 
 
 def _shape(table: ir.Value) -> list[object]:
-    """The sizes of a table; of a constant those of its values."""
+    """Returns the sizes of a table; of a constant those of its values."""
     held = ir.convenience.get_const_tensor(table)
     if held is not None:
         return list(held.shape)

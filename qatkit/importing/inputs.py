@@ -54,7 +54,7 @@ class ImageInput:
     def size(self, asked: int | Sequence[int] | None, file: object) -> int | list[int] | None:
         """Returns the size of an image as it is typed: as the file says, and what it leaves open as `asked`.
 
-        A file that says one side alone, where nothing is asked for, takes squares.
+        A file that gives only one side takes squares, unless a size is requested.
 
         Args:
             asked: `data.image_size`.
@@ -146,7 +146,7 @@ def batch_axes(inputs: Sequence[ir.Value], widened: bool) -> dict[str, int | Non
         return dict.fromkeys(shapes, 0)
     first = next((shape for shape in shapes.values() if shape), [])
     symbol = next((size for size in first if not isinstance(size, int)), None)
-    if symbol is None or first[0] == 1:  # behind a first axis of 1 an open one is time, or a height
+    if symbol is None or first[0] == 1:  # after a first axis of 1 an open one is time, or a height
         return dict.fromkeys(shapes)
     if symbol.value is None:  # sizes without names
         return {name: _first_or_only(shape) for name, shape in shapes.items()}

@@ -76,7 +76,7 @@ class Island(nn.Module):
     """A region that ONNX Runtime computes in float, on the CPU. No gradient passes through it.
 
     Args:
-        region: what it computes.
+        region: the region that it computes.
         library: of custom operators.
     """
 
@@ -165,7 +165,7 @@ class Island(nn.Module):
         return {**self.__dict__, "_session": None}
 
     def extra_repr(self) -> str:
-        """The operators of the region."""
+        """Returns the operators of the region."""
         return ", ".join(self.region.operators)
 
 

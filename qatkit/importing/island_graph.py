@@ -107,7 +107,7 @@ def splits(inputs: Sequence[ir.Value], outputs: Sequence[ir.Value]) -> bool:
 
 
 def reached(graph: ir.Graph, start: ir.Node, *, forward: bool) -> set[ir.Node]:
-    """Returns the nodes of a graph behind, or before, one of them."""
+    """Returns the nodes of a graph after, or before, one of them."""
     found, values = set[ir.Node](), {*(start.outputs if forward else read_by(start))}
     for node in graph if forward else reversed(list(graph)):
         if values & {*(read_by(node) if forward else node.outputs)}:

@@ -9,7 +9,7 @@
 
 Nodes that read each other's results without a node of PyTorch in between are one region, so only tensors of numbers
 cross its border. Whatever constants and sizes a region reads are in it as well. In the graph each region becomes one
-node of the domain `DOMAIN`, and the nodes leave.
+node of the domain `DOMAIN`, and its nodes are removed.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ class _Cutter:
         for nodes, region, inputs, outputs in found:
             if outputs:
                 self._replace(graph, nodes, region, inputs, outputs)
-        for node in reversed(list(graph)):  # constants that regions alone read
+        for node in reversed(list(graph)):  # constants that only regions read
             unread = not any(value.uses() or value.is_graph_output() for value in node.outputs)
             if node in self.why and unread:
                 graph.remove(node, safe=True)
@@ -198,8 +198,9 @@ class _Cutter:
                     self.cut(branch)
 
     def _groups(self, graph: ir.Graph) -> list[list[ir.Node]]:
-        """The regions of a graph: its nodes in `why` that read each other, none behind a node of PyTorch that is
-        behind the region itself.
+        """Returns the regions of a graph: groups of its nodes in `why` that read each other.
+
+        No node of a region comes after a node of PyTorch that itself comes after the region.
         """
         while True:
             stage = self._stages(graph)
@@ -225,7 +226,7 @@ class _Cutter:
         return list(distinct.values())
 
     def _makers(self, node: ir.Node, graph: ir.Graph) -> list[ir.Node]:
-        """The nodes of this graph that make what a node reads; of a region's, behind the sizes that it takes along."""
+        """Returns the nodes that make what a node reads; for a region's node, past the sizes that it includes."""
         values = self._needed([node])[0] if node in self.why and self._is_computed(node) else read_by(node)
         found = [value.producer() for value in values]
         return [maker for maker in found if maker is not None and maker.graph is graph]
@@ -346,7 +347,7 @@ class _Cutter:
         return Border(str(value.name), np.dtype(dtype.numpy()), one_image(value))
 
     def _found_dtypes(self) -> dict[str, ir.DataType]:
-        """Types that onnx's inference does not find, behind operators of other domains, as ONNX Runtime finds them."""
+        """Returns types after operators of other domains, which ONNX Runtime infers and onnx does not."""
         if self.dtypes is None:
             nodes = self.model.graph
             names = {value.name for node in nodes for value in node.outputs if value.dtype is None}

@@ -73,11 +73,11 @@ class Makers:
         return norm or (isinstance(own, Operator) and own.node.op_type == "Mul" and _factor(step))
 
     def region(self, name: str) -> str:
-        """The region that makes a value of the file; "" for what no region makes."""
+        """Returns the region that makes a value of the file; "" for what no region makes."""
         return self.way(name).region
 
     def way(self, name: str) -> Way:
-        """The same, with what lies in between."""
+        """Returns the path to the region that makes a value of the file."""
         absorbed, moved = 0, False
         while (step := self.by_output.get(name) or self._inside.get(name)) is not None:
             if region_of(step) in self.regions.nodes:

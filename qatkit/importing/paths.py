@@ -46,7 +46,7 @@ class Paths:
 
 
 def _allowed(part: str) -> str:
-    """A part of a path that Python reads as it is written, and that no module has as an attribute."""
+    """Returns a part of a path that Python reads as it is written, and that no module has as an attribute."""
     if part.isidentifier():
         part = unicodedata.normalize("NFKC", part)  # as Python reads identifiers
     return f"{part}_" if keyword.iskeyword(part) or part in _NEVER else part

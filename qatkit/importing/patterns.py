@@ -1,4 +1,4 @@
-"""Operators that exporters write in parts become one again: SiLU, HardSwish, GELU.
+"""Joins operators that exporters write in parts: SiLU, HardSwish, GELU.
 
 As one operator each has a class of its own in `qatkit.graph.operators`, with its placement and its form in the file.
 """
@@ -42,7 +42,7 @@ def join_patterns(graph: ir.Graph) -> None:
 
 
 def _silu(node: ir.Node) -> tuple[str, ir.Value, dict[str, Any]] | None:
-    """X · sigmoid(x)."""
+    """Matches x · sigmoid(x)."""
     if node.op_type != "Mul":
         return None
     for x, gate in pairs(node):
@@ -63,14 +63,14 @@ def _clipped_sum(value: ir.Value | None) -> ir.Value | None:
 
 
 def _hard_sigmoid(node: ir.Node) -> tuple[str, ir.Value, dict[str, Any]] | None:
-    """clip(x + 3, 0, 6) / 6."""
+    """Matches clip(x + 3, 0, 6) / 6."""
     inner = by_number(node, "Div", 6.0) or by_number(node, "Mul", 1 / 6)
     x = _clipped_sum(inner)
     return None if x is None else ("HardSigmoid", x, {"alpha": 1 / 6, "beta": 0.5})
 
 
 def _hard_swish(node: ir.Node) -> tuple[str, ir.Value, dict[str, Any]] | None:
-    """X · hardsigmoid(x), or x · clip(x + 3, 0, 6) / 6."""
+    """Matches x · hardsigmoid(x), or x · clip(x + 3, 0, 6) / 6."""
     if node.op_type == "Mul":
         for x, gate in pairs(node):
             hard = made(gate, "HardSigmoid")
@@ -93,7 +93,7 @@ def _hard_swish(node: ir.Node) -> tuple[str, ir.Value, dict[str, Any]] | None:
 
 
 def _gelu(node: ir.Node) -> tuple[str, ir.Value, dict[str, Any]] | None:
-    """0.5 · x · (1 + erf(x / √2))."""
+    """Matches 0.5 · x · (1 + erf(x / √2))."""
     x = gelu_input(node)
     return None if x is None else ("Gelu", x, {})
 

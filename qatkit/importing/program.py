@@ -4,7 +4,8 @@
     a node with constant weights (Conv, Gemm, LSTM)        →  an ordinary torch module with parameters
     every other node                                       →  an `Operator`: the function of its class
     what PyTorch has no form for                           →  an `Island` of nodes that ONNX Runtime computes
-    If                                                     →  both branches; the one that its condition names runs
+    If                                                     →  both branches; the condition selects the one
+    that runs
 
 Each is a submodule whose path is the node's name in the file, so overrides and reports call it as the file does. Sizes,
 axes and other integers that do not depend on the inputs' values are NumPy arrays while the program runs.
@@ -30,7 +31,7 @@ from qatkit.importing.operators.values import array, one_int, tensor
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.session import use_library
 
-LARGE = 4096  # values of a constant of which no second copy is kept
+LARGE = 4096  # constants with this many values are not kept a second time
 _SIZES = 16  # numbers of an output that are made one by one, at most
 
 
@@ -42,7 +43,7 @@ class Operator(nn.Module):
         constants: the constant inputs, by position among the inputs; arrays of floats become buffers.
     """
 
-    one_operator = True  # its call is named by its path alone (`qatkit.graph.trace.name_sites`)
+    one_operator = True  # its call is named only by its path (`qatkit.graph.trace.name_sites`)
 
     def __init__(self, node: Node, constants: Mapping[int, Array]) -> None:
         super().__init__()
@@ -302,7 +303,7 @@ def import_onnx(
     """Returns a float ONNX file as a PyTorch module in inference mode.
 
     Args:
-        path: the file; its external data lies beside it.
+        path: the file; its external data lies next to it.
         fixed: inputs by name that become constants, such as a sampling rate.
         any_batch: where every input has a first axis of 1, let it be of any size: a Reshape to [1, ...] keeps the first
             axis as it is. `prove_import` says whether the file allows it.
@@ -326,7 +327,7 @@ def import_onnx(
 
 
 def _of_sizes(value: Value) -> Tensor:
-    """An output; numbers that follow from sizes are made one by one, so that a recorded graph follows the sizes."""
+    """Returns an output as a tensor; numbers from sizes are made one by one, so that a trace follows the sizes."""
     if not isinstance(value, np.ndarray) or value.ndim > 1 or value.size > _SIZES:
         return tensor(value)
     kind = tensor(value).dtype
@@ -335,7 +336,7 @@ def _of_sizes(value: Value) -> Tensor:
 
 
 def _last_readers(program: Program) -> dict[int, list[str]]:
-    """Returns by step the values that nobody reads after it."""
+    """Returns by step the values that nothing reads after it."""
     readers: dict[str, int] = {}
     for number, step in enumerate(program.steps):
         for name in (*step.inputs, *step.outputs, *step.captured()):

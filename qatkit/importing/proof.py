@@ -1,4 +1,4 @@
-"""Proof of an import: the module gives what the file gives in ONNX Runtime."""
+"""Checks an import: the module must give the file's outputs in ONNX Runtime."""
 
 from __future__ import annotations
 

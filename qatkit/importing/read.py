@@ -35,7 +35,7 @@ def read(
     check: Callable[[onnx.GraphProto], None] | None = None,
     as_is: bool = False,
 ) -> ir.Model:
-    """Reads a file of any opset; weights in other files are read from beside it.
+    """Reads a file of any opset; weights in other files are read from its folder.
 
     Args:
         path: of the file.
@@ -57,7 +57,9 @@ def read(
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turns whatever a damaged file makes of the libraries that read it into a ConfigError, and keeps them quiet."""
+    """Turns the errors of libraries that read a damaged file into a ConfigError, and silences these
+    libraries.
+    """
     try:
         with quiet():
             yield
@@ -138,7 +140,7 @@ def _check_and_load(path: Path, model: ir.Model, size: int, most: int | None, as
 
 
 def _in_circle(graph: ir.Graph) -> ir.Node:
-    """A node that reads what it makes itself, through others; there is one."""
+    """Returns a node that reads what it makes itself, through others; there is one."""
     left = {node: {value.producer() for value in node.inputs if value is not None} for node in graph}
     while ready := [node for node, makers in left.items() if not makers & left.keys()]:
         for node in ready:
@@ -177,7 +179,7 @@ def _graphs(graph: ir.Graph) -> Iterator[ir.Graph]:
 
 
 def _check_inputs(path: Path, graph: ir.Graph) -> None:
-    """Holds that somebody makes what the nodes of a graph read.
+    """Checks that everything the nodes of a graph read exists.
 
     Raises:
         ConfigError: names a node and a value.
@@ -226,7 +228,8 @@ def _external(graph: ir.Graph) -> list[tuple[ir.Value, ir.ExternalTensor]]:
 
 
 def _load_weights(path: Path, graph: ir.Graph, as_is: bool) -> None:
-    """Reads the initializers of a graph that lie in other files; `as_is` looks whether they are there alone.
+    """Reads the initializers of a graph that lie in other files; with `as_is` it only checks that these
+    exist.
 
     Raises:
         ConfigError: such a file ends too early.

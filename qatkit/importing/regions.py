@@ -131,7 +131,7 @@ class Regions:
         return self.region[source] != path or self._moves_from_start(source, path)
 
     def outputs(self) -> list[tuple[fx.Node, Chain]]:
-        """The source of each output of the graph, and what stands behind it."""
+        """Returns the source of each output of the graph, and the chain after it."""
         end = next(n for n in self.graph.graph.nodes if n.op == "output")
         found = []
         for argument in _arguments(end):
@@ -140,7 +140,7 @@ class Regions:
         return found
 
     def back(self, node: fx.Node) -> tuple[fx.Node, Chain]:
-        """The node of a region that `node` has its values from, and the chain behind it."""
+        """Returns the node of a region from which `node` has its values, and the chain after it."""
         chain: list[Pair | Layout | str] = []
         while (links := _link(node)) is not None:
             chain[:0] = links
@@ -148,7 +148,7 @@ class Regions:
         return node, tuple(chain)
 
     def _ahead(self, node: fx.Node, path: str) -> Chain:
-        """Pairs that a region has behind a node that only moves what it reads."""
+        """Returns the pairs in a region after a node that only moves its input."""
         chain: list[Pair | Layout | str] = []
         while facts(node).keeps_range and len(node.users) == 1:
             links, user = self._forward(next(iter(node.users)))
@@ -168,7 +168,7 @@ class Regions:
         return chain, node
 
     def _behind(self, node: fx.Node, path: str) -> Chain:
-        """Pairs that a region has before nodes at its end that only move values."""
+        """Returns the pairs in a region before nodes at its end that only move values."""
         chain: Chain = ()
         while facts(node).keeps_range and node.all_input_nodes:
             source, links = self.back(node.all_input_nodes[0])
@@ -179,12 +179,12 @@ class Regions:
 
 
 def region_of(step: Step) -> str:
-    """The region of a node of the file; an If is one with both of its branches."""
+    """Returns the region of a node of the file; an If is one with both of its branches."""
     return step.path or f"If {next(name for name in step.outputs if name)}"
 
 
 def _joined(chain: Chain) -> Chain:
-    """A chain in which no pair follows itself, and none right behind another, of which ONNX Runtime would make one."""
+    """Returns a chain without repeated pairs, and without adjacent pairs, which ONNX Runtime would merge."""
     found: list[Pair | Layout | str] = []
     for link in chain:
         if found and found[-1] == link:
@@ -210,7 +210,7 @@ def _link(node: fx.Node) -> Chain | None:
 
 
 def pair_of(module: QuantizeDequantize) -> Pair:
-    """The numbers of a converted quantizer."""
+    """Returns the numbers of a converted quantizer."""
     dtype = str(module.zero_point.dtype).removeprefix("torch.")
     ends = None if module.ends is None else (module.ends[0], module.ends[1])
     return Pair(float(module.scale), int(module.zero_point), dtype, ends)
@@ -231,14 +231,14 @@ def _has_tensors(value: object) -> bool:
 
 
 def _arguments(node: fx.Node) -> list[fx.Node]:
-    """The nodes in the arguments of a node, in their order, each as often as it is there."""
+    """Returns the nodes in the arguments of a node, in their order, each as often as it is there."""
     found: list[fx.Node] = []
     fx.map_arg((node.args, node.kwargs), found.append)
     return found
 
 
 def shape(node: fx.Node) -> tuple[int, ...]:
-    """The shape that a node had for the example."""
+    """Returns the shape that a node had for the example."""
     value = node.meta.get("value")
     return tuple(value.shape) if isinstance(value, Tensor) else ()
 

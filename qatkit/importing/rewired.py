@@ -22,7 +22,7 @@ class Rewired:
         """Lets a step read `value` where it read the value of this name.
 
         Args:
-            place: among the inputs of the step, of which two may have one name.
+            place: the position among the inputs of the step, two of which may have the same name.
         """
         source = origin(self.file.value(name))
         last = self.file.maker(next(one for one in step.outputs if one))
@@ -66,7 +66,7 @@ class Rewired:
                     graph.outputs[i] = value
 
     def _parts(self, step: Step, last: ir.Node, source: ir.Value) -> list[ir.Node]:
-        """The nodes before the last one of a step that its input goes through; copies, where others read them too."""
+        """Returns the nodes of a step on the input's path before the last one; copies, if others read them too."""
         ends = {id(origin(self.file.value(name))) for name in step.inputs if name in self.file.values}
         found: list[ir.Node] = []
         waiting = [last]
@@ -107,7 +107,7 @@ class Rewired:
 
 
 def origin(value: ir.Value) -> ir.Value:
-    """The value behind nodes that change nothing."""
+    """Returns the value past nodes that change nothing."""
     node = value.producer()
     while node is not None and node.op_type in _PASSING and node.domain == "":
         before = node.inputs[0]

@@ -1,4 +1,4 @@
-"""States of a file: outputs that are inputs of the next step, as `model.kwargs.states` names them."""
+"""States of a file: outputs that are inputs of the next step, named by `model.kwargs.states`."""
 
 from __future__ import annotations
 

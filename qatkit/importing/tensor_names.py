@@ -49,8 +49,9 @@ def _tensors(model: ImportedModel) -> Iterator[tuple[str, str]]:
 
 
 def _quantizer(regions: Regions, region: str) -> tuple[fx.Node | None, bool]:
-    """The quantizer of what a region gives, and whether its range is that of another region's values, which are moved
-    here; None where there is none, or the region has several.
+    """Returns the quantizer of a region's output, and whether its range is another region's.
+
+    The second is so if the region only moves values. The quantizer is None if there is none, or several.
     """
     if region.startswith(INPUT):
         nodes = [node for node, one in regions.region.items() if one == region]

@@ -1,15 +1,15 @@
-"""A converted module of an imported file, written back by editing that file.
+"""Writes a converted module of an imported file back by editing that file.
 
     regions.py           which nodes of the converted graph are which node of the file, and the pairs between them
     written_file.py      the file in memory: names, new nodes and constants, pairs
     written_weights.py   bytes and scales in place of float weights
-    written_packed.py    packed weights of few bits, which activations in float are multiplied by
+    written_packed.py    packed weights of few bits, multiplied with float activations
     written_forms.py     nodes in another form: gates, SiLU and transposed convolutions in 8 bits
 
-Each reader of the graph is a node of the file, and says how each of its inputs is read: as it is, or behind a pair. So
-each pair is put on the value that the file has there, and exactly those inputs read it. Whatever the graph has absorbed
-(a ReLU in a range that starts at zero, a reshape around a Linear) stays in the file, where it changes nothing; a
-BatchNorm or a layer scale that went into weights goes.
+Each reader of the graph is a node of the file and determines how each of its inputs is read: as it is, or after a
+pair. So each pair is put on the value that the file has there, and exactly those inputs read it. Nodes that the graph
+has absorbed (a ReLU in a range that starts at zero, a reshape around a Linear) stay in the file, where they change
+nothing. A BatchNorm or a layer scale that was folded into weights is removed.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class _Writer:
             self.weights.write(step, module)
 
     def _opset(self) -> int:
-        """The lowest opset that the pairs have a form in."""
+        """Returns the lowest opset that the pairs have a form in."""
         modules = list(self.graph.modules())
         for module in modules:
             if isinstance(module, QuantizeDequantize) and (kind := pair_of(module).dtype) not in _HELD:
@@ -195,7 +195,9 @@ class _Writer:
                     self.rewired.reads(step, name, place, value)
 
     def _in_layout(self, step: Step, place: int, chain: Chain, edges: Sequence[Edge]) -> Chain:
-        """A chain that ONNX Runtime moves the channels of images in front of, and not behind."""
+        """Returns the chain with a `Layout`, so that ONNX Runtime moves image channels before it, not after
+        it.
+        """
         maker = self.makers.region(step.inputs[place])
         axes = len(shape(next(edge.source for edge in edges if edge.maker == maker))) - 2
         return (*chain, Layout(axes)) if axes in (1, 2, 3) else chain
@@ -245,7 +247,7 @@ class _Writer:
                 yield place, chains[i if len(chains) == len(places) else 0]
 
     def _source(self, name: str, chain: Chain) -> ir.Value:
-        """The value that a chain stands on: before a Clip whose end lies below what the pair can give."""
+        """Returns the value that a chain starts from: before a Clip whose end is below the pair's maximum."""
         step = self.makers.by_output.get(name)
         first = next((link for link in chain if isinstance(link, Pair)), None)
         if step is None or first is None or step.path in self.regions.nodes:
@@ -256,7 +258,7 @@ class _Writer:
         return self.file.value(step.inputs[0])
 
     def _fitted(self, step: Step, place: int, chain: Chain) -> Chain:
-        """A chain with the barriers that ONNX Runtime needs at this node, and without others."""
+        """Returns a chain with the barriers that ONNX Runtime needs at this node, and without others."""
         node = self.file.maker(next(name for name in step.outputs if name))
         if node.op_type in ("LayerNormalization", "Gelu") and chain[-1:] == (BARRIER,):
             return chain[:-1]  # one node here, which no fusion has to find
@@ -300,7 +302,9 @@ class _Writer:
             self._output(place, self.file.link(self._source(source, chain), chain), source)
 
     def _declare_outputs(self) -> None:
-        """Gives outputs types and shapes where onnx's inference knows none: behind operators of other domains."""
+        """Gives outputs types and shapes where onnx's inference knows none: after operators of other
+        domains.
+        """
         outputs = self.file.graph.outputs
         if all(value.type is not None and value.shape is not None for value in outputs):
             return
@@ -318,7 +322,7 @@ class _Writer:
         old = outputs[place]
         if old is value:
             return
-        if old is not self.file.value(source):  # an Identity behind it
+        if old is not self.file.value(source):  # an Identity after it
             cast(ir.Node, old.producer()).replace_input_with(0, value)
             return
         name = str(old.name)

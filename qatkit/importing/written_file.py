@@ -1,6 +1,6 @@
-"""The ONNX file that is being edited: its values by the names that they had, and what is put between them.
+"""Edits an ONNX file: finds its values by their original names, and inserts nodes between them.
 
-Every new name is derived from that of the value or node that it serves, with a number where the file has it already.
+Every new name is derived from that of the value or node that it serves, with a number if the file has it already.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ BARRIER = "barrier"  # an operator that no fusion of ONNX Runtime looks through
 
 @dataclass(frozen=True)
 class Layout:
-    """A pool of single positions, which gives what it reads, and which ONNX Runtime moves no Transpose through.
+    """A pool of single positions, which returns its input, and which ONNX Runtime moves no Transpose through.
 
     Attributes:
         axes: of its positions.
@@ -64,11 +64,11 @@ class Layout:
     axes: int
 
 
-Chain = tuple[Pair | Layout | str, ...]  # what stands between two operators, in the order in which it runs
+Chain = tuple[Pair | Layout | str, ...]  # what lies between two operators, in the order in which it runs
 
 
 def refused(file: Path, reason: str) -> ConfigError:
-    """The error of a module that can't be written back."""
+    """Returns the error of a module that can't be written back."""
     return ConfigError("onnx", file, reason=reason)
 
 
@@ -106,7 +106,8 @@ class WrittenFile:
         self._links: dict[tuple[int, Chain], ir.Value] = {}
 
     def name(self, wanted: str) -> str:
-        """`wanted`, or with a number behind it; nobody else gets it. Of a very long name both ends are kept.
+        """Returns `wanted`, with a number appended if it is taken, and reserves it; very long names keep both
+        ends.
 
         TensorFlow's converters join the names of all operators that became one, in hundreds of characters.
         """
@@ -119,11 +120,11 @@ class WrittenFile:
         return free
 
     def value(self, name: str) -> ir.Value:
-        """The value that had this name in the file; its name may be another by now."""
+        """Returns the value that had this name in the file; its name may be another by now."""
         return self.values[name]
 
     def maker(self, name: str) -> ir.Node:
-        """The node that makes a value."""
+        """Returns the node that makes a value."""
         value = self.values.get(name) or self._inside.get(name)
         node = None if value is None else value.producer()
         if node is None:
@@ -131,7 +132,7 @@ class WrittenFile:
         return node
 
     def constant(self, array: Any, name: str) -> ir.Value:
-        """A new initializer."""
+        """Returns a new initializer."""
         name = self.name(name)
         tensor = ir.tensor(np.ascontiguousarray(array).reshape(np.shape(array)), name=name)
         value = ir.Value(
@@ -148,7 +149,7 @@ class WrittenFile:
         base: str,
         attributes: Iterable[ir.Attr] = (),
     ) -> ir.Value:
-        """The output of a new node behind a value or node; at the beginning of the graph for an input or a constant."""
+        """Returns the output of a new node after a value or node; for an input or constant it comes first."""
         name = self.name(f"{base}_{kind}")
         domain = self._domain_of_pair(inputs) if kind in _PAIRS else ""
         new = ir.Node(domain, kind, list(inputs), list(attributes), name=name, num_outputs=1)
@@ -162,7 +163,7 @@ class WrittenFile:
         return new.outputs[0]
 
     def _domain_of_pair(self, inputs: Sequence[ir.Value | None]) -> str:
-        """The standard operators take 16 bits from opset 21 on, ONNX Runtime's own ones at any."""
+        """Returns the domain for an operator of a pair: ONNX Runtime's own for 16 bits before opset 21, else ""."""
         zero = inputs[2] if len(inputs) > 2 else None
         if zero is None or zero.dtype not in _SIXTEEN or self.model.opset_imports.get("", 1) >= _STANDARD_16:
             return ""
@@ -170,7 +171,7 @@ class WrittenFile:
         return MICROSOFT
 
     def link(self, value: ir.Value, chain: Chain) -> ir.Value:
-        """`value` behind pairs and barriers, each of which is there once."""
+        """Returns `value` after pairs and barriers, each of which is written once."""
         if chain and (kind := _other_float(value)) is not None:
             return self._converted(value, kind, chain)
         for count in range(1, len(chain) + 1):
@@ -181,8 +182,9 @@ class WrittenFile:
         return self._links[id(value), chain] if chain else value
 
     def _converted(self, value: ir.Value, kind: ir.DataType, chain: Chain) -> ir.Value:
-        """A chain on floats of another width than float32, which scales do not have: before the Cast that makes them,
-        or between two.
+        """Writes a chain on floats of another width than float32, which scales do not have.
+
+        The chain goes before the Cast that makes them, or between two Casts.
         """
         maker = value.producer()
         if maker is not None and maker.op_type == "Cast" and len(value.uses()) + value.is_graph_output() < 2:
@@ -222,7 +224,7 @@ class WrittenFile:
         second: tuple[ir.Value, ir.Value],
         base: str,
     ) -> ir.Value:
-        """`value` quantized by one scale and zero_point and dequantized by another."""
+        """Returns `value` quantized by one scale and zero_point and dequantized by another."""
         whole = self.node(value, "QuantizeLinear", [value, *first], base)
         for reader, place in list(value.uses()):
             if reader.op_type in _SIZES and value.producer() is not None:
@@ -247,7 +249,7 @@ class WrittenFile:
         return all(shape is not None and shape.is_static() for shape in shapes)
 
     def tidy(self) -> None:
-        """Removes nodes and constants that nobody reads any more."""
+        """Removes nodes and constants that nothing reads any more."""
         for node in reversed(list(self.graph)):
             if id(node) not in self._unread and not _is_read(node):
                 self.graph.remove(node, safe=True)
@@ -256,7 +258,7 @@ class WrittenFile:
                 del self.graph.initializers[name]
 
     def _fix(self, name: str, array: Array) -> None:
-        """An input becomes a constant."""
+        """Turns an input into a constant."""
         value = next(value for value in self.graph.inputs if value.name == name)
         kind = None if value.dtype is None else value.dtype.numpy()
         self.graph.inputs.remove(value)
@@ -280,7 +282,7 @@ class WrittenFile:
             self.graph.remove(node, safe=True)
 
     def _named(self, before: ir.Node, old: ir.Value, new: ir.Value) -> ir.Value:
-        """An Identity of `new`, which is the output of the graph that `old` was."""
+        """Returns an Identity of `new`, which is the output of the graph that `old` was."""
         named = ir.Node("", "Identity", [new], num_outputs=1)
         self.graph.insert_before(before, named)
         result, name = named.outputs[0], str(old.name)
@@ -290,7 +292,7 @@ class WrittenFile:
 
 
 def _at(path: Path, model: ir.Model, opset: int) -> ir.Model:
-    """The model at an opset, if its own is lower."""
+    """Returns the model at an opset, if its own is lower."""
     own = model.opset_imports.get("", 1)
     if own >= opset:
         return model
@@ -304,7 +306,7 @@ def _at(path: Path, model: ir.Model, opset: int) -> ir.Model:
 
 
 def _names(graph: ir.Graph) -> set[str]:
-    """All names of nodes and values, in branches and bodies too."""
+    """Returns all names of nodes and values, in branches and bodies too."""
     found = {str(value.name) for value in (*graph.inputs, *graph.initializers.values())}
     for node in ir.traversal.RecursiveGraphIterator(graph):
         found |= {str(node.name), *(str(value.name) for value in node.outputs)}
@@ -316,14 +318,14 @@ def _names(graph: ir.Graph) -> set[str]:
 
 
 def _in_branches(graph: ir.Graph) -> dict[str, ir.Value]:
-    """The values that one branch or body alone makes under their names."""
+    """Returns the values, by name, that only one branch or body makes."""
     made = [value for node in ir.traversal.RecursiveGraphIterator(graph) for value in node.outputs]
     count = Counter(value.name for value in made)
     return {str(value.name): value for value in made if count[value.name] == 1}
 
 
 def _other_float(value: ir.Value) -> ir.DataType | None:
-    """The type of floats that are no float32, as far as the file or a Cast says."""
+    """Returns the type of floats that are no float32, as far as the file or a Cast says."""
     maker = value.producer()
     kind = value.dtype
     if kind is None and maker is not None and maker.op_type == "Cast":

@@ -1,11 +1,11 @@
-"""Nodes of the file that are written in another form, the one that `qatkit.export` writes: their region, node by node.
+"""Writes nodes of the file in the form that `qatkit.export` uses: their region, node by node.
 
     HardSwish, HardSigmoid in 8 bits    Add(x, 3), quantized at 6/255, read at 1/255 (and Mul)
-    SiLU behind a pair                  com.microsoft.QuickGelu, with a function of standard operators
+    SiLU after a pair                   com.microsoft.QuickGelu, with a function of standard operators
     ConvTranspose with such weights     Conv, DepthToSpace (or Reshape and Transpose), Slice
     ReduceMean of images in 8 bits      GlobalAveragePool (and Flatten)
 
-Of the first, ONNX Runtime has an int8 kernel for this form alone; of a SiLU in parts it would give each part a
+Of the first, ONNX Runtime has an int8 kernel only for this form; of a SiLU in parts it would give each part a
 DequantizeLinear of its own and fuse neither; of ConvTranspose and ReduceMean it has none.
 """
 
@@ -79,7 +79,7 @@ class Form:
         """Replaces the node.
 
         Args:
-            inputs: by place (`Edge.place`), the values that the region reads, behind their chains.
+            inputs: by place (`Edge.place`), the values that the region reads, after their chains.
         """
         self.made: dict[fx.Node, ir.Value] = {}
         self.inputs = inputs
@@ -101,7 +101,7 @@ class Form:
         return self.file.link(self.made[source], chain)
 
     def _new(self, kind: str, inputs: Sequence[ir.Value | None], **attributes: Any) -> ir.Value:
-        """A node right before the old one, whose name the first of its operator gets."""
+        """Returns a node right before the old one, whose name the first of its operator gets."""
         items = [ir.convenience.convert_attribute(k, v) for k, v in attributes.items()]
         name = self.file.name(f"{self.node.name or self.base}_{kind}")
         new = ir.Node("", kind, list(inputs), items, name=name, num_outputs=1)
@@ -191,7 +191,7 @@ class Form:
         )
 
     def _sizes(self, node: fx.Node) -> ir.Value:
-        """The shape of a Reshape that splits axis 1, or joins two axes; the others have whatever size the input has."""
+        """Returns the shape of a Reshape that splits axis 1 or joins two axes; other axes keep their size."""
         sizes = self._new("Shape", [self._operand(node, 0, node.all_input_nodes[0])])
         if called(node) == "unflatten":
             first, behind, between = 1, 2, list(cast("tuple[int, ...]", node.args[2]))
@@ -205,7 +205,7 @@ class Form:
         return self._new("Concat", [ends[0], self._constant(between, "between"), ends[1]], axis=0)
 
     def _slice(self, node: fx.Node, x: ir.Value) -> ir.Value:
-        """A part of some axes; its end is counted from the end, which holds for any size."""
+        """Returns a part of some axes; its end is counted from the end, which holds for any size."""
         parts = cast("tuple[slice, ...]", node.args[1])
         sizes = shape(node.all_input_nodes[0])
         found = []

@@ -1,9 +1,9 @@
-"""Packed weights of a converted module (`qatkit.graph.convert.weight_only_modules`) in the nodes of a file.
+"""Writes packed weights of a converted module (`qatkit.graph.convert.weight_only_modules`) in the nodes of a file.
 
     MatMul, Gemm, 4 bits or fewer     com.microsoft MatMulNBits in its place, with the bias that it has
     Conv, MatMul, Gemm of 8 bits      the float weight is unpacked by operators of constants, which ONNX Runtime
                                       computes once, when it loads the file
-    Gather of a constant table        Gathers of packed rows, scales and zero points, unpacked behind
+    Gather of a constant table        Gathers of packed rows, scales and zero points, unpacked afterwards
 
 Source: the definition of MatMulNBits in onnxruntime's docs/ContribOperators.md.
 """
@@ -68,13 +68,13 @@ class PackedWeights:
             self._float_product(step, node, module)
 
     def operands(self, module: WeightOnly, shape: Sequence[int], name: str) -> ir.Value:
-        """Returns the float weight, in the layout of torch and of this shape, of constants alone."""
+        """Returns the float weight, in the layout of torch and of this shape, computed only from constants."""
         held, scale, zero = self._operands(module, name)
         rows = self._rows(module, held, scale, zero, name, scale)
         return self._reshaped(rows, shape, name)
 
     def _packed_product(self, node: ir.Node, module: WeightOnly) -> None:
-        """The node becomes a MatMulNBits."""
+        """Turns the node into a MatMulNBits."""
         x, name = node.inputs[0], str(cast(ir.Value, node.inputs[1]).name)
         given: list[ir.Value | None] = [x, *self._operands(module, name)]
         bias = self._bias(node, module)
@@ -100,7 +100,7 @@ class PackedWeights:
         if linear and not (node.op_type == "Gemm" and node.attributes.get_int("transB", 0) == 1):
             weight = self.file.node(weight, "Transpose", [weight], name, [ir.AttrInt64s("perm", [1, 0])])
         if linear and bias is not None:
-            node.op_type = "Gemm"  # which a BatchNorm behind a MatMul gave a bias
+            node.op_type = "Gemm"  # to which a BatchNorm after a MatMul gave a bias
         for attribute in ("alpha", "beta"):
             node.attributes.pop(attribute, None)  # the weights have them
         given = [weight] if bias is None else [weight, bias]
@@ -109,7 +109,7 @@ class PackedWeights:
             node.replace_input_with(1 + place, value)
 
     def _bias(self, node: ir.Node, module: WeightOnly) -> ir.Value | None:
-        """The bias [out]: that of the file where it has the same values."""
+        """Returns the bias [out]: that of the file where it has the same values."""
         if module.bias is None:
             return None
         wanted = array_of(module.bias)
@@ -121,7 +121,7 @@ class PackedWeights:
         return self.weights.stored(wanted, f"{base}.bias" if own is None else f"{base}_trained")
 
     def _table(self, node: ir.Node, module: PackedEmbedding) -> None:
-        """The node becomes a Reshape of unpacked rows."""
+        """Turns the node into a Reshape of unpacked rows."""
         table_name, places = str(cast(ir.Value, node.inputs[0]).name), cast(ir.Value, node.inputs[1])
         base = str(node.outputs[0].name)
         flat = last = self._reshaped(places, [-1], base)
@@ -157,7 +157,7 @@ class PackedWeights:
     def _operands(
         self, module: WeightOnly | PackedEmbedding, name: str
     ) -> tuple[ir.Value, ir.Value, ir.Value | None]:
-        """Bytes, scales in float32, and zero points where there are."""
+        """Returns bytes, scales in float32, and zero points where there are any."""
         held, scale, unit, zero = self._stored(module, name)
         assert held is not None and scale is not None
         return held, self._decoded(module, scale, unit, name, None), zero
@@ -185,7 +185,7 @@ class PackedWeights:
         base: str,
         after: ir.Value,
     ) -> ir.Value:
-        """Rows [n, inputs] in float32 of packed ones, their scales and zero points, behind the node of `after`."""
+        """Returns float32 rows [n, inputs] of packed rows, scales and zero points, after the node of `after`."""
         _, blocks, size = module.weight.shape
         each, bits = 8 // module.bits, module.bits
         width = size * each
@@ -208,7 +208,7 @@ class PackedWeights:
     def _integers(
         self, held: ir.Value, bits: int, shape: Sequence[int], base: str, after: ir.Value | None
     ) -> ir.Value:
-        """The integers of bytes, float32 of this shape."""
+        """Returns the integers of bytes, float32 of this shape."""
         if bits == 8:
             return self.file.node(after, "Cast", [held], base, [ir.AttrInt64("to", _FLOAT)])
         places = self.file.node(after, "Cast", [held], base, [ir.AttrInt64("to", _INT32)])
@@ -216,7 +216,7 @@ class PackedWeights:
         return self._reshaped(self.file.node(places, "Gather", [every, places], base), shape, base)
 
     def _first(self, value: ir.Value, count: int, wanted: int, base: str) -> ir.Value:
-        """The first values of each row of `count`."""
+        """Returns the first values of each row of `count`."""
         if count == wanted:
             return value
         ends = [self._constant(np.array([one], np.int64), base, f"at_{one}") for one in (0, wanted, 1)]

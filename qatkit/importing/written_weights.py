@@ -1,12 +1,12 @@
-"""Weights of a converted module as initializers of the file: bytes and their scales, or new floats.
+"""Writes weights of a converted module as initializers of the file: bytes and their scales, or new floats.
 
-    Conv, Gemm, MatMul           int8 behind a DequantizeLinear, the bias int32 behind another
-    BatchNormalization alone     a depthwise Conv
+    Conv, Gemm, MatMul           int8 before a DequantizeLinear, the bias int32 before another
+    BatchNormalization only      a depthwise Conv
     Gather of a constant table   Gather of bytes, Cast, Mul with a Gather of scales
-    LSTM, GRU, RNN               int8 behind Cast and Mul, which ONNX Runtime computes once
-    what stayed float            new values where training or a fold changed them
+    LSTM, GRU, RNN               int8 before Cast and Mul, which ONNX Runtime computes once
+    float operators              new values where training or a fold changed them
 
-Each in the layout that the node reads. Equal bytes are stored once.
+Each weight is in the layout that the node reads. Equal bytes are stored once.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class WrittenWeights:
             self._floats(step, node, module)
 
     def stored(self, array: Array, name: str) -> ir.Value:
-        """An initializer with these values; the one that has them already where there is one."""
+        """Returns an initializer with these values; the one that has them already where there is one."""
         key = str(array.dtype), array.shape, array.tobytes()
         if key not in self._stored:
             self._stored[key] = self.file.constant(array, name)
@@ -65,7 +65,7 @@ class WrittenWeights:
     def operands(
         self, module: Quantized, weight: Array, scale: Array, axis: int, names: tuple[str, str]
     ) -> list[ir.Value]:
-        """The values of weight and, where there is one, bias of a product.
+        """Returns the values of weight and, where there is one, bias of a product.
 
         Args:
             weight, scale: in the layout of the node; scales of rank 0 or 1, along `axis`.
@@ -84,14 +84,14 @@ class WrittenWeights:
         if module.float_bias is not None:
             found.append(self.file.constant(array_of(module.float_bias)[:count], names[1]))
         elif module.bias is not None:
-            # Not shared: a bias scale fits one operator alone.
+            # Not shared: a bias scale fits only one operator.
             bias = self.file.constant(array_of(module.bias)[:count], f"{names[1]}_quantized")
             own = array_of(module.bias_scale)
             own = own[:count] if own.ndim else own
             factor = self.file.constant(own, f"{names[1]}_scale")
             along = [ir.AttrInt64("axis", 0)] if own.ndim else []
             given = [bias, factor]
-            if module.bias_multiplier is not None:  # 0 by definition of an int32 bias alone
+            if module.bias_multiplier is not None:  # 0 by definition only for an int32 bias
                 zeros = np.zeros_like(own, array_of(module.bias).dtype)
                 given.append(self.stored(zeros, f"{names[1]}_zero_point"))
             found.append(self.file.node(None, "DequantizeLinear", given, names[1], along))
@@ -123,7 +123,7 @@ class WrittenWeights:
             found[0] = self.file.node(found[0], "Sum", [found[0]], names[0])
         if alone:
             _as_depthwise(node, len(weight), weight.ndim - 2)
-        elif node.op_type == "MatMul" and len(found) > 1:  # a BatchNorm behind it gave it a bias
+        elif node.op_type == "MatMul" and len(found) > 1:  # a BatchNorm after it gave it a bias
             node.op_type = "Gemm"
         if node.op_type == "Gemm":
             for name in ("alpha", "beta"):
@@ -152,7 +152,7 @@ class WrittenWeights:
         self._take_name(output, found, f"{name}_rows")
 
     def _take_name(self, old: ir.Value, new: ir.Value, other: str) -> None:
-        """`new` gets the name of `old`, which gets another."""
+        """Gives `new` the name of `old`, which gets another."""
         name = str(old.name)
         old.name = self.file.name(other)
         new.name = name
@@ -172,7 +172,7 @@ class WrittenWeights:
             self._float(node, 3, array_of(cast(Tensor, module.bias_l0)), None)
 
     def _floats(self, step: Step, node: ir.Node, module: nn.Module) -> None:
-        """New values where the module has others than the file."""
+        """Writes new values where the module's differ from the file's."""
         found = _float_inputs(node, module)
         if node.op_type == "ConvTranspose" and not isinstance(module, nn.modules.conv._ConvTransposeNd):
             found = self._transposed(step, node, found)
@@ -180,7 +180,7 @@ class WrittenWeights:
             self._float(node, place, array, step.original(place))
 
     def _transposed(self, step: Step, node: ir.Node, found: Mapping[int, Array]) -> dict[int, Array]:
-        """Weight and bias of a transposed convolution, from those of the convolution that makes all of its phases."""
+        """Returns weight and bias of a transposed convolution from those of its convolution for all phases."""
         kernel = step.shape(1)[2:]
         stride = list(node.attributes.get_ints("strides", [1] * len(kernel)))
         groups = node.attributes.get_int("group", 1)
@@ -223,7 +223,7 @@ def held_by(value: ir.Value) -> Array | None:
 
 
 def _float_inputs(node: ir.Node, module: Any) -> Mapping[int, Array]:
-    """The parameters of a float module by the inputs of its node."""
+    """Returns the parameters of a float module by the inputs of its node."""
     if isinstance(module, nn.Linear):
         weight, bias = array_of(module.weight), module.bias
         turned = weight if node.op_type == "Gemm" and node.attributes.get_int("transB", 0) == 1 else weight.T
@@ -264,7 +264,7 @@ def _recurrent_inputs(module: nn.RNNBase) -> dict[int, Array]:
 
 
 def _as_depthwise(node: ir.Node, channels: int, rank: int) -> None:
-    """A BatchNormalization becomes the Conv that the graph has for it."""
+    """Turns a BatchNormalization into the Conv that the graph has for it."""
     node.op_type = "Conv"
     node.attributes.clear()
     node.attributes.add(ir.AttrInt64("group", channels))

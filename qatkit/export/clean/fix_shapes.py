@@ -1,4 +1,4 @@
-"""Open axes of a file's inputs get sizes, by the name of the size or by the axis."""
+"""Fixes the sizes of open axes of a file's inputs, by the name of the size or by the axis."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Constants folded, nodes that do nothing removed, duplicates merged: by ONNX Runtime's basic optimizer and onnx_ir.
+"""Folds constants, removes no-op nodes and merges duplicates by ONNX Runtime's basic optimizer and onnx_ir.
 
 The optimizer is the one that prepares files for its quantization tools (`qatkit.export.for_ort_tools`). Left out are
 those of its passes that replace ONNX's operators by ones of its own, that round otherwise where all is to be exact, and

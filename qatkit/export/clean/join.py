@@ -1,5 +1,6 @@
-"""Constant factors and sums joined with the convolution beside them, and nodes of one part that split or concatenate
-nothing, where ONNX Runtime's optimizer leaves them.
+"""Folds constant factors and sums into adjacent convolutions where ONNX Runtime's optimizer does not.
+
+It also removes Split and Concat nodes of a single part.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ def join(model: ir.Model, *, exact: bool) -> None:
 
     Args:
         model: which is changed.
-        exact: whether factors are powers of two alone, and nothing is added.
+        exact: whether all factors are powers of two, and nothing is added.
     """
     for graph in graphs(model.graph):
         for node in list(graph):
@@ -60,7 +61,7 @@ def _constant_beside(node: ir.Node) -> tuple[ir.Value | None, NDArray[np.floatin
 
 
 def _lone(value: ir.Value | None, graph: ir.Graph) -> bool:
-    """Returns whether one node of the graph alone reads a value."""
+    """Returns whether exactly one node of the graph reads a value."""
     if value is None or len(value.uses()) != 1 or value.is_graph_output():
         return False
     return all(node.graph is graph for node in value.consumers())

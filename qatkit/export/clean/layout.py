@@ -1,4 +1,4 @@
-"""Channels first or last at a file's ends, by a Transpose or by one that is there already."""
+"""Puts channels first or last at a file's ends, by a new Transpose or an existing one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names that any other tool takes: unique, of plain characters."""
+"""Makes names that any other tool accepts: unique, of plain characters."""
 
 from __future__ import annotations
 

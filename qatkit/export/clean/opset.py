@@ -1,4 +1,4 @@
-"""Another opset: higher, and from 18 on lower, by onnx's converter; 13 to 17 by the project's own rules."""
+"""Converts to another opset: up, and down to 18, by onnx's converter; to 13 to 17 by the project's own rules."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def to_opset(path: Path, model: ir.Model, opset: int) -> tuple[ir.Model, list[st
     Args:
         path: of the file, for messages.
         model: of any opset.
-        opset: that is asked for.
+        opset: the requested opset.
 
     Raises:
         ConfigError: an operator has no form there, or the weights are too large for the converter.

@@ -1,4 +1,4 @@
-"""Proof that a cleaned file computes what the file did, by ONNX Runtime without optimizations."""
+"""Checks that a cleaned file computes the same as the original, by ONNX Runtime without optimizations."""
 
 from __future__ import annotations
 

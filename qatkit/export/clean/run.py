@@ -1,4 +1,4 @@
-"""A file through all services that are asked for, proved and stored in a folder."""
+"""Runs all requested services on a file, checks the result and stores it in a folder."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Asked(NamedTuple):
 
     @property
     def bound(self) -> float:
-        """The dB that outputs have to meet."""
+        """The signal-to-noise ratio in dB that outputs must reach."""
         if self.float32:
             return OF_HALVES
         rounds = self.fold == "all" or self.opset is not None or not EXACT.issuperset(self.rewrite)
@@ -57,9 +57,9 @@ class Cleaned:
 
     Attributes:
         files: in a temporary folder; the model first.
-        rows: services with what they changed.
+        rows: the services with their changes.
         proof: that the function is the same, before operators were replaced by approximations.
-        error: the comparison with these; None where none were asked for.
+        error: the comparison with these; None if none were requested.
     """
 
     files: list[Path]
@@ -74,14 +74,14 @@ def clean(source: Path, model: ir.Model, asked: Asked, target: Path, threads: in
     """Applies the services, and proves the result.
 
     Args:
-        source: the file, with its external data beside it.
+        source: the file, with its external data next to it.
         model: as it was read.
         asked: the services.
         target: where the cleaned file is stored, in a temporary folder.
         threads: of ONNX Runtime.
 
     Raises:
-        ConfigError: a service does not fit the file, or the result does not compute what the file does.
+        ConfigError: a service does not fit the file, or the result does not compute the same as the file.
     """
     beside = _has_external(model)
     count = sum(1 for _ in nodes(model))

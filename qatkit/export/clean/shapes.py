@@ -1,4 +1,4 @@
-"""Types and shapes of all tensors, inferred again after changes."""
+"""Infers types and shapes of all tensors again after changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model in a file, with its weights beside it where they are large."""
+"""Stores a model in a file, with large weights in a second file next to it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from qatkit.export.clean.graphs import graphs
 from qatkit_verify.errors import ConfigError, one_line
 from qatkit_verify.session import open_session
 
-LARGE = 1 << 30  # bytes of weights, from which they lie beside the file; a message holds less than 2^31
+LARGE = (
+    1 << 30
+)  # bytes of weights, from which they are stored next to the file; a message holds less than 2^31
 # Packed weights are a copy, and the kernels that read them add in another order than those that are given the same
 # values as no constant.
 UNPACKED = {"session.disable_prepacking": "1"}
@@ -25,12 +27,12 @@ def weight_bytes(model: ir.Model) -> int:
 
 
 def store(model: ir.Model, path: Path, *, beside: bool = False) -> list[Path]:
-    """Writes a model, one weight after the other where they lie beside it.
+    """Writes a model; weights in a file next to it are written one after the other.
 
     Args:
         model: its weights may lie in other files.
         path: of the file.
-        beside: whether weights lie in PATH.data whatever their size.
+        beside: whether weights are stored in PATH.data whatever their size.
 
     Returns:
         The files that were written.

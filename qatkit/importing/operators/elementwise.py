@@ -58,7 +58,7 @@ def _binary(apply: Callable[[Any, Any], Tensor], node: Node, a: Value, b: Value)
 
 
 def _pair(a: Value, b: Value) -> tuple[Any, Any]:
-    """Returns two operands, of which a number stays a number."""
+    """Returns two operands; a number stays a number."""
     if isinstance(a, Tensor):
         return a, operand(b, a)
     second = tensor(b)
@@ -83,7 +83,7 @@ def divide(node: Node, a: Value, b: Value) -> Tensor:
 
 @function("Pow")
 def power(node: Node, a: Value, b: Value) -> Tensor:
-    """The result has the type of the first operand."""
+    """Returns a power; the result has the type of the first operand."""
     first, second = _pair(a, b)
     if isinstance(second, float) and second == 0.5:
         return torch.sqrt(first)
@@ -95,7 +95,7 @@ def power(node: Node, a: Value, b: Value) -> Tensor:
 
 @function("Mod")
 def remainder(node: Node, a: Value, b: Value) -> Tensor:
-    """`fmod=1` keeps the sign of the dividend, else that of the divisor."""
+    """Returns the remainder; with `fmod=1` it has the sign of the dividend, else that of the divisor."""
     first, second = _pair(a, b)
     return (torch.fmod if node.get("fmod", 0) else torch.remainder)(first, second)
 
@@ -119,13 +119,13 @@ def _several(node: Node, values: tuple[Value, ...], apply: Callable[[Any, Any], 
 
 @function("Max")
 def maximum(node: Node, *values: Value) -> Tensor:
-    """The largest of several tensors."""
+    """Returns the largest of several tensors."""
     return _several(node, values, _extreme(torch.maximum, "min"))
 
 
 @function("Min")
 def minimum(node: Node, *values: Value) -> Tensor:
-    """The smallest of several tensors."""
+    """Returns the smallest of several tensors."""
     return _several(node, values, _extreme(torch.minimum, "max"))
 
 
@@ -141,13 +141,13 @@ def _extreme(of_two: Callable[[Tensor, Tensor], Tensor], bound: str) -> Callable
 
 @function("Sum")
 def total(node: Node, *values: Value) -> Tensor:
-    """The sum of several tensors."""
+    """Returns the sum of several tensors."""
     return _several(node, values, lambda a, b: a + b)
 
 
 @function("Mean")
 def mean(node: Node, *values: Value) -> Tensor:
-    """The mean of several tensors."""
+    """Returns the mean of several tensors."""
     return total(node, *values) / len(values)
 
 
@@ -186,7 +186,7 @@ def clip(node: Node, x: Value, low: Value = None, high: Value = None) -> Tensor:
 
 @function("LeakyRelu")
 def leaky_relu(node: Node, x: Value) -> Tensor:
-    """x, or alpha·x below zero."""
+    """Returns x, or alpha·x below zero."""
     return F.leaky_relu(tensor(x), node.get("alpha", 0.01))
 
 
@@ -213,19 +213,19 @@ def prelu(node: Node, x: Value, slope: Value) -> Tensor:
 
 @function("Elu")
 def elu(node: Node, x: Value) -> Tensor:
-    """Exponential linear unit."""
+    """Applies the exponential linear unit."""
     return F.elu(tensor(x), node.get("alpha", 1.0))
 
 
 @function("Celu")
 def celu(node: Node, x: Value) -> Tensor:
-    """Continuously differentiable exponential linear unit."""
+    """Applies the continuously differentiable exponential linear unit."""
     return F.celu(tensor(x), node.get("alpha", 1.0))
 
 
 @function("Selu")
 def selu(node: Node, x: Value) -> Tensor:
-    """Scaled exponential linear unit, with the constants that the node names."""
+    """Applies the scaled exponential linear unit with the constants of the node."""
     x = tensor(x)
     alpha, gamma = node.get("alpha", 1.6732632423543772), node.get("gamma", 1.0507009873554805)
     return gamma * (torch.clamp(x, min=0) + alpha * (torch.exp(torch.clamp(x, max=0)) - 1))
@@ -233,7 +233,7 @@ def selu(node: Node, x: Value) -> Tensor:
 
 @function("HardSigmoid")
 def hard_sigmoid(node: Node, x: Value) -> Tensor:
-    """clamp(alpha·x + beta, 0, 1); with PyTorch's constants it is PyTorch's."""
+    """Computes clamp(alpha·x + beta, 0, 1), by PyTorch's function if the constants are PyTorch's."""
     x, alpha, beta = tensor(x), node.get("alpha", 0.2), node.get("beta", 0.5)
     if math.isclose(alpha, 1 / 6, abs_tol=1e-6) and beta == 0.5:
         return F.hardsigmoid(x)
@@ -242,14 +242,14 @@ def hard_sigmoid(node: Node, x: Value) -> Tensor:
 
 @function("ThresholdedRelu")
 def thresholded_relu(node: Node, x: Value) -> Tensor:
-    """X where it is above alpha, else zero."""
+    """Returns x where it is above alpha, else zero."""
     x = tensor(x)
     return torch.where(x > node.get("alpha", 1.0), x, torch.zeros_like(x))
 
 
 @function("Shrink")
 def shrink(node: Node, x: Value) -> Tensor:
-    """Values nearer to zero than lambd are zero, others move towards it by bias."""
+    """Sets values nearer to zero than lambd to zero and moves others towards zero by bias."""
     x, lambd, bias = tensor(x), node.get("lambd", 0.5), node.get("bias", 0.0)
     zeros = torch.zeros_like(x)
     return torch.where(x < -lambd, x + bias, torch.where(x > lambd, x - bias, zeros))
@@ -264,14 +264,14 @@ def gelu(node: Node, x: Value) -> Tensor:
 
 @function("FastGelu", domain="com.microsoft")
 def fast_gelu(node: Node, x: Value, bias: Value = None) -> Tensor:
-    """The approximation by tanh, of x plus a bias."""
+    """Computes GELU of x plus a bias by the tanh approximation."""
     x = tensor(x)
     return F.gelu(x if bias is None else x + operand(bias, x), approximate="tanh")
 
 
 @function("BiasGelu", domain="com.microsoft")
 def bias_gelu(node: Node, x: Value, bias: Value) -> Tensor:
-    """GELU of x plus a bias."""
+    """Computes GELU of x plus a bias."""
     x = tensor(x)
     return F.gelu(x + operand(bias, x))
 
@@ -279,7 +279,7 @@ def bias_gelu(node: Node, x: Value, bias: Value) -> Tensor:
 @function("QuickGelu", domain="com.microsoft")
 @function("Swish")
 def swish(node: Node, x: Value) -> Tensor:
-    """x·sigmoid(alpha·x); SiLU where alpha is 1."""
+    """Computes x·sigmoid(alpha·x), which is SiLU if alpha is 1."""
     x, alpha = tensor(x), node.get("alpha", 1.702 if node.domain else 1.0)
     return F.silu(x) if alpha == 1.0 else x * torch.sigmoid(alpha * x)
 
@@ -304,7 +304,7 @@ def cast_like(node: Node, x: Value, other: Value) -> Tensor:
 
 @function("IsInf")
 def is_infinite(node: Node, x: Value) -> Tensor:
-    """Either sign, or one of them."""
+    """Detects infinities of either sign, or of one of them."""
     x = tensor(x)
     found = torch.isposinf(x) if node.get("detect_positive", 1) else torch.zeros_like(x, dtype=torch.bool)
     return found | torch.isneginf(x) if node.get("detect_negative", 1) else found
@@ -327,7 +327,7 @@ def dropout(node: Node, x: Value, *settings: Value) -> tuple[Value, Array]:
 
 @function("DequantizeLinear")
 def dequantize(node: Node, x: Value, scale: Value, zero_point: Value = None) -> Tensor:
-    """(x - zero_point)·scale, per tensor, per slice of an axis, or per block of it."""
+    """Computes (x - zero_point)·scale, per tensor, per slice of an axis, or per block of it."""
     integers, factors = tensor(x).float(), tensor(scale)
     zeros = torch.zeros_like(factors) if zero_point is None else tensor(zero_point).float()
     axis, block = node.get("axis", 1) % max(integers.ndim, 1), node.get("block_size", 0)

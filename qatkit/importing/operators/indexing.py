@@ -1,4 +1,4 @@
-"""Operators that take values out of a tensor by their places, or put them there."""
+"""Operators that gather values of a tensor by their places, or scatter them there."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from qatkit.importing.operators.values import axes_of, ints, one_int, tensor
 
 @module("Gather")
 def embedding(node: Node, constants: Sequence[Array | None]) -> nn.Module | None:
-    """Rows of a constant table are an embedding."""
+    """Returns an embedding for the rows of a constant table."""
     table = constants[0]
     if (
         table is None
@@ -98,7 +98,7 @@ def slices(
 
 @function("ScatterElements", "Scatter")
 def scatter_elements(node: Node, x: Value, places: Value, updates: Value) -> Tensor:
-    """Values put to their places along an axis: in place of what is there, or added to it and so on."""
+    """Scatters values to their places along an axis; they replace the old ones or are combined with them."""
     x, axis = tensor(x), node.get("axis", 0)
     index, source = _from_front(tensor(places, x).long(), x.shape[axis]), tensor(updates, x)
     kind = {"add": "sum", "mul": "prod", "max": "amax", "min": "amin"}.get(node.get("reduction", "none"))
@@ -133,13 +133,13 @@ def one_hot(node: Node, places: Value, depth: Value, values: Value) -> Tensor:
 
 @function("NonZero")
 def nonzero(node: Node, x: Value) -> Tensor:
-    """The places of all values but zero, as [axes, count]."""
+    """Returns the places of all nonzero values, [axes, count]."""
     return torch.nonzero(tensor(x)).T
 
 
 @function("ReverseSequence")
 def reverse_sequence(node: Node, x: Value, lengths: Value) -> Tensor:
-    """The first part of each sequence turned round, as long as its length says."""
+    """Reverses the first part of each sequence, up to its length."""
     x = tensor(x)
     time, batch = node.get("time_axis", 0), node.get("batch_axis", 1)
     size = x.shape[time]

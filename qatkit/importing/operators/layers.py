@@ -21,7 +21,7 @@ _TRANSPOSED_FUNCTIONS: Sequence[Any] = (F.conv_transpose1d, F.conv_transpose2d, 
 
 
 class Padded(nn.Module):
-    """A convolution behind a padding that differs from side to side.
+    """A convolution after a padding that differs from side to side.
 
     Args:
         inner: without a padding of its own.
@@ -71,7 +71,7 @@ def _with(made: Any, weight: Array, bias: Array | None) -> nn.Module:
 
 @module("Conv")
 def convolution(node: Node, constants: Sequence[Array | None]) -> nn.Module | None:
-    """A torch convolution; zeros around the input are its own where both sides have as many."""
+    """Returns a torch convolution; zeros around the input are its own where both sides have as many."""
     weight = constants[1]
     bias, known = _bias(node, constants, 2)
     if weight is None or not known or not 3 <= weight.ndim <= 5:
@@ -100,7 +100,7 @@ def _bias(node: Node, constants: Sequence[Array | None], place: int) -> tuple[Ar
 
 @function("Conv")
 def computed_convolution(node: Node, x: Value, weight: Value, bias: Value = None) -> Tensor:
-    """A convolution whose weight is computed."""
+    """Computes a convolution with a computed weight."""
     x, w = tensor(x), tensor(weight)
     axes = w.ndim - 2
     settings, pads = _settings(node, axes), _pads(node, axes)
@@ -133,7 +133,7 @@ class Cropped(nn.Module):
 
 @module("ConvTranspose")
 def transposed_convolution(node: Node, constants: Sequence[Array | None]) -> nn.Module | None:
-    """A torch transposed convolution, cut where its two sides lose different amounts."""
+    """Returns a torch transposed convolution, cut where its two sides lose different amounts."""
     weight = constants[1]
     bias, known = _bias(node, constants, 2)
     if weight is None or not known or not 3 <= weight.ndim <= 5:
@@ -177,7 +177,7 @@ def _transposed_pads(
 
 @function("ConvTranspose")
 def computed_transposed_convolution(node: Node, x: Value, weight: Value, bias: Value = None) -> Tensor:
-    """A transposed convolution whose weight is computed."""
+    """Computes a transposed convolution with a computed weight."""
     w = tensor(weight)
     axes = w.ndim - 2
     settings = _settings(node, axes)
@@ -195,14 +195,14 @@ def computed_transposed_convolution(node: Node, x: Value, weight: Value, bias: V
 
 
 def _linear(weight: Array, bias: Array | None) -> nn.Module:
-    """A Linear of a weight [out, in]."""
+    """Returns a Linear of a weight [out, in]."""
     made = nn.Linear(weight.shape[1], weight.shape[0], bias is not None)
     return _with(made, weight, bias)
 
 
 @module("Gemm")
 def gemm_module(node: Node, constants: Sequence[Array | None]) -> nn.Module | None:
-    """alpha·A·B + beta·C with constant B and C is a Linear."""
+    """Returns a Linear for alpha·A·B + beta·C with constant B and C."""
     weight = constants[1]
     bias, known = _bias(node, constants, 2)
     if weight is None or not known or node.get("transA", 0):
@@ -217,7 +217,7 @@ def gemm_module(node: Node, constants: Sequence[Array | None]) -> nn.Module | No
 
 @function("Gemm")
 def gemm(node: Node, a: Value, b: Value, c: Value = None) -> Tensor:
-    """alpha·A·B + beta·C."""
+    """Computes alpha·A·B + beta·C."""
     left, right = tensor(a), tensor(b)
     product = (left.T if node.get("transA", 0) else left) @ (right.T if node.get("transB", 0) else right)
     alpha, beta = node.get("alpha", 1.0), node.get("beta", 1.0)
@@ -230,14 +230,14 @@ def gemm(node: Node, a: Value, b: Value, c: Value = None) -> Tensor:
 
 @module("MatMul")
 def matmul_module(node: Node, constants: Sequence[Array | None]) -> nn.Module | None:
-    """A product with a constant matrix on the right is a Linear."""
+    """Returns a Linear for a product with a constant matrix on the right."""
     weight = constants[1]
     return None if weight is None or weight.ndim != 2 or weight.dtype.kind != "f" else _linear(weight.T, None)
 
 
 @function("MatMul")
 def matmul(node: Node, a: Value, b: Value) -> Tensor:
-    """A product of matrices, broadcast as NumPy does."""
+    """Multiplies matrices, broadcast as NumPy does."""
     like = a if isinstance(a, Tensor) else b if isinstance(b, Tensor) else None
     return torch.matmul(tensor(a, like), tensor(b, like))
 
@@ -249,7 +249,7 @@ def _turned_batch(node: Node) -> str:
 
 @function("FusedMatMul", domain="com.microsoft", refuses=_turned_batch)
 def fused_matmul(node: Node, a: Value, b: Value) -> Tensor:
-    """alpha·A·B, each transposed where the node says so."""
+    """Computes alpha·A·B, each transposed if the node says so."""
     left, right = tensor(a), tensor(b)
     left = left.transpose(-1, -2) if node.get("transA", 0) else left
     right = right.transpose(-1, -2) if node.get("transB", 0) else right
@@ -258,6 +258,6 @@ def fused_matmul(node: Node, a: Value, b: Value) -> Tensor:
 
 @function("Einsum")
 def einsum(node: Node, *values: Value) -> Tensor:
-    """Einstein's summation."""
+    """Applies Einstein's summation."""
     like = next((value for value in values if isinstance(value, Tensor)), None)
     return torch.einsum(node.get("equation"), *(tensor(value, like) for value in values))

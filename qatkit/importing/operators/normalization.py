@@ -23,7 +23,7 @@ _BATCH_NORMS: dict[int, type[Any]] = {
 
 @module("BatchNormalization")
 def batch_norm_module(node: Node, constants: Sequence[Array | None]) -> nn.Module | None:
-    """A torch BatchNorm with the statistics of the file."""
+    """Returns a torch BatchNorm with the statistics of the file."""
     rank = node.ranks[0] if node.ranks else None
     if any(value is None for value in constants[1:5]) or rank not in _BATCH_NORMS or _unknown(node):
         return None
@@ -59,7 +59,7 @@ def instance_norm(node: Node, x: Value, scale: Value, bias: Value) -> Tensor:
 
 @module("LayerNormalization")
 def layer_norm_module(node: Node, constants: Sequence[Array | None]) -> nn.Module | None:
-    """A torch LayerNorm over the axes that the scale has."""
+    """Returns a torch LayerNorm over the axes that the scale has."""
     scale = constants[1]
     bias = constants[2] if len(constants) > 2 else np.zeros_like(scale) if scale is not None else None
     rank, axis = node.ranks[0] if node.ranks else None, node.get("axis", -1)
@@ -80,7 +80,7 @@ def _with_mean(node: Node) -> str:
 
 @function("LayerNormalization", refuses=_with_mean)
 def layer_norm(node: Node, x: Value, scale: Value, bias: Value = None) -> Tensor:
-    """Over all axes from one on, with a scale of any shape that broadcasts."""
+    """Normalizes over all axes from one on, with a scale of any shape that broadcasts."""
     x = tensor(x)
     sizes = x.shape[node.get("axis", -1) % x.ndim :]
     normal = F.layer_norm(x, sizes, eps=node.get("epsilon", 1e-5)) * operand(scale, x)
@@ -91,7 +91,7 @@ def layer_norm(node: Node, x: Value, scale: Value, bias: Value = None) -> Tensor
 def skip_layer_norm(
     node: Node, x: Value, skip: Value, gamma: Value, beta: Value = None, bias: Value = None
 ) -> tuple[Tensor | None, ...]:
-    """LayerNorm of a sum; the sum itself is the fourth output."""
+    """Computes LayerNorm of a sum; the sum itself is the fourth output."""
     x = tensor(x)
     summed = x + operand(skip, x)
     summed = summed if bias is None else summed + operand(bias, x)
@@ -102,7 +102,7 @@ def skip_layer_norm(
 
 @function("GroupNormalization")
 def group_norm(node: Node, x: Value, scale: Value, bias: Value) -> Tensor:
-    """Up to opset 20 with a scale per group, from 21 on with one per channel."""
+    """Normalizes groups of channels, up to opset 20 with a scale per group, from 21 on with one per channel."""
     x, groups = tensor(x), node.get("num_groups")
     gamma, beta = tensor(scale, x), tensor(bias, x)
     if node.version < 21:
@@ -114,7 +114,7 @@ def group_norm(node: Node, x: Value, scale: Value, bias: Value) -> Tensor:
 @function("RMSNormalization")
 @function("SimplifiedLayerNormalization")
 def rms_norm(node: Node, x: Value, scale: Value) -> Tensor:
-    """Divided by the root of the mean square over all axes from one on."""
+    """Divides by the root of the mean square over all axes from one on."""
     x = tensor(x)
     axes = list(range(node.get("axis", -1) % x.ndim, x.ndim))
     root = torch.rsqrt(torch.mean(x * x, axes, keepdim=True) + node.get("epsilon", 1e-5))
@@ -123,7 +123,7 @@ def rms_norm(node: Node, x: Value, scale: Value) -> Tensor:
 
 @function("LRN")
 def local_response_norm(node: Node, x: Value) -> Tensor:
-    """Divided by a power of the sum of squares of neighbouring channels."""
+    """Divides by a power of the sum of squares of neighbouring channels."""
     settings = {key: node.get(key, value) for key, value in (("alpha", 1e-4), ("beta", 0.75))}
     return F.local_response_norm(tensor(x), node.get("size"), k=node.get("bias", 1.0), **settings)
 

@@ -60,7 +60,7 @@ def _dilated(node: Node) -> str:
 
 @function("MaxPool", refuses=_with_places)
 def max_pool(node: Node, x: Value) -> Tensor:
-    """Pads at the end alone are windows that reach beyond it, which `ceil_mode` has too."""
+    """Pools by maximum; pads only at the end act like windows beyond it, as with `ceil_mode`."""
     x = tensor(x)
     kernel, stride, dilation, pads = _window(node, x)
     axes, ceil = len(kernel), bool(node.get("ceil_mode", 0))
@@ -78,7 +78,7 @@ def max_pool(node: Node, x: Value) -> Tensor:
 
 @function("AveragePool", refuses=_dilated)
 def average_pool(node: Node, x: Value) -> Tensor:
-    """Padded positions count with `count_include_pad` alone."""
+    """Pools by mean; padded positions count only with `count_include_pad`."""
     x = tensor(x)
     kernel, stride, _, pads = _window(node, x)
     axes, ceil, whole = len(kernel), bool(node.get("ceil_mode", 0)), bool(node.get("count_include_pad", 0))
@@ -95,7 +95,7 @@ def average_pool(node: Node, x: Value) -> Tensor:
 
 @function("GlobalAveragePool")
 def global_average_pool(node: Node, x: Value) -> Tensor:
-    """The mean over all positions, which stay as axes of size 1."""
+    """Returns the mean over all positions, which stay as axes of size 1."""
     x = tensor(x)
     if not 3 <= x.ndim <= 5:
         return torch.mean(x, list(range(2, x.ndim)), keepdim=True)
@@ -105,14 +105,14 @@ def global_average_pool(node: Node, x: Value) -> Tensor:
 
 @function("GlobalMaxPool")
 def global_max_pool(node: Node, x: Value) -> Tensor:
-    """The largest value over all positions, which stay as axes of size 1."""
+    """Returns the largest value over all positions, which stay as axes of size 1."""
     x = tensor(x)
     return torch.amax(x, list(range(2, x.ndim)), keepdim=True)
 
 
 @function("LpPool", refuses=_dilated)
 def lp_pool(node: Node, x: Value) -> Tensor:
-    """The norm of each window."""
+    """Returns the norm of each window."""
     x, p = tensor(x), node.get("p", 2)
     kernel, stride, _, pads = _window(node, x)
     axes = len(kernel)

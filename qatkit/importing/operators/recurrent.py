@@ -100,7 +100,7 @@ def _known(lengths: Array | None) -> bool:
 
 @module("LSTM", "GRU", "RNN")
 def recurrent(node: Node, constants: Sequence[Array | None]) -> nn.Module:
-    """A torch layer with the gates in torch's order.
+    """Returns a torch layer with the gates in torch's order.
 
     Raises:
         UnsupportedError: a layer that torch does not have.

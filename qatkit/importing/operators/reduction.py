@@ -35,7 +35,7 @@ def _axes(node: Node, x: Tensor, given: Value) -> list[int] | None:
 
 @function(*_REDUCTIONS, known=(1,))
 def reduce(node: Node, x: Value, axes: Value = None) -> Tensor:
-    """Axes are an attribute, or an input in newer opsets."""
+    """Reduces axes, which are an attribute, or an input in newer opsets."""
     x = tensor(x)
     found = _axes(node, x, axes)
     if found is None:
@@ -47,7 +47,7 @@ def reduce(node: Node, x: Value, axes: Value = None) -> Tensor:
 
 @function("ReduceMean", known=(1,))
 def reduce_mean(node: Node, x: Value, axes: Value = None) -> Tensor:
-    """The mean of an image over its positions is a global pool, which has an 8-bit kernel."""
+    """Averages; over the positions of an image it is a global pool, which has an 8-bit kernel."""
     x = tensor(x)
     found, keep = _axes(node, x, axes), bool(node.get("keepdims", 1))
     if found is None or not x.ndim:
@@ -63,7 +63,7 @@ def reduce_mean(node: Node, x: Value, axes: Value = None) -> Tensor:
 
 @function("ReduceProd", known=(1,))
 def reduce_prod(node: Node, x: Value, axes: Value = None) -> Tensor:
-    """The product, one axis after the other."""
+    """Returns the product, one axis after the other."""
     x = tensor(x)
     keep = bool(node.get("keepdims", 1))
     for axis in reversed(_axes(node, x, axes) or []):
@@ -73,7 +73,7 @@ def reduce_prod(node: Node, x: Value, axes: Value = None) -> Tensor:
 
 @function("ArgMax", "ArgMin")
 def arg_extreme(node: Node, x: Value) -> Tensor:
-    """The place of the largest or smallest value along an axis: the first, or the last of equal ones."""
+    """Returns the place of the largest or smallest value along an axis: the first, or the last of equal ones."""
     x, axis = tensor(x), node.get("axis", 0)
     find = torch.argmax if node.op_type == "ArgMax" else torch.argmin
     keep = bool(node.get("keepdims", 1))
@@ -84,7 +84,7 @@ def arg_extreme(node: Node, x: Value) -> Tensor:
 
 @function("TopK", known=(1,))
 def top_k(node: Node, x: Value, count: Value = None) -> tuple[Tensor, Tensor]:
-    """The largest or smallest values along an axis, with their places; of equal ones those that come first."""
+    """Returns the largest or smallest values along an axis and their places; the earlier of equal ones."""
     x, axis = tensor(x), node.get("axis", -1)
     k = node.get("k") if count is None else one_int(count)
     values, places = torch.sort(x, dim=axis, descending=bool(node.get("largest", 1)), stable=True)
@@ -104,7 +104,7 @@ def cumulative_sum(node: Node, x: Value, axis: Value) -> Tensor:
 
 @function("Softmax", "LogSoftmax", "Hardmax")
 def softmax(node: Node, x: Value) -> Tensor:
-    """Before opset 13 along all axes from one on, taken as one."""
+    """Applies Softmax, LogSoftmax or Hardmax, before opset 13 along all axes from one on, taken as one."""
     x = tensor(x)
     old = node.version < 13
     axis = node.get("axis", 1 if old else -1) % x.ndim
@@ -129,7 +129,7 @@ def _unknown_norm(node: Node) -> str:
 
 @function("LpNormalization", refuses=_unknown_norm)
 def lp_normalization(node: Node, x: Value) -> Tensor:
-    """Values divided by their norm along an axis."""
+    """Divides values by their norm along an axis."""
     x, axis, p = tensor(x), node.get("axis", -1), node.get("p", 2)
     norm = (
         torch.sum(torch.abs(x), axis, keepdim=True)

@@ -21,7 +21,7 @@ _COORDINATES = (
 
 @function("Upsample", known=(1,))
 def upsample(node: Node, x: Value, scales: Value = None) -> Tensor:
-    """The operator before opset 10: its pixels begin at the corner."""
+    """Resizes like the operator before opset 10, whose pixels begin at the corner."""
     given = node.get("scales") if scales is None else np.asarray(tensor(scales).tolist())
     return _resized(node, tensor(x), list(map(float, given)), None, "asymmetric", "floor")
 

@@ -1,4 +1,4 @@
-"""Operators that say how large a tensor is, or arrange its values without changing them."""
+"""Operators that return the size of a tensor, or rearrange its values without changing them."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ _PAD_MODES = ("constant", "reflect", "edge", "wrap")  # as NumPy calls them too
 
 @function("Shape")
 def shape(node: Node, x: Value) -> Array:
-    """The sizes of a tensor, from one axis to another."""
+    """Returns the sizes of a tensor, from one axis to another."""
     sizes = sizes_of(x)
     return np.asarray(sizes[node.get("start", 0) : node.get("end", None)], dtype=np.int64)
 
 
 @function("Size")
 def size(node: Node, x: Value) -> Array:
-    """The number of values of a tensor."""
+    """Returns the number of values of a tensor."""
     return np.asarray(math.prod(sizes_of(x)), dtype=np.int64)
 
 
 @function("Constant")
 def constant(node: Node) -> Array:
-    """A constant, in any of its attributes."""
+    """Returns a constant, in any of its attributes."""
     for key in ("value", "value_float", "value_floats", "value_int", "value_ints"):
         if key in node.attributes:
             kind = None if key == "value" else np.int64 if "int" in key else np.float32
@@ -55,7 +55,10 @@ def arithmetic_range(node: Node, start: Value, limit: Value, delta: Value) -> Te
 
 @function("Reshape", known=(1,))
 def reshape(node: Node, x: Value, sizes: Value = None) -> Tensor:
-    """0 keeps a size. A file of one image per run says 1 where any number of them may stand (`program.py`)."""
+    """Reshapes; 0 keeps a size.
+
+    A file of one image per run has 1 where any number of images is possible (`program.py`).
+    """
     x = tensor(x)
     target = list(node.get("shape", [])) if sizes is None else ints(sizes)
     if not node.get("allowzero", 0):
@@ -67,7 +70,7 @@ def reshape(node: Node, x: Value, sizes: Value = None) -> Tensor:
 
 @function("Flatten")
 def flatten(node: Node, x: Value) -> Tensor:
-    """Two axes: all before one, and all from it on."""
+    """Reshapes to two axes: all before one, and all from it on."""
     x, axis = tensor(x), node.get("axis", 1)
     axis = axis + x.ndim if axis < 0 else axis
     if axis == 1:
@@ -77,14 +80,14 @@ def flatten(node: Node, x: Value) -> Tensor:
 
 @function("Transpose")
 def transpose(node: Node, x: Value) -> Tensor:
-    """Axes in another order; reversed where none is given."""
+    """Permutes axes; reverses them if no order is given."""
     x = tensor(x)
     return x.permute(node.get("perm") or list(reversed(range(x.ndim))))
 
 
 @function("Squeeze", known=(1,))
 def squeeze(node: Node, x: Value, axes: Value = None) -> Tensor:
-    """Without the axes given, or without all of size 1."""
+    """Removes the given axes, or all axes of size 1."""
     x = tensor(x)
     given = node.get("axes") if axes is None else ints(axes)
     found = [i for i, size in enumerate(x.shape) if size == 1] if given is None else axes_of(given, x.ndim)
@@ -105,14 +108,14 @@ def unsqueeze(node: Node, x: Value, axes: Value = None) -> Tensor:
 
 @function("Concat")
 def concat(node: Node, *values: Value) -> Tensor:
-    """Several tensors along an axis."""
+    """Concatenates tensors along an axis."""
     like = next((value for value in values if isinstance(value, Tensor)), None)
     return torch.cat([tensor(value, like) for value in values], node.get("axis", 1))
 
 
 @function("Split", known=(1,))
 def split(node: Node, x: Value, sizes: Value = None) -> tuple[Tensor, ...]:
-    """Parts of given sizes, or equal ones of which the last may be smaller."""
+    """Splits into parts of given sizes, or equal parts of which the last may be smaller."""
     x, axis = tensor(x), node.get("axis", 0)
     given = node.get("split") if sizes is None else ints(sizes)
     count = node.get("num_outputs", len(node.outputs))
@@ -122,14 +125,14 @@ def split(node: Node, x: Value, sizes: Value = None) -> tuple[Tensor, ...]:
 
 @function("Expand", known=(1,))
 def expand(node: Node, x: Value, sizes: Value) -> Tensor:
-    """Axes of size 1 repeated; both shapes broadcast."""
+    """Repeats axes of size 1; both shapes broadcast."""
     x = tensor(x)
     return x.expand(np.broadcast_shapes(tuple(x.shape), tuple(ints(sizes))))
 
 
 @function("Tile", known=(1,))
 def tile(node: Node, x: Value, repeats: Value) -> Tensor:
-    """Every axis repeated as often as given."""
+    """Repeats every axis as often as given."""
     return tensor(x).repeat(ints(repeats))
 
 
@@ -140,7 +143,7 @@ def _unknown_pad(node: Node) -> str:
 
 @function("Pad", known=(1, 2, 3), refuses=_unknown_pad)
 def pad(node: Node, x: Value, pads: Value = None, value: Value = None, axes: Value = None) -> Tensor:
-    """Constant, reflected, repeated or wrapped borders; attributes before opset 11."""
+    """Pads with constant, reflected, repeated or wrapped borders; amounts are attributes before opset 11."""
     x = tensor(x)
     given = list(node.get("pads", [])) if pads is None else ints(pads)
     along = axes_of(ints(axes), x.ndim) if axes is not None else list(range(x.ndim))
@@ -183,7 +186,7 @@ def _pad_by_values(x: Tensor, begin: list[int], end: list[int], mode: str) -> Te
 
 @function("DepthToSpace")
 def depth_to_space(node: Node, x: Value) -> Tensor:
-    """Channels become positions; DCR has the block's place in front of the channel, CRD behind it."""
+    """Moves channels to positions; DCR has the block's place before the channel, CRD after it."""
     x, block = tensor(x), node.get("blocksize")
     if node.get("mode", "DCR") == "CRD":
         return F.pixel_shuffle(x, block)
@@ -203,7 +206,7 @@ def space_to_depth(node: Node, x: Value) -> Tensor:
 
 @function("Trilu", known=(1,))
 def triangle(node: Node, x: Value, diagonal: Value = None) -> Tensor:
-    """The upper or lower triangle of matrices."""
+    """Returns the upper or lower triangle of matrices."""
     k = 0 if diagonal is None else one_int(diagonal)
     return (torch.triu if node.get("upper", 1) else torch.tril)(tensor(x), k)
 

@@ -1,4 +1,4 @@
-"""Values while a program runs: tensors, and NumPy arrays where shapes and constants alone decide them.
+"""Values while a program runs: tensors, or NumPy arrays if they depend only on shapes and constants.
 
 What is known without the inputs' values stays out of the recorded graph: sizes, axes, pads. It becomes a tensor where
 it meets one.

@@ -1,7 +1,7 @@
 """Replaces some operators by what accelerators compute in their place, a different function, only on request.
 
 The constants are those of AMD's DPU as AMD Quark 0.13 simulates it: factors k / 2^n, since the hardware multiplies by
-an integer and shifts. With values in fixed point a quantized file then says what the hardware gives.
+an integer and shifts. With fixed-point values a quantized file then gives the results of the hardware.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def relu6(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
 
 
 def leaky_relu(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
-    """Rounds the slope of a LeakyRelu to 8 bits behind the point: 0.1 becomes 26/256."""
+    """Rounds the slope of a LeakyRelu to 8 bits after the binary point: 0.1 becomes 26/256."""
     if node.op_type != "LeakyRelu":
         return False
     slope = node.attributes.get_float("alpha", 0.01)
@@ -62,7 +62,7 @@ def hard_sigmoid(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
 
 
 def average_pool(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
-    """Multiplies the mean of a square pool by what the hardware has in place of 1 / (side · side)."""
+    """Multiplies the mean of a square pool by the hardware's approximation of 1 / (side · side)."""
     x = operand(node, 0)
     if node.op_type == "GlobalAveragePool" and rank(x) == 4:
         sides = [size(x, 2), size(x, 3)]
@@ -78,7 +78,7 @@ def average_pool(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
 
 
 def reduce_mean(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
-    """Multiplies a mean by what the hardware has in place of 1 / number of values."""
+    """Multiplies a mean by the hardware's approximation of 1 / number of values."""
     axes = axes_of(node) if node.op_type == "ReduceMean" else None
     sizes = [size(operand(node, 0), axis) for axis in axes or ()]
     if not sizes or any(one is None for one in sizes):

@@ -1,4 +1,4 @@
-"""BatchNorms as convolutions, GELU and ReLU from their parts."""
+"""Rewrites BatchNorms as convolutions, and joins GELU and ReLU from their parts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def batch_norm_to_conv(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
 
 
 def batch_norm_of_concat(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
-    """Multiplies a BatchNormalization behind a Concat of convolutions into each of these."""
+    """Folds a BatchNormalization after a Concat of convolutions into each of them."""
     found = _affine(node)
     joined = operand(node, 0)
     concat = None if joined is None else joined.producer()

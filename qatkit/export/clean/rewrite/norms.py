@@ -26,7 +26,7 @@ class Normalized(NamedTuple):
 
 
 def layer_norm(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
-    """Joins (x - mean) / sqrt(variance + epsilon) over the last axes, with the scale and bias behind."""
+    """Joins (x - mean) / sqrt(variance + epsilon) over the last axes, with the scale and bias after it."""
     found = _normalized(node)
     if found is None or (ranks := rank(found.x)) is None:
         return False
@@ -45,7 +45,7 @@ def layer_norm(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
 
 
 def instance_norm(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
-    """Joins the same over all axes behind the channels; also as x·a + (bias - mean·a), where a is scale / deviation."""
+    """Joins the same over all axes after the channels; also as x·a + (bias - mean·a), where a is scale / deviation."""
     found, scale, bias, last = _normalized(node), None, None, node
     if found is None:
         summed = _scaled_and_shifted(node)
@@ -196,7 +196,7 @@ def _scaled_and_shifted(
 def _affine(
     node: ir.Node, shape: tuple[int, ...]
 ) -> tuple[ir.Node, NDArray[np.floating] | None, NDArray[np.floating] | None]:
-    """Returns the last node of a product with a constant and a sum with another one behind a node, and both."""
+    """Returns the last node of a product with and a sum of constants after a node, and both constants."""
     last, found = node, []
     for operator in ("Mul", "Add"):
         reader = _only_reader(last)

@@ -1,4 +1,4 @@
-"""Pairs of QuantizeLinear and DequantizeLinear of a quantized file in the form that some compilers ask for."""
+"""Pairs of QuantizeLinear and DequantizeLinear of a quantized file in the form that some compilers require."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def _first_of(pair: ir.Node) -> ir.Node | None:
 
 
 def _matches(text: str, maker: ir.Node | None, reader: ir.Node | None) -> bool:
-    """Returns whether MAKER:READER names both; None is an input or output of the file, which * alone names."""
+    """Returns whether MAKER:READER names both; None is an input or output of the file, which only * names."""
     first, second = (("*",) if one is None else ("*", one.op_type, one.name) for one in (maker, reader))
     return any(
         text[:place] in first and text[place + 1 :] in second

@@ -1,4 +1,4 @@
-"""New operators in the place of old ones."""
+"""Puts new operators in the place of old ones."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def put(
 
 
 def take_over(old: ir.Value, new: ir.Node) -> None:
-    """Inserts a node behind the one that makes a tensor, and gives its readers, and its name, to the new result."""
+    """Inserts a node after the one that makes a tensor, and gives its readers, and its name, to the new result."""
     node, result, name = old.producer(), new.outputs[0], old.name
     assert node is not None and node.graph is not None
     result.shape, result.type = old.shape, old.type

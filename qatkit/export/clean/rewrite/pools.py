@@ -1,4 +1,4 @@
-"""Means as pools, and pools over large areas as two."""
+"""Rewrites means as pools, and pools over large areas as two pools."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LARGEST = 512  # values that accelerators' pools average at most
 
 
 def mean_to_pool(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
-    """Writes a mean over all axes behind the channels as GlobalAveragePool."""
+    """Writes a mean over all axes after the channels as GlobalAveragePool."""
     x = operand(node, 0)
     ranks = rank(x)
     if node.op_type != "ReduceMean" or ranks is None or ranks < 3 or axes_of(node) != tuple(range(2, ranks)):
