@@ -291,7 +291,8 @@ def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path: Path) -> None:
         (
             "export.py",
             ["onnx=x.onnx"],
-            "mode=None: expected one of dynamic, static, float16, weight_only, clean, summary with onnx=FILE",
+            "mode=None: expected one of dynamic, static, float16, weight_only, clean, summary, encodings with "
+            "onnx=FILE",
         ),
         (
             "export.py",
