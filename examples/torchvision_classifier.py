@@ -2,7 +2,7 @@
 
     uv run examples/torchvision_classifier.py [FOLDER]
 
-The digits of scikit-learn stand for your data: float training, calibration, one epoch of quantization-aware training,
+The digits of scikit-learn stand for your data: float training, calibration, two epochs of quantization-aware training,
 and a verified file.
 """
 
@@ -19,7 +19,7 @@ from qatkit import Result, quantize
 
 
 def main(folder: str = "outputs/torchvision_classifier") -> Result:
-    """Trains on the digits for two float epochs and one quantized one."""
+    """Trains on the digits for twelve float epochs and two quantized ones."""
     torch.manual_seed(0)
     digits = load_digits()
     pixels = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16
@@ -29,8 +29,8 @@ def main(folder: str = "outputs/torchvision_classifier") -> Result:
     settings = [
         "task=classification",
         "schedule=quickstart",
-        "schedule.float_epochs=2",
-        "schedule.epochs=1",
+        "schedule.float_epochs=12",
+        "schedule.epochs=2",
         "verify.max_drop=2",
         f"output_dir={folder}",
     ]
