@@ -45,7 +45,6 @@ from qatkit.train.module import QATModule
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 _PLAIN = (
-    "backend=simulated",
     "calibration=minmax",
     "calibration.images=256",
     "trainer=cpu",
@@ -125,7 +124,7 @@ def main() -> None:
     for name in asked.formats:
         types = (f"backend.weight_dtype={name}", f"backend.activation_dtype={name}")
         algorithm = f"algorithm={asked.algorithm}"
-        config = compose_config(CONF, [*overrides, *_PLAIN, algorithm, *types])
+        config = compose_config(CONF, ["backend=simulated", *overrides, *_PLAIN, algorithm, *types])
         data = data_of(config)
         batches = list(data.test_subset(asked.images, 100))
         images, labels = [x for x, _ in batches], torch.cat([y for _, y in batches])

@@ -17,10 +17,11 @@ the point then comes after the activation, which stays.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 
+from qatkit.graph.node_arguments import shape_of
 from qatkit.graph.nodes import (
     carries_float,
     facts,
@@ -46,6 +47,8 @@ class Point:
         readers: the nodes that read the quantized tensor; the others keep the float one.
         absorbed: a ReLU or ReLU6 between `node` and the readers that disappears into `bounds`.
         fixed: `bounds` is the whole range, nothing has to be observed.
+        axis: the axis of the tensor over which the readers sum products, along which blocks of a number format lie.
+        further: whether another point quantizes the same tensor, along another axis.
     """
 
     node: fx.Node
@@ -53,10 +56,21 @@ class Point:
     absorbed: fx.Node | None = None
     bounds: Bounds = (None, None)
     fixed: bool = False
+    axis: int = -1
+    further: bool = False
+
+    @property
+    def tensor(self) -> str:
+        """The name of the quantized tensor in ranges and reports."""
+        return (
+            f"{site(self.node)}_along{self.axis % len(shape_of(self.node) or (1,))}"
+            if self.further
+            else site(self.node)
+        )
 
     @property
     def name(self) -> str:
-        return f"{site(self.node)}_quant"
+        return f"{self.tensor}_quant"
 
 
 @dataclass
@@ -123,7 +137,7 @@ class Placer:
                 self.placement.weighted.append(node)
             point = self._point(node)
             if point is not None:
-                self.placement.points.append(point)
+                self.placement.points += self._along_axes(point)
         self.placement.int8 = {node for node, is_int8 in self.int8.items() if is_int8} | self.moved
         return self.placement
 
@@ -136,8 +150,8 @@ class Placer:
         return self.facts[node].weighted and self.rule(node).when in ("always", "weight")
 
     def _demands(self, reader: fx.Node, node: fx.Node) -> bool:
-        multiplies_bytes = self.facts[reader].weighted and self.rule(reader).when == "always"
-        return multiplies_bytes or self._shortcut(reader) is node
+        multiplies = self.facts[reader].weighted or self.facts[reader].name == "matmul"
+        return (multiplies and self.rule(reader).when == "always") or self._shortcut(reader) is node
 
     def _shortcut(self, node: fx.Node) -> fx.Node | None:
         """Returns the operand that an Add adds to the output of a Conv that it alone reads; of two such
@@ -226,6 +240,32 @@ class Placer:
         if self.int8[node] and (fused := self.fused[node]) is not None and self.int8[fused]:
             return None
         return self._absorbing_point(node, readers)
+
+    def _along_axes(self, point: Point) -> list[Point]:
+        """Returns a point for each axis that the readers sum over, where the scales of blocks depend on it."""
+        if self.backend.activation.form is None:
+            return [point]
+        by_axis: dict[int, list[fx.Node]] = {}
+        others = list[fx.Node]()
+        for reader in point.readers:
+            axes = self._summed(reader, point.node)
+            for axis in axes:
+                by_axis.setdefault(axis, []).append(reader)
+            if not axes:
+                others.append(reader)
+        by_axis.setdefault(next(iter(by_axis), -1), []).extend(others)
+        return [
+            replace(point, readers=readers, axis=axis, further=index > 0)
+            for index, (axis, readers) in enumerate(by_axis.items())
+        ]
+
+    def _summed(self, reader: fx.Node, node: fx.Node) -> list[int]:
+        """Returns the axes of `node` over which `reader`, which reads it, sums products; two if it is both operands."""
+        name = self.facts[reader].name
+        if name in ("conv", "linear"):
+            return [1 if name == "conv" else -1]
+        axes = (-1, -min(2, len(shape_of(node) or ()))) if name == "matmul" else ()
+        return [axis for operand, axis in zip(reader.args, axes, strict=False) if operand is node]
 
     def _absorbing_point(self, node: fx.Node, readers: list[fx.Node]) -> Point:
         kind = self.facts[node]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import cast
 
@@ -168,15 +168,7 @@ def _spec(point: Point, chosen: Overrides, backend: Backend) -> QuantSpec:
     if point.bounds[0] == 0.0 and backend.activation.has_zero_point:
         # The range must end at the bound, or the clamp that it replaces (a ReLU) would be lost.
         spec = replace(spec, symmetric=False)
-    return spec.along(_reduced_axis(point.readers))
-
-
-def _reduced_axis(readers: Iterable[fx.Node]) -> int:
-    """Returns the axis over which the first reader sums products: the channels of a convolution, the last of
-    a Linear.
-    """
-    weighted = (facts(reader).name for reader in readers if facts(reader).weighted)
-    return -1 if next(weighted, "linear") == "linear" else 1
+    return spec.along(point.axis)
 
 
 def _weight_specs(placement: Placement, chosen: Overrides, backend: Backend) -> dict[fx.Node, QuantSpec]:
@@ -196,9 +188,12 @@ def _insert(graph_module: fx.GraphModule, point: Point, quantizer: FakeQuantize)
     last = point.absorbed or point.node
     with graph_module.graph.inserting_after(last):
         new = graph_module.graph.call_module(name, (point.node,))
-    new.meta = {"site": name, QUANTIZES: site(point.node), "value": point.node.meta["value"]}
+    new.meta = {"site": name, QUANTIZES: point.tensor, "value": point.node.meta["value"]}
     for reader in point.readers:
-        reader.replace_input_with(last, new)
+        if facts(reader).name == "matmul" and reader.args[0] is reader.args[1]:
+            reader.update_arg(0 if point.axis == -1 else 1, new)
+        else:
+            reader.replace_input_with(last, new)
 
 
 def _holds_another(graph_module: fx.GraphModule, path: str) -> bool:

@@ -253,6 +253,12 @@ SIMULATED = Backend(
     rules=dict.fromkeys(("conv", "linear"), OpRule("always", output=False)),
 )
 
+# The same for the products of two activations, too, such as those of attention: hardware whose only units multiply
+# blocks has no others.
+SIMULATED_PRODUCTS = replace(
+    SIMULATED, name="simulated_products", rules={**SIMULATED.rules, "matmul": OpRule("always", output=False)}
+)
+
 # AMD's NPUs, as Quark's XINT8 describes them: int8 symmetric with one power of two for each tensor, so that all
 # requantization is a shift; every operator in int8. Bounds of the shifts are those of the hardware's compiler.
 _ACTIVATIONS = ("relu", "relu6", "leaky_relu", "prelu", "gelu")

@@ -15,8 +15,8 @@ MISTAKES = [
     (["recipe=resnt18_qat"], f"recipe=resnt18_qat: expected one of {RECIPES} (did you mean resnet18_qat?)"),
     (
         ["backend=fbgem"],
-        "backend=fbgem: expected one of fbgemm, npu_cnn, npu_transformer, qnnpack, simulated, tensorrt, "
-        "w4a16, w8a16, weight_only "
+        "backend=fbgem: expected one of fbgemm, npu_cnn, npu_transformer, qnnpack, simulated, "
+        "simulated_products, tensorrt, w4a16, w8a16, weight_only "
         "(did you mean fbgemm?)",
     ),
     (
@@ -179,8 +179,8 @@ MISTAKES = [
     (["-m", "recipe=vit_qat,quickstart"], "data.root=...: required, the folder"),
     (
         ["-m", "backend=fbgemm,qnnpck"],
-        "backend=qnnpck: expected one of fbgemm, npu_cnn, npu_transformer, qnnpack, simulated, tensorrt, "
-        "w4a16, w8a16, weight_only "
+        "backend=qnnpck: expected one of fbgemm, npu_cnn, npu_transformer, qnnpack, simulated, "
+        "simulated_products, tensorrt, w4a16, w8a16, weight_only "
         "(did you mean qnnpack?)",
     ),
     (["-m", "schedule.lr=1e-4,abc", "seed=1,2"], "schedule.lr=abc: expected a value of type float"),

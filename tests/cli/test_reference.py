@@ -45,8 +45,8 @@ def test_help_lists_every_key_and_option(
     assert "\n  algorithm.equalize.relu6: str = keep  (keep | relu)\n" in said
     assert "\n  algorithm.bias_correction.trim: float = 0.05  (0 to 0.49)\n" in said
     assert (
-        "\n  backend:     fbgemm, npu_cnn, npu_transformer, qnnpack, simulated, tensorrt, w4a16, w8a16, weight_only\n"
-        in said
+        "\n  backend:     fbgemm, npu_cnn, npu_transformer, qnnpack, simulated, simulated_products, tensorrt, w4a16,\n"
+        "               w8a16, weight_only\n" in said
     )
     assert max(map(len, lines)) <= 120
     words = " ".join(said.split())

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import re
 import string
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -153,13 +154,15 @@ class _Shaper:
 
     def __init__(self, node: fx.Node, product: Contraction) -> None:
         self.node, self.product = node, product
+        self.calls = Counter[str]()
 
     def call(self, method: str, *args: object) -> fx.Node:
         with self.node.graph.inserting_before(self.node):
             new = self.node.graph.call_method(method, args)  # type: ignore[arg-type]
-        new.meta["site"] = (
-            f"{site(self.node)}_{method}"  # next to the operator, whose children are removed by convert
-        )
+        before = self.calls[method]
+        self.calls[method] += 1
+        # Next to the operator, whose children are removed by convert; each has a name and a range of its own.
+        new.meta["site"] = f"{site(self.node)}_{method}" + (f"_{before}" if before else "")
         return new
 
     def turn(self, x: fx.Node, letters: str, wanted: str) -> fx.Node:

@@ -54,13 +54,17 @@ class RequestedSettings:
         return self._backend_is("simulated")
 
     def _backend_is(self, name: str) -> bool:
+        return bool(getattr(self._backend, name, False))
+
+    @property
+    def _backend(self) -> Any:
+        """The backend; None without a module, or if it comes from a package that is not installed."""
         if not self.has_module:
-            return False
+            return None
         try:
-            backend = resolve(str(self.get("backend.target")), "backend.target")
-        except ConfigError:  # of a package that is not installed
-            return False
-        return bool(getattr(backend, name, False))
+            return resolve(str(self.get("backend.target")), "backend.target")
+        except ConfigError:
+            return None
 
     @property
     def without_kernels(self) -> str:
@@ -69,7 +73,7 @@ class RequestedSettings:
         It is "" if there is none, or if an override concerns only some operators.
         """
         if self.simulated:
-            return "backend=simulated"
+            return f"backend={self._backend.name}"
         if self.get("export.pack_int4"):
             return "export.pack_int4=true"
         overrides = (self.get("backend.overrides") or {}).get("*") or {}
