@@ -109,21 +109,10 @@ def export_onnx(  # noqa: PLR0913  independent settings of a file, by name
     named = name_functions(module) if isinstance(module, fx.GraphModule) else module
     tensors = inputs_of(module, example) if isinstance(module, fx.GraphModule) else flatten(example)
     axes = graph_axes(module, tensors) if dynamic_batch else (None,) * len(tensors)
-    free: Sequence[FreeAxis] = getattr(module, "meta", {}).get("free_axes", ())
     ends = _ends(module, len(tensors))
     refuse_inputs(ends.inputs, tensors)
     wanted = _Wanted(opset, axes, template, pack_int4, weights_for_amx, dequantize)
-    fixed = ""
-    try:
-        model = _model(named, tensors, ends, wanted, free)
-    except ConfigError as error:
-        if not free or any(axis.asked for axis in free):
-            raise
-        assert isinstance(module, fx.GraphModule)  # whose capture has found free axes
-        named = name_functions(at_fixed_sizes(module, tensors, axes))
-        model = _model(named, tensors, ends, wanted, ())
-        names = ", ".join(f"{axis.name} ({axis.size})" for axis in free)
-        fixed = f"of the example's size alone: {names}, since {error.problem}"
+    model, fixed = _free_or_fixed(module, named, tensors, ends, wanted)
     write_model(model, path)
     return fixed
 
@@ -152,6 +141,34 @@ def _ends(module: nn.Module, inputs: int) -> _Ends:
         names = tuple(f"input_{i}" for i in range(inputs))
     outputs = tuple(getattr(module, "meta", {}).get("outputs", ("output",)))
     return _Ends(names, tuple(f"{name}_output" if name in names else name for name in outputs))
+
+
+def _free_or_fixed(
+    module: nn.Module, named: nn.Module, tensors: tuple[Tensor, ...], ends: _Ends, wanted: _Wanted
+) -> tuple[ir.Model, str]:
+    """Returns the graph of a file, with axes at the example's size where the export with free axes fails.
+
+    Args:
+        module: the module to export.
+        named: the same module with named functions (`name_functions`), or itself.
+
+    Returns:
+        The graph; why axes that are free in the module have the example's size, or "".
+
+    Raises:
+        ConfigError: as `export_onnx`.
+    """
+    free: Sequence[FreeAxis] = getattr(module, "meta", {}).get("free_axes", ())
+    try:
+        return _model(named, tensors, ends, wanted, free), ""
+    except ConfigError as error:
+        if not free or any(axis.asked for axis in free):
+            raise
+        assert isinstance(module, fx.GraphModule)  # whose capture has found free axes
+        fixed = name_functions(at_fixed_sizes(module, tensors, wanted.axes))
+        names = ", ".join(f"{axis.name} ({axis.size})" for axis in free)
+        reason = f"of the example's size alone: {names}, since {error.problem}"
+        return _model(fixed, tensors, ends, wanted, ()), reason
 
 
 def refill(template: Path, module: nn.Module, path: Path, first: Mapping[str, Tensor]) -> None:
