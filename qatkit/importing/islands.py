@@ -1,14 +1,7 @@
-"""Finds the nodes of a file that have no form in PyTorch, and groups them into regions.
+"""Groups the nodes of a file that have no PyTorch equivalent (`unsupported_nodes`) into regions.
 
-    unknown operators                     whatever the table of operators lacks, contrib and custom ones too
-    Loop, Scan, a computed If             what runs, or how often, depends on values
-    NonZero, NonMaxSuppression, Unique    the size of the output depends on values
-    a size, an axis or a count            that is computed from values: Reshape, Slice, TopK, ...
-    strings, sequences, optional values   no tensors of PyTorch
-    what reads a size that is not known   unless its function records no size (a Conv, an activation)
-
-Nodes that read each other's results without a node of PyTorch in between are one region, so only tensors of numbers
-cross its border. Whatever constants and sizes a region reads are in it as well. In the graph each region becomes one
+Nodes that read each other's results without a node of PyTorch between them form one region, so only tensors of numbers
+cross its border. A region also contains the constants and sizes that it reads. In the graph, each region becomes one
 node of the domain `DOMAIN`, and its nodes are removed.
 """
 
@@ -50,16 +43,20 @@ RANDOM = (
 def cut_islands(
     file: Path, model: ir.Model, fixed: Mapping[str, Array], unsupported: Mapping[str, str], any_batch: bool
 ) -> list[Region]:
-    """Takes the regions that PyTorch has no form for out of a model, each for one node with its index as attribute.
+    """Replaces each region without a PyTorch equivalent by one node, whose attribute is the index of the region.
 
     Args:
-        model: with shapes inferred; changed in place.
-        fixed: inputs that are constants.
-        unsupported: by the first output of a node, why the table of operators refuses it.
-        any_batch: whether the file takes one image per run, and is given several.
+        file: the file, for messages.
+        model: the model with shapes inferred; changed in place.
+        fixed: values of inputs that are constants.
+        unsupported: why the table of operators refuses a node, by the node's first output.
+        any_batch: whether the file takes one image per run, but the module several.
+
+    Returns:
+        The regions.
 
     Raises:
-        ConfigError: an input or output that is no tensor of numbers, or a region that draws random numbers.
+        ConfigError: an input or output is not a tensor of numbers, or a region draws random numbers.
     """
     cutter = _Cutter(file, model, fixed, unsupported, any_batch)
     cutter.found.judge(model.graph)
@@ -85,13 +82,13 @@ class _Cutter:
         self.replaced: dict[ir.Value, ir.Value] = {}
         for value in model.graph.inputs:
             if value.name not in fixed and not self.found.is_tensor(value):
-                raise self._refused(f"input '{value.name}' is no tensor of numbers")
+                raise self._refused(f"input '{value.name}' is not a tensor of numbers")
 
     def _refused(self, reason: str) -> ConfigError:
         return ConfigError("onnx", self.file, reason=reason)
 
     def cut(self, graph: ir.Graph) -> None:
-        """Replaces the regions of a graph and of the branches that it keeps."""
+        """Replaces the regions of a graph and of its remaining branches."""
         groups = self._groups(graph)
         found = [(nodes, *self._region(graph, nodes)) for nodes in groups]
         for nodes, region, inputs, outputs in found:
@@ -108,16 +105,16 @@ class _Cutter:
                     self.cut(branch)
 
     def _groups(self, graph: ir.Graph) -> list[list[ir.Node]]:
-        """Returns the regions of a graph: groups of its nodes in `why` that read each other.
+        """Returns the regions of a graph: groups of nodes in `why` that read each other's results.
 
-        No node of a region comes after a node of PyTorch that itself comes after the region.
+        No path leads from a region through a node of PyTorch back into the same region.
         """
         while True:
             stage = self._stages(graph)
             between = self._between(graph, stage)
             if not between:
                 break
-            reason = "it stands between nodes with strings, sequences or optional values"
+            reason = "it is between nodes with strings, sequences or optional values"
             self.why |= dict.fromkeys(between, reason)
         groups: dict[ir.Node, list[ir.Node]] = {}
         for node in graph:
@@ -136,7 +133,7 @@ class _Cutter:
         return list(distinct.values())
 
     def _makers(self, node: ir.Node, graph: ir.Graph) -> list[ir.Node]:
-        """Returns the nodes that make what a node reads; for a region's node, past the sizes that it includes."""
+        """Returns the nodes whose results a node reads; a node of a region looks past the sizes that it includes."""
         values = (
             self._needed([node])[0] if node in self.why and self.found.is_computed(node) else read_by(node)
         )
@@ -146,7 +143,7 @@ class _Cutter:
     def _stages(self, graph: ir.Graph) -> dict[ir.Node, int]:
         """Returns how often the path to each node changes from a region to PyTorch.
 
-        Region nodes of one stage never enclose a node of PyTorch.
+        There is no node of PyTorch between region nodes of the same stage.
         """
         stage: dict[ir.Node, int] = {}
         for node in graph:
@@ -158,7 +155,7 @@ class _Cutter:
         return stage
 
     def _between(self, graph: ir.Graph, stage: Mapping[ir.Node, int]) -> set[ir.Node]:
-        """Nodes of PyTorch between two of a region whose values can't cross a border."""
+        """Returns the nodes of PyTorch between two region nodes whose values cannot cross a border."""
         found: set[ir.Node] = set()
         for node in graph:
             for value in read_by(node) if node in self.why and self.found.is_computed(node) else ():
@@ -175,9 +172,7 @@ class _Cutter:
         return found
 
     def _needed(self, nodes: Sequence[ir.Node]) -> tuple[list[ir.Value], list[ir.Node], dict[str, ir.Value]]:
-        """Returns what nodes read from outside: values, nodes that compute sizes and constants, and
-        initializers.
-        """
+        """Returns what nodes read from outside: values, nodes that compute sizes and constants, and initializers."""
         made = {value for node in nodes for value in node.outputs}
         border: dict[ir.Value, None] = {}
         copied: dict[ir.Node, None] = {}
@@ -218,10 +213,10 @@ class _Cutter:
             return None, [], []
         for value in outputs:
             if not self.found.is_tensor(value):
-                raise self._refused(f"'{value.name}' is an output, and no tensor of numbers")
+                raise self._refused(f"output '{value.name}' is not a tensor of numbers")
         for inner in (one for node in nodes for one in (node, *inside(node))):
             if inner.op_type in RANDOM:
-                reason = f"{inner.op_type} draws random numbers: no two runs would give the same"
+                reason = f"{inner.op_type} draws random numbers, so no two runs would be equal"
                 raise self._refused(f"node '{name_of(inner)}': {reason}")
         order = {node: i for i, node in enumerate(graph)}
         ordered = sorted((*copied, *nodes), key=lambda node: order.get(node, -1))
@@ -241,9 +236,7 @@ class _Cutter:
         return region, inputs, outputs
 
     def _leaves(self, maker: ir.Node, reader: ir.Node | None, members: set[ir.Node]) -> bool:
-        """Returns whether a reader needs a value as an output of its region; other regions copy constants
-        instead.
-        """
+        """Returns whether a reader needs a value as an output of its region; other regions copy constants instead."""
         copied = reader in self.why and not self.found.is_computed(maker)
         return reader is not None and reader not in members and not copied
 
@@ -256,7 +249,7 @@ class _Cutter:
         return Border(str(value.name), np.dtype(dtype.numpy()), one_image(value))
 
     def _found_dtypes(self) -> dict[str, ir.DataType]:
-        """Returns types after operators of other domains, which ONNX Runtime infers and onnx does not."""
+        """Returns the types of values after operators of other domains, which only ONNX Runtime can infer."""
         if self.dtypes is None:
             nodes = self.model.graph
             names = {value.name for node in nodes for value in node.outputs if value.dtype is None}
@@ -282,7 +275,7 @@ class _Cutter:
         try:
             return serialized(self.model, nodes, given, [one.name for one in outputs], initializers)
         except ValueError as error:
-            reason = f"node '{name_of(nodes[-1])}' and its constants take more than 2 GB, which ONNX Runtime can't load"
+            reason = f"node '{name_of(nodes[-1])}' and its constants exceed 2 GB, the most that ONNX Runtime can load"
             raise self._refused(reason) from error
 
     def _initializer(self, name: str, value: ir.Value) -> onnx.TensorProto:

@@ -1,4 +1,12 @@
-"""Finds the nodes of a file that have no form in PyTorch, and why."""
+"""Finds the nodes of a file that have no PyTorch equivalent, and why.
+
+unknown operators                     operators that are not in the table, including contrib and custom ones
+Loop, Scan, a computed If             what runs, or how often, depends on values
+NonZero, NonMaxSuppression, Unique    the size of the output depends on values
+Reshape, Slice, TopK, ...             with a size, an axis or a count that is computed from values
+strings, sequences, optional values   PyTorch has no such tensors
+readers of a tensor of unknown size   unless their function records no size (a Conv, an activation)
+"""
 
 from __future__ import annotations
 
@@ -13,22 +21,22 @@ from qatkit.importing.operators.table import Array, known_places
 _MEASURES = ("Shape", "Size")
 _LOOPS = ("Loop", "Scan", "SequenceMap")
 _SIZED_BY_VALUES = ("NonZero", "NonMaxSuppression", "Unique", "Compress", "StringSplit")
-# Of com.microsoft.
+# The same in the domain com.microsoft.
 _SIZED_ELSEWHERE = ("Tokenizer", "BeamSearch", "GreedySearch", "Sampling", "WhisperBeamSearch")
-# On what a value depends: nothing, shapes of the inputs, values of the inputs.
+# What a value depends on: nothing, shapes of the inputs, values of the inputs.
 _CONSTANT, _SIZES, _VALUES = range(3)
 
 
 class UnsupportedNodes:
-    """The nodes of a graph, and of the branches that it keeps, that belong to a region.
+    """The nodes of a graph, and of its remaining branches, that belong to a region.
 
     Args:
-        graph: with shapes inferred.
-        fixed: inputs that are constants.
-        unsupported: by the first output of a node, why the table of operators refuses it.
+        graph: the graph, with shapes inferred.
+        fixed: values of inputs that are constants.
+        unsupported: why the table of operators refuses a node, by the node's first output.
 
     Attributes:
-        why: by node, why PyTorch has no form for it, as a clause.
+        why: the reason why a node has no PyTorch equivalent, as a clause, by node.
     """
 
     def __init__(self, graph: ir.Graph, fixed: Mapping[str, Array], unsupported: Mapping[str, str]) -> None:
@@ -61,7 +69,7 @@ class UnsupportedNodes:
         return plain and value not in self._others
 
     def judge(self, graph: ir.Graph) -> None:
-        """Finds the nodes of a graph, and of the branches that it keeps, that belong to a region."""
+        """Finds the nodes of a graph, and of its remaining branches, that belong to a region."""
         for node in graph:
             reads = read_by(node)
             depends = max((self._on(value) for value in reads), default=_CONSTANT)
@@ -96,26 +104,24 @@ class UnsupportedNodes:
             return self._unsupported[first]
         standard = node.domain in STANDARD
         if standard and node.op_type in _LOOPS:
-            return f"{node.op_type} has no form in PyTorch here"
+            return f"{node.op_type} has no PyTorch equivalent"
         if standard and node.op_type == "If" and self._on(node.inputs[0]) == _VALUES:
             return "its condition depends on values of the inputs"
         if not all(self.is_tensor(value) for value in (*node.inputs, *node.outputs) if value is not None):
-            return "it has strings, sequences or optional values, which PyTorch has no type for"
+            return "it has strings, sequences or optional values, for which PyTorch has no type"
         if depends != _VALUES:
             return ""
         if standard and node.op_type in _SIZED_BY_VALUES:
             return "the size of its output depends on values of the inputs"
         for place in known_places(node.op_type) if standard else ():
             if place < len(node.inputs) and self._on(node.inputs[place]) == _VALUES:
-                return f"its input {place} depends on values of the inputs, and PyTorch needs a number there"
+                return f"its input {place} depends on values of the inputs, but PyTorch needs a fixed number there"
         if any(value in self._open for value in node.inputs) and not takes_any_size(node):
-            return "the size of what it reads depends on values of the inputs"
+            return "the size of its input depends on values of the inputs"
         return ""
 
     def _sizes_depend(self, node: ir.Node) -> bool:
-        """Returns whether output sizes of a region's node may depend on values; unknown operators count as
-        no.
-        """
+        """Returns whether output sizes of a region's node may depend on values; for unknown operators it is False."""
         if any(value in self._open for value in read_by(node)):
             return True
         if node.domain not in STANDARD:
