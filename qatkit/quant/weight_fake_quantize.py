@@ -79,7 +79,7 @@ class WeightFakeQuantize(WeightQuantizerState):
         """Raises a ConfigError if this class cannot quantize a weight by `spec`."""
         if spec.has_zero_point and not cls.takes_zero_points:
             known = f"{WeightFakeQuantize.__module__}.{WeightFakeQuantize.__qualname__}"
-            allowed = f"a quantizer of weights with zero points, such as {known}"
+            allowed = f"a quantizer that supports weights with zero points, such as {known}"
             raise ConfigError("quantizer.weight", f"{cls.__module__}.{cls.__qualname__}", allowed)
 
     def __init__(self, spec: QuantSpec, shape: Sequence[int]) -> None:
