@@ -211,8 +211,10 @@ REFUSED: dict[str, tuple[Case, str]] = {
         "takes the max while it scatters",
     ),
     "grid_sample": (Case([op("GridSample", "x,g")], {"g": floats(2, 5, 7, 2)}),
-                     "has no form in this opset: this GridSample"),
-    "bits": (Case([op("Cast", "x", "i", to=TensorProto.INT64), op("BitwiseXor", "i,i", "y")]), "this BitwiseXor"),
+                     ": this form of GridSample needs opset"),
+    "bits": (
+        Case([op("Cast", "x", "i", to=TensorProto.INT64), op("BitwiseXor", "i,i", "y")]), "this form of BitwiseXor"
+    ),
     "bits_of_int8": (
         Case([op("Cast", "x", "i", to=TensorProto.INT8), op("BitwiseNot", "i", "y")]), "inverts the bits of a type"
     ),
@@ -223,10 +225,11 @@ REFUSED: dict[str, tuple[Case, str]] = {
         Case([op("GridSample", "x,g")], {"g": floats(2, 5, 7, 3, 3)}, shape=(2, 3, 2, 5, 7)), "samples volumes"
     ),
     "regions": (
-        Case([op("RoiAlign", "x,r,i")], {"r": floats(1, 4), "i": ints(0)}), "aligns regions to the centres of pixels"
+        Case([op("RoiAlign", "x,r,i")], {"r": floats(1, 4), "i": ints(0)}), "aligns regions to pixel centres"
     ),
     "norm_in_training": (
-        Case([op("BatchNormalization", "x,g,g,g,g", "y,m,v", training_mode=1)], {"g": floats(3)}), "own statistics"
+        Case([op("BatchNormalization", "x,g,g,g,g", "y,m,v", training_mode=1)], {"g": floats(3)}),
+        "normalizes with statistics of the batch",
     ),
     "fold_to_unknown": (
         Case([op("Shape", "x", "s"), op("Col2Im", "c,s,k", "y")], {"k": ints(1, 1), "c": floats(2, 3, 35)}),

@@ -27,7 +27,7 @@ _TITLE = "adaround"
 
 @dataclass(frozen=True)
 class AdaRound(LearnedRounding):
-    """Learns the rounding of every weight from the output error of its operator, which is a block of its own."""
+    """Learns the rounding of every weight by minimizing the output error of its operator."""
 
     def __call__(self, graph_module: fx.GraphModule, inputs: Iterable[Example]) -> PassResult:
         """Learns the roundings; `changed` counts the operators that got one. Fake quantization is on afterwards.

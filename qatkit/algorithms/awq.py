@@ -33,12 +33,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AWQ(Algorithm):
-    """Scales weights up where the inputs are large, and divides the inputs; the function stays."""
+    """Scales weights up where the inputs are large, and divides the inputs, which keeps the function."""
 
     stage: ClassVar[str] = OBSERVED
     weights_alone: ClassVar[bool] = True
-    images: int = setting(64, "of the calibration images, for the second moments of inputs", COUNT)
-    steps: int = setting(20, "of the search: strengths 1/steps, 2/steps, ... 1 and none at all", COUNT)
+    images: int = setting(64, "number of calibration images for the second moments of the inputs", COUNT)
+    steps: int = setting(
+        20, "number of strengths in the search: 1/steps, 2/steps, ..., 1, and no scaling", COUNT
+    )
 
     def __call__(self, graph_module: fx.GraphModule, inputs: Iterable[Example]) -> PassResult:
         """Scales the weights; `changed` counts the sources that were scaled.

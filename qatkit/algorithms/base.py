@@ -105,7 +105,7 @@ def _algorithm(key: str, entry: Mapping[str, Any]) -> Algorithm:
         raise ConfigError(f"{key}.target", entry["target"], allowed)
     if getattr(owner, "stage", None) not in STAGES:
         raise ConfigError(
-            f"{key}.target", entry["target"], f"an algorithm whose stage is one of {', '.join(STAGES)}"
+            f"{key}.target", entry["target"], f"an algorithm with one of the stages {', '.join(STAGES)}"
         )
     settings = {name: value for name, value in entry.items() if name != "target"}
     fields = {one.name: one for one in dataclasses.fields(owner)}
@@ -116,11 +116,9 @@ def _algorithm(key: str, entry: Mapping[str, Any]) -> Algorithm:
         settings[name] = checked(owner, name, f"{key}.{name}", value)
     for name, one in fields.items():
         if name not in settings and one.default is one.default_factory is dataclasses.MISSING:
-            raise ConfigError(f"{key}.{name}", None, "a value, since it has no default")
+            raise ConfigError(f"{key}.{name}", None, "a value, because the setting has no default")
     made: Algorithm = owner(**settings)
     if made.stage in WITH_IMAGES and made.images < 1:
-        allowed = (
-            f"an algorithm of the stage {made.stage} that says how many images it wants (a field `images`)"
-        )
+        allowed = f"an algorithm whose field `images` is at least 1, because its stage is {made.stage}"
         raise ConfigError(f"{key}.target", entry["target"], allowed)
     return made

@@ -34,19 +34,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BiasCorrection(Algorithm):
-    """Takes the mean error of every operator out of its bias, after calibration."""
+    """Subtracts the mean quantization error of every operator from its bias, after calibration."""
 
     stage: ClassVar[str] = CALIBRATED
     formats: ClassVar[bool] = True
     changes_weights: ClassVar[bool] = False
-    method: str = setting("empirical", "how the error is found", Choices(("analytic", "empirical")))
+    method: str = setting("empirical", "method that finds the error", Choices(("analytic", "empirical")))
     images: int = setting(
         128,
-        "of the calibration images; empirical takes them as one batch, whose activations have to fit into memory",
+        "number of calibration images; empirical uses them as one batch, whose activations must fit into memory",
         COUNT,
     )
     trim: float = setting(
-        0.05, "share of the images left out at each end of the differences (empirical)", Range(0, 0.49)
+        0.05,
+        "share of images with the largest and the smallest errors that is ignored (empirical)",
+        Range(0, 0.49),
     )
 
     def __call__(self, graph_module: fx.GraphModule, inputs: Iterable[Example]) -> PassResult:

@@ -44,7 +44,7 @@ def targets(graph_module: fx.GraphModule) -> tuple[dict[str, QATOperator], list[
 
 
 def _why_not(module: QATOperator, reads: Counter[int]) -> str | None:
-    own_norm = "it has a BatchNorm of its own (schedule.batch_norm=fold folds it)"
+    own_norm = "its BatchNorm is not folded (schedule.batch_norm=fold folds it)"
     computed = "its weight is computed, so its BatchNorm stays"
     refused = [
         (computed if isinstance(module, Computed) else own_norm, module.bn is not None),
@@ -53,7 +53,7 @@ def _why_not(module: QATOperator, reads: Counter[int]) -> str | None:
             "its bias is computed from other parameters",
             isinstance(module, Computed) and module.program("bias") is not None,
         ),
-        ("its bias serves several calls", reads[id(module.bias)] > 1),
+        ("several calls share its bias", reads[id(module.bias)] > 1),
     ]
     return next((f"bias not corrected: {text}" for text, found in refused if found), None)
 

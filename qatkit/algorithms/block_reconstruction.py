@@ -31,12 +31,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BlockReconstruction(LearnedRounding):
-    """Learns the rounding of every weight from the output error of its block."""
+    """Learns the rounding of every weight by minimizing the output error of its block."""
 
-    operators: int = setting(5, "quantized Convs and Linears in a block, at most", COUNT)
-    bias_lr: float = setting(0.0, "of the biases; 0: they stay", Range(0))
-    scale_lr: float = setting(0.0, "of the logarithms of the activations' scales; 0: they stay", Range(0))
-    fisher: bool = setting(False, "weigh the values of a block's output by what they do to the model's")
+    operators: int = setting(5, "largest number of quantized Convs and Linears in a block", COUNT)
+    bias_lr: float = setting(0.0, "learning rate of the biases; 0: biases are not learned", Range(0))
+    scale_lr: float = setting(
+        0.0, "learning rate of the logarithms of activation scales; 0: scales are not learned", Range(0)
+    )
+    fisher: bool = setting(
+        False, "weight the errors in a block's output by their effect on the model's output"
+    )
 
     def __call__(self, graph_module: fx.GraphModule, inputs: Iterable[Example]) -> PassResult:
         """Learns the roundings; `changed` counts the operators that got one. Fake quantization is on afterwards.

@@ -150,7 +150,7 @@ def _pair(first: fx.Node, relu6: str, reads: Mapping[int, int]) -> Pair | str:
 def _not_homogeneous(node: fx.Node, first: fx.Node, relu6: str) -> str:
     kind = op_class(node)
     if kind == "relu6":
-        advice = "a ReLU6 has one bound for all channels (algorithm.equalize.relu6=relu makes it a ReLU)"
+        advice = "a ReLU6 has one bound for all channels (algorithm.equalize.relu6=relu turns it into a ReLU)"
         return advice if relu6 == "keep" else ""
     scales = facts(node)  # a pooling after a Linear would pool its channels
     if scales.homogeneous and not (scales.pools and op_class(first) == "linear"):
@@ -167,7 +167,7 @@ def _why_not(node: fx.Node, reads: Mapping[int, int]) -> str:
     if isinstance(module, Computed):
         return f"the weight or bias of {site(node)} is computed from other parameters"
     if getattr(module, "bn", None) is not None:
-        return f"{site(node)} has a BatchNorm of its own (schedule.batch_norm=fold folds it)"
+        return f"the BatchNorm of {site(node)} is not folded (schedule.batch_norm=fold folds it)"
     if any(reads[id(parameter)] > 1 for parameter in module.parameters()):
         return f"{site(node)} is called more than once, or something else reads its weight or bias"
     return ""

@@ -32,10 +32,14 @@ def dead_channels(graph_module: fx.GraphModule) -> list[tuple[str, str]]:
         outputs, inputs = _dead(module.effective()[0].detach(), int(getattr(module, "groups", 1)))
         if outputs.any():
             dead = f"{int(outputs.sum())} of {len(outputs)} output channels"
-            found.append((site(node), f"dead: {dead} are constant (weights of zero)"))
+            found.append(
+                (site(node), f"dead channels: all weights of {dead} are zero, so that these are constant")
+            )
         if inputs.any():
             dead = f"{int(inputs.sum())} of {len(inputs)} input channels"
-            found.append((site(node), f"dead: {dead} are read by no output (weights of zero)"))
+            found.append(
+                (site(node), f"dead channels: all weights of {dead} are zero, so that these are not read")
+            )
     return found
 
 

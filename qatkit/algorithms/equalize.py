@@ -34,18 +34,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Equalize(Algorithm):
-    """Gives the channels of neighbouring operators equal ranges, before any quantization; the function stays."""
+    """Gives the channels of neighbouring operators equal ranges before quantization, which keeps the function."""
 
     stage: ClassVar[str] = FUSED
     formats: ClassVar[bool] = True
     relu6: str = setting(
         "keep",
-        "a ReLU6, whose bound would differ by channel, ends a pair; relu: one inside a pair becomes a ReLU, which "
-        "changes the function where its input exceeds 6",
+        "keep: a ReLU6 ends a pair, because its bound would differ by channel; relu: a ReLU6 inside a pair becomes a "
+        "ReLU, which changes the function where its input exceeds 6",
         Choices(("keep", "relu")),
     )
-    rounds: int = setting(200, "over all pairs, at most", COUNT)
-    tolerance: float = setting(1e-4, "largest |s - 1| of a round that is taken for nothing", Range(0))
+    rounds: int = setting(200, "largest number of rounds over all pairs", COUNT)
+    tolerance: float = setting(1e-4, "rounds end when the largest |s - 1| is below this", Range(0))
 
     def __call__(self, graph_module: fx.GraphModule, inputs: Example) -> PassResult:
         """Equalizes the channels; `changed` counts the pairs, `skipped` names operators that could not be equalized.

@@ -45,20 +45,22 @@ _TITLE = "gptq"
 
 @dataclass(frozen=True)
 class GPTQ(BlockAlgorithm):
-    """Rounds weights column by column, each making up for the errors of those before."""
+    """Rounds weights column by column; each column compensates for the errors of the columns before it."""
 
     stays: ClassVar[str] = "rounded to the nearest"
     formats: ClassVar[bool] = True
     tables: ClassVar[bool] = True
-    order: bool = setting(True, "columns in the order of falling second moments; false: as they stand")
+    order: bool = setting(
+        True, "round columns in the order of falling second moments; false: in their own order"
+    )
     damping: float = setting(
-        0.01, "share of the mean second moment that is added to each input's; grows where that is too little",
+        0.01, "share of the mean second moment that is added to that of each input; it grows if it is too small",
         Range(0, 1),
     )  # fmt: skip
-    past: float = setting(0.5, "share of the loss of the operators before that is made up for", FRACTION)
+    past: float = setting(0.5, "share of the error of earlier operators that is compensated", FRACTION)
     scales: bool = setting(
         True,
-        "search the scales of few bits, and fit them to the integers; false: those of the weights' ranges",
+        "search scales of few bits and fit them to the integers; false: scales follow the weights' ranges",
     )
 
     def __call__(self, graph_module: fx.GraphModule, inputs: Iterable[Example]) -> PassResult:

@@ -40,7 +40,7 @@ def damped_factor(form: Tensor, damping: float) -> Tensor:
         ValueError: the form is not finite.
     """
     if not bool(form.isfinite().all()):
-        raise ValueError("second moments that are not finite: the inputs of this operator overflow")
+        raise ValueError("the second moments are not finite, because the inputs of this operator overflow")
     form = form.to(torch.float64, copy=True)
     diagonal = form.diagonal(dim1=1, dim2=2)
     diagonal[diagonal == 0] = 1
@@ -52,7 +52,7 @@ def damped_factor(form: Tensor, damping: float) -> Tensor:
         if not bool(failed.any()):
             return factor
         share = max(10 * share, 1e-6)
-    raise ValueError("second moments that are not positive: the inputs of this operator overflow")
+    raise ValueError("the second moments are not positive, because the inputs of this operator overflow")
 
 
 class Columns:

@@ -32,15 +32,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MomentRounding(Algorithm):
-    """Rounds each weight up or down such that operators' outputs change least, and takes the mean out of the bias."""
+    """Rounds each weight up or down so that outputs change least, and subtracts the mean error from the bias."""
 
     stage: ClassVar[str] = CALIBRATED
     changes_weights: ClassVar[bool] = False
-    images: int = setting(64, "of the calibration images, for the moments of each operator's inputs", COUNT)
+    images: int = setting(64, "number of calibration images for the moments of the operators' inputs", COUNT)
     damping: float = setting(
-        0.01, "share of the mean variance that is added to each input's, against chance", Range(0)
+        0.01, "share of the mean variance that is added to that of each input, against overfitting", Range(0)
     )
-    rounds: int = setting(4, "over all weights of an operator, at most", COUNT)
+    rounds: int = setting(4, "largest number of rounds over all weights of an operator", COUNT)
 
     def __call__(self, graph_module: fx.GraphModule, inputs: Iterable[Example]) -> PassResult:
         """Rounds the weights; `changed` counts the operators.

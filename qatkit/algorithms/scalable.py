@@ -85,7 +85,7 @@ def chosen_sources(
     for source in _nearest(found):
         own = weight_quantizer(source.node)
         if own is not None and not own.spec.granularity.separates(0):
-            skipped.append((site(source.node), "one scale serves its weight, which factors would spread"))
+            skipped.append((site(source.node), "its weight has one scale, and factors would widen its range"))
         elif any(map(takes, source.followed.readers)):
             chosen.append(source)
     return chosen, [(where, f"not {verb}: {reason}") for where, reason in skipped]
@@ -183,5 +183,5 @@ def _why_not(node: fx.Node, parameters: tuple[Tensor, ...], reads: Mapping[int, 
     if any(reads[id(parameter)] > 1 for parameter in parameters):
         return f"{site(node)} is called more than once, or something else reads its weight or bias"
     if not facts(node).weighted and not all(map(_is_row, parameters)):
-        return f"{site(node)} has a weight of its own for every place"
+        return f"{site(node)} has a separate weight for every position"
     return ""

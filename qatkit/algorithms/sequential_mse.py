@@ -30,16 +30,16 @@ _TITLE = "sequential mse"
 
 @dataclass(frozen=True)
 class SequentialMSE(BlockAlgorithm):
-    """Chooses the range of every weight by the error of its operator's output."""
+    """Chooses the range of every weight by the output error of its operator."""
 
     stays: ClassVar[str] = "range not searched"
     images: int = setting(
-        64, "of the calibration images, whose activations between two operators are kept", COUNT
+        64, "number of calibration images whose activations between two operators are stored", COUNT
     )
-    batch_size: int = setting(8, "images at a time", COUNT)
-    candidates: int = setting(20, "ranges that are tried", Range(2))
+    batch_size: int = setting(8, "number of images per batch", COUNT)
+    candidates: int = setting(20, "number of ranges to try", Range(2))
     least: float = setting(
-        0.4, "the smallest of them, as a share of the weight's largest value", Range(0.01, 1)
+        0.4, "smallest range to try, as a share of the weight's largest value", Range(0.01, 1)
     )
 
     def __call__(self, graph_module: fx.GraphModule, inputs: Iterable[Example]) -> PassResult:

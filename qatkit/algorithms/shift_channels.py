@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ShiftChannels(Algorithm):
-    """Moves the means of an activation's channels into the biases behind; the function stays."""
+    """Moves the means of an activation's channels into the biases of the next operators, which keeps the function."""
 
     stage: ClassVar[str] = OBSERVED
-    images: int = setting(128, "of the calibration images, for each channel's mean", COUNT)
+    images: int = setting(128, "number of calibration images for the mean of each channel", COUNT)
 
     def __call__(self, graph_module: fx.GraphModule, inputs: Iterable[Example]) -> PassResult:
         """Shifts the channels; `changed` counts the operators whose outputs were shifted.

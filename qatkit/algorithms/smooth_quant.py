@@ -36,15 +36,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SmoothQuant(Algorithm):
-    """Moves the differences between an activation's channels into the weights that read it; the function stays."""
+    """Moves differences between the channels of an activation into the next weights, which keeps the function."""
 
     stage: ClassVar[str] = OBSERVED
     formats: ClassVar[bool] = True
     strength: float | None = setting(
-        None, "how much of the differences moves, 0 to 1; null: searched for each tensor", Range(0, 1)
+        None, "share of the differences that is moved, 0 to 1; null: searched for each tensor", Range(0, 1)
     )
-    steps: int = setting(10, "of the search: strengths 0, 1/steps, ... 1 and none at all", COUNT)
-    images: int = setting(128, "of the calibration images, for each channel's largest value", COUNT)
+    steps: int = setting(10, "number of strengths in the search: 0, 1/steps, ..., 1, and no smoothing", COUNT)
+    images: int = setting(128, "number of calibration images for the largest value of each channel", COUNT)
 
     def __call__(self, graph_module: fx.GraphModule, inputs: Iterable[Example]) -> PassResult:
         """Scales the channels; `changed` counts the sources that were scaled.

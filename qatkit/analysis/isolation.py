@@ -82,7 +82,7 @@ def isolation(
             if runtime is not None and exact is not None:
                 counts.add("int8", exact.add(sums["int8"], _one(runtime(inputs), exact)), known)
     if not sums["float"].images:
-        raise ConfigError("analysis.images", 0, "at least one image to tell the sides apart")
+        raise ConfigError("analysis.images", 0, "at least one image to compare weights and activations")
     outcomes = {name: one.outcome() for name, one in sums.items()}
     last = "int8" if runtime is not None else "both"
     return Isolation(outcomes, counts.rows(last, classes), advice(outcomes, task))
@@ -136,19 +136,19 @@ def advice(outcomes: Mapping[str, Outcome], task: TaskNames = NAMES) -> str:
     """Returns one line with the loss of each side, and the side that causes more of the error by the loss."""
     weights, activations = outcomes["weights"], outcomes["activations"]
     told = "; ".join(
-        f"{name} alone {_lost(outcomes['float'], outcomes[name], task)}"
+        f"only {name} quantized: {_lost(outcomes['float'], outcomes[name], task)}"
         for name in ("weights", "activations")
     )
     total = weights.loss + activations.loss
     if total == 0:
-        return f"{told}: quantization changes no output"
+        return f"{told}; quantization changes no output"
     if weights.loss >= _MOST * total:
         side = BY_WEIGHTS
     elif activations.loss >= _MOST * total:
         side = BY_ACTIVATIONS
     else:
         side = BY_BOTH
-    return f"{told}: {side}"
+    return f"{told}; {side}"
 
 
 def _lost(exact: Outcome, found: Outcome, task: TaskNames) -> str:
@@ -157,11 +157,11 @@ def _lost(exact: Outcome, found: Outcome, task: TaskNames) -> str:
     if exact.score is not None and found.score is not None:
         lost = exact.score - found.score
         verb = (
-            f"lose {lost:.2f} points"
+            f"{lost:.2f} points lost"
             if lost > 0
-            else f"gain {-lost:.2f} points"
+            else f"{-lost:.2f} points gained"
             if lost < 0
-            else "lose no point"
+            else "no points lost"
         )
         return f"{verb} ({decibel})"
-    return f"change {100 * (1 - found.agreement):.2f} % of float's {task.decision} ({decibel})"
+    return f"{100 * (1 - found.agreement):.2f} % of float's {task.decision} changed ({decibel})"

@@ -97,10 +97,12 @@ def compared_with_file(
     try:
         first = divergence_in_words(runtime.divergence(images[0]))
         left_out = tensors.beside(runtime.values(images))
-        notes += [f"{site}: of another size in the file, not compared" for site in left_out]
+        notes += [f"{site} was not compared: it has another size in the file" for site in left_out]
     except Exception as error:  # whatever the error is: the measured values are worth keeping
         kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
-        notes.append(f"not compared in ONNX Runtime ({kind}{' '.join(str(error).split())[:200]})")
+        notes.append(
+            f"tensors were not compared in ONNX Runtime ({kind}{' '.join(str(error).split())[:200]})"
+        )
     return tensors.result(first, notes)
 
 

@@ -118,11 +118,11 @@ def check(path: Path, key: Key) -> tuple[dict[str, Any], dict[str, Tensor]]:
     stored, about, tensors = _read(path)
     differing = [part for part in key if stored.get(part) != key[part]]
     if differing:
-        shown = ", ".join(f"{part} {stored.get(part)} there, {key[part]} here" for part in differing)
-        allowed = (
-            f"statistics of this model, these data and settings ({shown}): name another file, or delete it"
+        shown = ", ".join(f"{part} is {stored.get(part)}, not {key[part]}" for part in differing)
+        reason = (
+            f"the file is from another model, data or settings ({shown}); name another file, or delete it"
         )
-        raise ConfigError("calibration.cache", path, allowed)
+        raise ConfigError("calibration.cache", path, reason=reason)
     return about, tensors
 
 
@@ -132,14 +132,14 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, Any], dict[str, Tensor]
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  no mapping
         if metadata[_DIGEST] != _digest(tensors, metadata):
-            raise ValueError("what it holds is not what was written")
+            raise ValueError("its contents have changed since it was written")
         return dict(json.loads(metadata[_KEY])), json.loads(metadata[_ABOUT]), tensors
     except ConfigError:
         raise
     except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(
-            "calibration.cache", path, f"a file that qatkit wrote, undamaged ({reason})"
+            "calibration.cache", path, f"an undamaged file that qatkit wrote ({reason})"
         ) from error
 
 

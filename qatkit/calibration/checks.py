@@ -59,15 +59,15 @@ class Watch:
         return (
             f"calibration: {len(moved)} of {len(moves)} ranges moved by more than {100 * _MOVED:.0f} % between"
             f" {self.at:,} and {self.count:,} images ({worst}:"
-            f" {100 * moves[worst]:.0f} %); more images (calibration.images) would move them further"
+            f" {100 * moves[worst]:.0f} %); raise calibration.images, because more images would move them further"
         )
 
     def _unwatched(self) -> str:
         if not ranges(self.graph_module):  # only weights are quantized
             return ""
         return (
-            f"calibration: all {self.count:,} images came in one batch, so whether more would move the ranges"
-            " is not known; a smaller calibration.batch_size tells"
+            f"calibration: all {self.count:,} images were in one batch, so it is not known whether more would move the"
+            " ranges; set a smaller calibration.batch_size to find out"
         )
 
     def _missing(self) -> str:
@@ -76,7 +76,7 @@ class Watch:
             return ""
         named = ", ".join(missing[:_NAMED]) + (", ..." if len(missing) > _NAMED else "")
         return (
-            f"calibration: no image of {len(missing)} of {len(self.classes)} classes among"
+            f"calibration: {len(missing)} of {len(self.classes)} classes have no image among the"
             f" {self.count:,} ({named})"
         )
 

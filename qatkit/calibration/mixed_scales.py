@@ -70,8 +70,8 @@ class Loss:
 
     def __str__(self) -> str:
         if self.axis is None:
-            return f"{self.worst_db:.1f} dB are left of it at {self.where}"
-        return f"{self.lost} of {self.channels} channels of {self.where} lose it (the worst: {self.worst_db:.1f} dB)"
+            return f"it reaches only {self.worst_db:.1f} dB at {self.where}"
+        return f"{self.lost} of {self.channels} channels lose it at {self.where} (the worst has {self.worst_db:.1f} dB)"
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class MixedScale:
     floats: tuple[str, ...]
 
     def __str__(self) -> str:
-        return f"what {self.tensor} holds: " + ", ".join(map(str, self.losses))
+        return f"one 8-bit scale cannot represent {self.tensor}: " + ", ".join(map(str, self.losses))
 
 
 class Sample:

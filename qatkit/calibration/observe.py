@@ -99,7 +99,7 @@ def calibrate_parts(
     never = [site for site, q in quantizers.items() if q.observer is not None and not q.observer.seen]
     if never:
         raise ConfigError(
-            "calibration", f"'{never[0]}' has seen no value", "images that reach every operator"
+            "calibration", f"'{never[0]}' has seen no values", "images that reach every operator"
         )
     for quantizer in quantizers.values():
         quantizer.finish()

@@ -1,4 +1,4 @@
-"""The accuracy level of products with packed weights (MatMulNBits): how ONNX Runtime computes them.
+"""Reads and sets the accuracy level of products with packed weights (MatMulNBits): how ONNX Runtime computes them.
 
     0   activations in float: what the simulation computes
     4   activations rounded to 8 bits in blocks, by integer kernels: faster
@@ -20,7 +20,7 @@ _OPERATOR, _ATTRIBUTE = "MatMulNBits", "accuracy_level"
 
 
 def level_of(path: Path) -> int:
-    """Returns the highest accuracy level of a file's products."""
+    """Returns the highest accuracy level of a file's MatMulNBits nodes."""
     nodes = onnx.load(path).graph.node
     return max((one.i for node in nodes for one in node.attribute if one.name == _ATTRIBUTE), default=FLOAT)
 
@@ -31,7 +31,7 @@ def multiplies_packed(path: Path) -> bool:
 
 
 def at_level(source: Path, path: Path, level: int) -> None:
-    """Writes a file whose products have another accuracy level; whole, or not at all."""
+    """Writes a copy of `source` whose MatMulNBits nodes have accuracy level `level`, atomically."""
     model = onnx.load(source)
     for node in model.graph.node:
         if node.op_type == _OPERATOR:

@@ -1,14 +1,16 @@
 """Writes a file that takes uint8 pixels and gives 8-bit outputs, for devices that have only integers.
 
-    input float → Q → …                     pixels uint8 → DQ(1/255) → Conv 1x1, one filter a channel → Q → …
-    … → output float                        … → Q → output, uint8 or int8 as the file's other tensors
+    input float → Q → …                     pixels uint8 → DQ(1/255) → depthwise Conv 1x1 → Q → …
+    … → output float                        … → Q → output, uint8 or int8 like the file's other tensors
 
-(p/255 - mean)/std is a depthwise 1x1 convolution: its weights ±127 with scale 1/(127·std), its bias -mean/std.
-It ends in the quantization that the file has anyway, so that the tensor after it is the same except for ties,
-borders included: folded into the first Conv, the means would differ from its padding, which has one zero point
-for all channels, and its weights would be rounded a second time. What remains is the rounding of the int32 bias
-(1/254 of a pixel).
-The range of the output comes from the calibration images. The scales at both ends are in the file's metadata.
+The normalization (p/255 - mean)/std becomes a depthwise 1x1 convolution with weights ±127, scale 1/(127·std) and
+bias -mean/std. It ends in the QuantizeLinear that the file already has, so the tensor after it is the same except
+for ties. The only further error is the rounding of the int32 bias (1/254 of a pixel).
+
+Folding the normalization into the first Conv would be less exact. Its padding has one zero point for all channels,
+which differs from their means, and its weights would be rounded a second time.
+
+The range of the output comes from the calibration images. The scales at both ends are stored in the file's metadata.
 """
 
 from __future__ import annotations
@@ -47,12 +49,12 @@ def to_integer_io(
     """Writes `source` with integer ends to `target` (may be the same), atomically.
 
     Args:
-        source: a QDQ file with one input, normalised float images [N, C, H, W], and one output.
-        mean, std: of the normalisation, C numbers each, of pixels in 0..1.
-        ends_of_output: lowest and highest output that stay distinct; what lies outside is clipped.
+        source: a QDQ file with one input, normalized float images [N, C, H, W], and one output.
+        mean, std: the normalization of pixels in 0..1, C numbers each.
+        ends_of_output: the lowest and the highest output that the file can give; values beyond are clipped.
 
     Raises:
-        ConfigError: the input is no image, or is not quantized where it comes in.
+        ConfigError: the input is not a batch of images, or its first operator does not quantize it to 8 bits.
     """
     model = ir.load(source)
     graph = model.graph
@@ -71,22 +73,23 @@ def to_integer_io(
 
 def _ends(graph: ir.Graph, channels: int) -> _Ends:
     def refuse(why: str) -> ConfigError:
-        return ConfigError("export.io", "uint8", f"float32: {why}")
+        return ConfigError("export.io", "uint8", f"float32, because {why}")
 
     if len(graph.inputs) != 1 or len(graph.outputs) != 1:
         raise refuse("the model has several inputs or outputs")
     image = graph.inputs[0]
     shape = [size if isinstance(size, int) else 0 for size in image.shape or ()]
     if len(shape) != 4 or shape[1] != channels:
-        raise refuse(f"its input {shape} is no batch of images with {channels} channels")
+        sizes = ", ".join(str(size or "?") for size in shape)
+        raise refuse(f"the model's input [{sizes}] is not a batch of images with {channels} channels")
     readers = image.consumers()
     if [node.op_type for node in readers] != ["QuantizeLinear"]:
         kinds = ", ".join(dict.fromkeys(node.op_type for node in readers))
-        raise refuse(f"its input is not quantized, {kinds} reads it in float")
+        raise refuse(f"{kinds or 'no operator'} reads the model's input in float")
     if (held := _array(readers[0], 2).dtype) not in (np.uint8, np.int8):
-        raise refuse(f"its input is quantized to {held}, and pixels and outputs are bytes")
+        raise refuse(f"the model's input is quantized to {held}, but pixels and outputs have 8 bits")
     output = graph.outputs[0].producer()
-    assert output is not None, "a file that was checked computes its output"
+    assert output is not None, "onnx.checker has accepted the file, so a node computes the output"
     return _Ends(readers[0], output)
 
 
@@ -125,7 +128,7 @@ def _normalisation(
         return made
 
     pixels = node("DequantizeLinear", [image, at["pixel_scale"], at["pixel_zero_point"]])
-    if dtype == np.int8:  # a kernel's input and output are of one type: pixels - 128, at the same scale
+    if dtype == np.int8:  # a kernel's input and output have one type: pixels - 128, at the same scale
         signed = [at["pixel_scale"], at["signed_zero_point"]]
         pixels = node("QuantizeLinear", [pixels, *signed])
         pixels = node("DequantizeLinear", [pixels, *signed])
@@ -140,13 +143,13 @@ def _normalisation(
 def _quantized_output(
     graph: ir.Graph, last: ir.Node, ends_of_output: tuple[float, float], dtype: np.dtype[Any]
 ) -> tuple[float, int]:
-    """Ends the graph in a quantized tensor of the output's name, and returns its scale and zero_point."""
+    """Makes the output of the file a quantized tensor of the same name; returns its scale and zero_point."""
     output = graph.outputs[0]
     name = output.name
     before = made_by(operand(last, 0), "QuantizeLinear") if last.op_type == "DequantizeLinear" else None
     if before is not None:
         if (held := _array(before, 2).dtype) != dtype:
-            allowed = f"float32: the input is quantized to {dtype}, the output to {held}"
+            allowed = f"float32, because the input is quantized to {dtype} and the output to {held}"
             raise ConfigError("export.io", "uint8", allowed)
         scale, zero_point = float(_array(before, 1)), int(_array(before, 2))
         result = before.outputs[0]
@@ -177,7 +180,7 @@ def _array(node: ir.Node, index: int) -> NDArray[Any]:
 
 
 def _range(ends_of_output: tuple[float, float], dtype: np.dtype[Any]) -> tuple[float, int]:
-    """Returns scale and zero_point that make [low, high], widened to hold 0, the whole range of `dtype`."""
+    """Returns the scale and zero_point that map [low, high], widened to include 0, to the whole range of `dtype`."""
     low, high = min(ends_of_output[0], 0.0), max(ends_of_output[1], 0.0)
     info = np.iinfo(dtype)
     scale = max((high - low) / (info.max - info.min), 1e-12)

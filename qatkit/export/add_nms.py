@@ -2,8 +2,8 @@
 
     boxes [N, boxes, 4], scores [N, boxes, classes] ── NonMaxSuppression ──> detections [found, 7]
 
-A row of `detections` has the number of its picture in the batch, x1, y1, x2, y2, score and class; rows lie by picture,
-by class and by descending score, and there are as many as are found. Boxes and scores stay outputs of the file.
+A row of `detections` has the index of its picture in the batch, x1, y1, x2, y2, score and class. Rows are sorted by
+picture, class and descending score; their number depends on the pictures. Boxes and scores remain outputs of the file.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ def add_nms(source: Path, target: Path, how: Suppression) -> None:
 
     Args:
         source: a file whose outputs are corners [N, boxes, 4] and scores [N, boxes, classes].
-        target: of the new file.
-        how: which boxes are kept.
+        target: the path of the new file.
+        how: which boxes to keep.
 
     Raises:
-        ConfigError: the file has other outputs.
+        ConfigError: the outputs are not boxes and scores of these shapes.
     """
     model = ir.load(source)
     graph = model.graph
     if len(graph.outputs) != 2 or any(len(one.shape or ()) != 3 for one in graph.outputs):
         told = ", ".join(f"{one.name} {list(one.shape or ())}" for one in graph.outputs)
-        allowed = f"false: the outputs are no boxes [N, boxes, 4] and scores [N, boxes, classes] ({told})"
+        wanted = "boxes [N, boxes, 4] and scores [N, boxes, classes]"
+        allowed = f"false, because the outputs are not {wanted} but {told}"
         raise ConfigError("export.nms", True, allowed)
     boxes, scores = graph.outputs
     numbers: dict[str, Any] = {

@@ -1,11 +1,12 @@
-"""A file whose recurrent layers take their state from outside, and give it: a recording in chunks of any length.
+"""Makes the states of a file's recurrent layers inputs and outputs, so that it processes a recording in chunks.
 
     input [N, 1, frames, bands] ── ... ── GRU ── ... ──> output        (as it was; frames of one chunk)
     state_0 [N, size] ── Unsqueeze ──────> │
                                            └ Y_h ── Squeeze ──> state_0_next [N, size]
 
-Weights, scales and every other node stay as they are, so that chunks and the whole compute the same. Whether nothing
-but the recurrent layers looks along the cut axis, `qatkit_verify.chunks` finds by running both.
+Weights, scales and all other nodes stay as they are. Chunks of any length therefore give the same outputs as the whole
+recording, provided that only the recurrent layers combine values along the axis that is cut.
+`qatkit_verify.chunks` checks this by running both.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from qatkit.export.write_model import write_model
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.stream import KEY, METADATA_KEY, Stream
 
-# Places among the inputs and outputs of an LSTM, GRU or RNN, by what the name of the state ends in.
+# Positions of a state among the inputs and outputs of an LSTM, GRU or RNN, by the suffix of its name.
 _PLACES = {"": (5, 1), "_cell": (6, 2)}
 
 
@@ -30,9 +31,8 @@ def add_states(source: Path, target: Path) -> Stream:
     """Writes `source` with the states of its LSTM, GRU and RNN as inputs and outputs to `target`, atomically.
 
     Raises:
-        ConfigError: the file has no such layer, one that reads backwards, several inputs, or no single free
-        axis other than
-            the batch.
+        ConfigError: the file has no such layer, one that reads backwards, several inputs, or not exactly one free
+            axis other than the batch.
     """
     model = ir.load(source)
     graph = model.graph
@@ -40,7 +40,7 @@ def add_states(source: Path, target: Path) -> Stream:
     axis = _cut_axis(graph)
     if not layers:
         reason = (
-            "the model has no LSTM, GRU or RNN, whose state chunks could hand on; set export.stream=false"
+            "the model has no LSTM, GRU or RNN that carries a state between chunks; set export.stream=false"
         )
         raise ConfigError(KEY, True, reason=reason)
     batch = (graph.inputs[0].shape or ir.Shape([]))[0]
@@ -48,7 +48,7 @@ def add_states(source: Path, target: Path) -> Stream:
     zero = add_constant(graph, "stream.axis", np.array([0], np.int64))
     for number, layer in enumerate(layers):
         if layer.attributes.get_string("direction", "forward") != "forward":
-            reason = f"{layer.name} reads from the end of a recording, which chunks do not have"
+            reason = f"{layer.name} reads a recording from its end, which a chunk does not contain"
             raise ConfigError(KEY, True, reason=f"{reason}; set export.stream=false")
         size = layer.attributes["hidden_size"].as_int()
         for tail, places in _PLACES.items():
@@ -69,12 +69,13 @@ def _cut_axis(graph: ir.Graph) -> int:
     """Returns the only free axis other than the batch."""
     if len(graph.inputs) != 1:
         names = ", ".join(str(one.name) for one in graph.inputs)
-        raise ConfigError(KEY, True, f"false: the file has several inputs ({names})")
+        raise ConfigError(KEY, True, f"false, because the file has several inputs ({names})")
     shape = list(graph.inputs[0].shape or ())
     free = [axis for axis, size in enumerate(shape) if axis and not isinstance(size, int)]
     if len(free) != 1:
         sizes = [size if isinstance(size, int) else str(size.value) for size in shape]
-        told = f"the input is {sizes}, and one axis beside the batch has to be free for chunks of any length"
+        shown = ", ".join(map(str, sizes))
+        told = f"chunks of any length need exactly one free axis in addition to the batch; the input is [{shown}]"
         hint = "export.dynamic_axes={input: {2: frames}} frees the frames of features"
         raise ConfigError(KEY, True, reason=f"{told}; {hint}")
     return free[0]
@@ -83,7 +84,7 @@ def _cut_axis(graph: ir.Graph) -> int:
 def _open(
     graph: ir.Graph, layer: ir.Node, places: tuple[int, int], shape: ir.Shape, name: str, axis: ir.Value
 ) -> None:
-    """Gives a layer a state [batch, size] from outside, in place of its own, and makes the last one an output."""
+    """Makes a layer's initial state an input [batch, size] of the file, and its last state an output."""
     kind, (given, last) = ir.TensorType(ir.DataType.FLOAT), places
     start = ir.Value(name=name, shape=shape, type=kind)
     graph.inputs.append(start)

@@ -1,8 +1,8 @@
-"""The converted module as what a file is held against: its outputs, and its integers by the file's names.
+"""The converted module as the reference for a file: its outputs, and its integers by the names in the file.
 
 The exporter names a node by the path of its module (`qatkit.export.node_names`), so the QuantizeLinear of a pair
-at "conv1_quant" is "conv1_quant/QuantizeLinear" in the file. A pair that is called several times has several of
-them; each is identified by the operator that it reads, in the file and here.
+at "conv1_quant" is "conv1_quant/QuantizeLinear" in the file. A pair that is called several times has several
+QuantizeLinear nodes; each is matched to its call by the operator that it reads.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from qatkit_verify.feeds import Array
 from qatkit_verify.session import FloatArray
 
 _PAIRS = (QuantizeDequantize, QuantizedHardSigmoid)
-_Call = tuple[str, str]  # the path of a pair, and of what it reads
+_Call = tuple[str, str]  # the path of a pair, and the path of the operator that it reads
 
 
 class ConvertedReference:
@@ -38,7 +38,7 @@ class ConvertedReference:
         self._converted, self._predict = converted, predictor(converted)
 
     def __call__(self, images: Any) -> FloatArray:
-        """Logits [N, classes] of normalised images [N, C, H, W]."""
+        """Returns the logits [N, classes] of normalized images [N, C, H, W]."""
         return self._predict(images)
 
     def outputs(self, batch: Any) -> tuple[Array, ...]:
@@ -47,13 +47,13 @@ class ConvertedReference:
 
     @cached_property
     def _named(self) -> fx.GraphModule:
-        """The graph as it is exported: every call a module at the path that the file names it by."""
+        """The graph as it is exported: every call is a module at the path by which the file names it."""
         return name_functions(self._converted).eval()
 
     def integers(self, images: Any, file: Path) -> dict[str, NDArray[Any]]:
         """Returns the quantized tensors for a batch, by the names of the QuantizeLinear outputs of `file`.
 
-        A pair that left no trace in the file is omitted.
+        Pairs without a node in the file are omitted.
         """
         calls = self._calls()
         values: dict[str, list[NDArray[Any]]] = defaultdict(list)
@@ -69,9 +69,7 @@ class ConvertedReference:
         return {name: values[path][i] for path in calls for i, name in names[path].items()}
 
     def file_names(self, file: Path) -> dict[str, dict[int, str]]:
-        """Returns, by path of each pair and number of its call, the name of the QuantizeLinear output in
-        `file`.
-        """
+        """Returns the names of QuantizeLinear outputs in `file`, by the path of the pair and the number of the call."""
         nodes = _file_nodes(ir.load(str(file)))
         return {
             path: _matched([(path, source) for source in sources], nodes.get(path, []))
@@ -79,9 +77,7 @@ class ConvertedReference:
         }
 
     def _calls(self) -> dict[str, list[str]]:
-        """Returns the path of the module that each call of a pair reads, "" for other nodes, by path of the
-        pair.
-        """
+        """Returns, by path of the pair, the path of the module that each of its calls reads; "" for other nodes."""
         found: dict[str, list[str]] = defaultdict(list)
         for node in self._named.graph.nodes:
             if node.op == "call_module" and isinstance(module_of(node), _PAIRS):
@@ -116,7 +112,7 @@ def _path(node: ir.Node) -> str:
 
 
 def _matched(calls: list[_Call], nodes: list[tuple[_Call, str]]) -> dict[int, str]:
-    """Returns the output in the file of each call, matched by what it reads and otherwise by order."""
+    """Returns the output in the file of each call, matched by the operator that it reads, otherwise by order."""
     found: dict[int, str] = {}
     for i, call in enumerate(calls):
         same = [name for other, name in nodes if other == call and name not in found.values()]

@@ -35,8 +35,8 @@ def for_runtimes(path: Path, mask: str, past_mask: str, past: Sequence[str]) -> 
     """Changes a decoder's file in place.
 
     Args:
-        path: of the file; its outputs are the logits, then keys and values, layer by layer.
-        mask, past_mask: the inputs that become one.
+        path: the file; its outputs are the logits, then keys and values, layer by layer.
+        mask, past_mask: the inputs that become one attention mask.
         past: the inputs of keys and values, layer by layer.
     """
     model = ir.load(path)
@@ -62,7 +62,7 @@ def for_runtimes(path: Path, mask: str, past_mask: str, past: Sequence[str]) -> 
 
 
 def _cut(graph: ir.Graph, whole: ir.Value, old: ir.Value, new: ir.Value, keys: ir.Value) -> None:
-    """Cuts the mask of all tokens into that of the earlier ones and that of the new ones."""
+    """Splits the mask of all tokens into the mask of the earlier tokens and the mask of the new ones."""
 
     def constant(name: str, value: int) -> ir.Value:
         made = ir.Value(name=f"attention_mask_{name}", const_value=ir.tensor(np.array([value], np.int64)))

@@ -1,10 +1,11 @@
-"""Runs the decompositions that an exported program needs.
+"""Runs only the decompositions that an exported program needs.
 
-torch's exporter traces every program a second time, operator by operator, to decompose what it has no translation for:
-about 45 % of the CPU time of an export (torch 2.13; ResNet-18 3.1 of 7.4 s, Swin-T 15 of 39 s). Nearly all that it
-changes are a few operators that move values, and average pools over everything. Those are written out here, node by
-node, as it would; a program that holds others is left to it. There is no public way to do so: should a later exporter
-decompose by other means, it does so as it comes.
+torch's exporter traces every program a second time, operator by operator, to decompose operators that it cannot
+translate. This takes about 45 % of the CPU time of an export (torch 2.13; ResNet-18 3.1 of 7.4 s, Swin-T 15 of 39 s),
+although nearly all that it changes are a few operators that move values, and global average pools. This module
+decomposes those node by node, in the same way. It leaves programs with other operators to the exporter.
+
+There is no public interface for this: if a later exporter decomposes in another way, its own step runs unchanged.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ _aten = torch.ops.aten
 
 @contextmanager
 def decomposed_where_needed(way_out: str = "") -> Iterator[None]:
-    """Decomposes programs node by node within one export, and leaves those to torch's exporter that need more.
+    """Decomposes programs node by node within one export; programs that need more are left to torch's exporter.
 
     Args:
-        way_out: ends the error about an operator that is written for one size.
+        way_out: the end of the error message about an operator that needs a fixed size.
     """
     try:
         from torch.onnx._internal.exporter import _fx_passes
@@ -56,7 +57,7 @@ def decomposed_where_needed(way_out: str = "") -> Iterator[None]:
 def _no_size_fixed(way_out: str) -> Iterator[None]:
     """Raises ValueError within the context if a free size is used as a number.
 
-    The exporter would write the example's size, and the file would be wrong for others.
+    The exporter would write the example's size into the file, which would be wrong for other sizes.
     """
     from torch.fx.experimental.sym_node import SymNode
 
@@ -64,7 +65,7 @@ def _no_size_fixed(way_out: str) -> Iterator[None]:
 
     def refuse(self: SymNode, file: str, line: int) -> int:
         if self.expr.free_symbols:
-            raise ValueError(f"an operator is written for one size of its input{way_out}")
+            raise ValueError(f"an operator works only at the size of the example{way_out}")
         return guard(self, file, line)
 
     with replaced(SymNode, "guard_int", refuse):
@@ -72,12 +73,15 @@ def _no_size_fixed(way_out: str) -> Iterator[None]:
 
 
 def _written_out(program: fx.GraphModule, translated: Container[Any]) -> bool:
-    """Applies the rules, and returns whether the exporter has a translation for every operator that is left.
+    """Applies the rules, and returns whether the exporter can translate every remaining operator.
 
     Args:
-        translated: the operators that the exporter has a translation for.
+        program: changed in place.
+        translated: the operators that the exporter can translate.
     """
-    for node in list(program.graph.nodes):  # in every program: the exporter's pools have windows of one size
+    for node in list(
+        program.graph.nodes
+    ):  # in every program, because the exporter's own adaptive pools need windows of one size
         if node.op == "call_function" and node.target in _POOLS:
             _as_mean(node)
     program.recompile()
@@ -102,8 +106,8 @@ def _is_integer(x: torch.Tensor) -> bool:
 def _stays(target: Any, translated: Container[Any]) -> bool:
     """Returns whether the exporter leaves an operator as it is.
 
-    It decomposes operators without a translation, operators that write in place, and composite ones that may return a
-    view of an argument.
+    The exporter decomposes operators without a translation, operators that write in place, and composite operators
+    that may return a view of an argument.
     """
     if not isinstance(target, torch._ops.OpOverload) or target in _LEFT:
         return True
@@ -124,7 +128,7 @@ def _as_view(node: fx.Node) -> None:
 
 
 def _leave_out(node: fx.Node) -> None:
-    """Removes a node that changes nothing. An output of the program becomes a copy: it is known by the node's name."""
+    """Removes a node that changes nothing. An output becomes a copy, since a program knows it by the node's name."""
     if any(user.op == "output" for user in node.users):
         node.target, node.args, node.kwargs = _aten.clone.default, (node.args[0],), {}
     else:
@@ -132,7 +136,7 @@ def _leave_out(node: fx.Node) -> None:
 
 
 def _as_copy(node: fx.Node) -> None:
-    """Writes `contiguous` as a copy in that memory layout, which later views may rely on."""
+    """Writes `contiguous` as a copy in its memory layout, on which later views may rely."""
     x, contiguous = node.args[0], torch.contiguous_format
     node.target, node.args, node.kwargs = _aten.clone.default, (x,), {"memory_format": contiguous}
 
@@ -147,9 +151,9 @@ def _as_cast(node: fx.Node) -> None:
 
 
 def _as_mean(node: fx.Node) -> None:
-    """Writes an adaptive average pool to one value along some axes, and to the input's size along others, as a mean.
+    """Writes an adaptive average pool as a mean, if it gives one value along some axes and all values along the others.
 
-    A sequence becomes an image with one row, which has an int8 kernel.
+    A sequence becomes an image with one row, since means of images have an int8 kernel.
     """
     x, size = cast(tuple[fx.Node, list[Any]], node.args)
     rank, shape = len(size), x.meta["val"].shape
@@ -167,7 +171,7 @@ def _as_mean(node: fx.Node) -> None:
 
 
 def _same(size: Any, other: Any) -> bool:
-    """Returns whether a number, or a node that computes one, is the same size as another, whatever the input's."""
+    """Returns whether two sizes (numbers, or nodes that compute them) are equal for every size of the input."""
     value = size.meta["val"] if isinstance(size, fx.Node) else size
     if isinstance(value, int) and isinstance(other, int):
         return value == other
@@ -179,14 +183,14 @@ def _same(size: Any, other: Any) -> bool:
 
 
 def _made(node: fx.Node, target: Any, arguments: tuple[Any, ...], value: Any) -> fx.Node:
-    """Adds a call that is a part of `node` at the insertion point."""
+    """Adds a call at the insertion point, with the metadata of `node` that it is a part of."""
     made = node.graph.call_function(target, arguments)
     made.meta.update(node.meta, val=value)
     return made
 
 
 def _as_split(node: fx.Node) -> None:
-    """Writes `chunk` as `split`, if the size of the axis is known."""
+    """Writes `chunk` as `split` if the size of the axis is known."""
     x, count, axis = (*node.args, 0)[:3]
     size = x.meta["val"].shape[axis]  # type: ignore[union-attr]
     if isinstance(size, int):

@@ -1,15 +1,16 @@
-"""Products with packed weights as DequantizeLinear with blocks and MatMul, which other runtimes read, too.
+"""Writes products with packed weights as DequantizeLinear in blocks and MatMul, which other runtimes can read too.
 
     x ── MatMulNBits(packed weight [out, inputs]) ── y
     x ── MatMul ── Add of a bias ── y        DequantizeLinear(integers [inputs, out], axis 0) ── the other operand
 
-Integers of 4 bits need opset 21, of 2 bits opset 25: the file is raised to it. Without zero points they are signed. A
-weight that is the table of an Embedding, too, is in the file twice: rows are looked up in bytes, since DequantizeLinear
-would make floats of the whole table. Weights of convolutions stay as they are, unpacked by standard operators of
-constants: ONNX Runtime computes these once, and a DequantizeLinear in their place in every run.
+Integers of 4 bits need opset 21 and integers of 2 bits opset 25; the opset of the file is raised if necessary. Without
+zero points the integers are signed. A weight that is also the table of an Embedding is stored twice, since
+DequantizeLinear would dequantize the whole table instead of the rows that are looked up. Weights of convolutions keep
+their form: standard operators unpack them from constants, which ONNX Runtime computes once. It would compute a
+DequantizeLinear in every run.
 
-ONNX Runtime makes a MatMulNBits of such a MatMul when it loads the file, at accuracy level 4 unless the session says
-otherwise (session.qdq_matmulnbits_accuracy_level).
+When ONNX Runtime loads the file it turns such a MatMul back into a MatMulNBits, at accuracy level 4 unless the session
+sets another one (session.qdq_matmulnbits_accuracy_level).
 
 Source: ONNX, docs/Operators.md, DequantizeLinear-21 (`block_size`) and -25 (2 bits).
 """
@@ -32,17 +33,17 @@ from qatkit.export.write_model import write_model
 
 Array = NDArray[Any]
 
-# By bits: the opset, and the version of the format, whose types hold so few.
+# By number of bits: the opset and the IR version that have an integer type of so few bits.
 FIRST_OPSET, _FIRST_IR = {4: 21, 2: 25}, {4: 10, 2: 13}
 _SIGNED = {4: ml_dtypes.int4, 2: ml_dtypes.int2}
 _UNSIGNED = {4: ml_dtypes.uint4, 2: ml_dtypes.uint2}
 
 
 def as_dequantized_blocks(path: Path) -> int | None:
-    """Rewrites a file; whole, or not at all. One without products with packed weights stays as it is.
+    """Rewrites a file in place, atomically. A file without products with packed weights stays as it is.
 
     Returns:
-        The opset that it was raised to; None where it keeps its own.
+        The opset to which the file was raised; None if it keeps its own.
 
     Raises:
         ValueError: ONNX's checker or ONNX Runtime refuses the new file.
@@ -70,17 +71,17 @@ def _products(graph: ir.Graph) -> list[ir.Node]:
 
 
 class _Product:
-    """A MatMulNBits of a graph."""
+    """A MatMulNBits node of a graph."""
 
     def __init__(self, graph: ir.Graph, node: ir.Node) -> None:
         self.graph, self.node = graph, node
         names = ("N", "K", "bits", "block_size")
         self.out, self.inputs, self.bits, self.block = (node.attributes[name].as_int() for name in names)
-        # ONNX Runtime 1.31.1 multiplies wrongly by 2 bits of outputs that are no multiple of 4.
+        # ONNX Runtime 1.31.1 computes wrong products with 2-bit weights unless the outputs are a multiple of 4.
         self.by_inputs = self.bits != 2 or self.out % 4 == 0
 
     def rewrite(self) -> None:
-        """Puts a DequantizeLinear, a MatMul and the Add of a bias in place of the node."""
+        """Replaces the node by a DequantizeLinear, a MatMul and the Add of a bias."""
         x, data, scale, zero, _, bias = (*self.node.inputs, None, None, None)[:6]
         assert x is not None and data is not None and scale is not None
         name, middle = str(data.name), 2 ** (self.bits - 1)
@@ -105,13 +106,13 @@ class _Product:
         old.name, y.name = f"{own}_packed", own
 
     def _codes(self, held: ir.Value, count: int) -> Array:
-        """Returns the first unsigned integers of each output channel, int16 [out, count]."""
+        """Returns the first `count` unsigned integers of each output channel, int16 [out, count]."""
         each = _array(held).reshape(self.out, -1, 1) >> np.arange(0, 8, self.bits, dtype=np.uint8)
         found: Array = (each & (2**self.bits - 1)).reshape(self.out, -1)[:, :count].astype(np.int16)
         return found
 
     def _scale(self, value: ir.Value) -> ir.Value:
-        """Scales in the layout of the weight; those that are made of constants by Cast and Mul are made of others."""
+        """Returns the scales in the layout of the weight; computed ones (Cast, Mul) are computed in this layout."""
         maker = value.producer()
         if maker is None:
             held = _array(value)
@@ -120,7 +121,7 @@ class _Product:
         return self._made(maker.op_type, given, maker.attributes, f"{self.node.name}_{maker.name}")
 
     def _stored(self, array: Array, name: str) -> ir.Value:
-        """Returns a constant of values by output channel, in the layout of the weight."""
+        """Returns a constant in the layout of the weight, from values [out, ...]."""
         array = array.T.copy() if self.by_inputs else array
         known = self.graph.initializers.get(name)
         if known is not None and np.array_equal(_array(known), array):
@@ -134,7 +135,7 @@ class _Product:
         return value
 
     def _made(self, operator: str, given: list[ir.Value], settings: Any, name: str) -> ir.Value:
-        """Returns the output of a new node before the product."""
+        """Inserts a node before the product, and returns its output."""
         node = ir.node(operator, given, settings, name=name)
         self.graph.insert_before(self.node, node)
         return node.outputs[0]

@@ -1,8 +1,7 @@
 """Specializes a graph that takes any sizes to those of the example.
 
-Sizes become numbers. What then depends only on parameters, such as a table of positions resized to the image,
-becomes
-a constant.
+Sizes become numbers. Nodes that then depend only on parameters become constants, for example a table of positions that
+is resized to the image.
 """
 
 from __future__ import annotations
@@ -25,10 +24,12 @@ _OF_SIZES = ("getitem", "pad", "constant_pad_nd", "narrow", "reshape", "view", "
 def at_fixed_sizes(
     graph_module: fx.GraphModule, tensors: Sequence[Tensor], axes: Sequence[int | None]
 ) -> fx.GraphModule:
-    """Returns a copy of a graph only for inputs of the sizes of `tensors`.
+    """Returns a copy of a graph that takes only inputs of the sizes of `tensors`.
 
     Args:
-        axes: those of the batch, one an input, whose size stays free.
+        graph_module: the graph.
+        tensors: its inputs.
+        axes: the batch axis of each input, whose size stays free; None for an input without one.
     """
     found = copy.deepcopy(graph_module, large_tensors(graph_module))
     before, runs = constants(found.graph), [_values(found, tensors)]
@@ -54,7 +55,7 @@ def at_fixed_sizes(
 
 
 def _read_as_number(constant: fx.Node, value: int) -> None:
-    """Replaces a tensor that holds a size where a size is expected; the exporter would take it for one of any value."""
+    """Replaces a tensor by its value where a size is expected, since the exporter would treat the tensor as unknown."""
     for user in list(constant.users):
         if called(user) in _OF_SIZES:
             user.args, user.kwargs = fx.map_arg(

@@ -1,9 +1,11 @@
-"""A float file in float16, by ONNX Runtime's converter, but for what float16 can't hold (`keep_float32`) and the
-probabilities that it ends in (`last_probabilities`).
+"""Converts a float file to float16 with ONNX Runtime's converter.
 
-Around an operator that stays float32 the converter puts Casts, also where another one follows; a value that float16
-can't hold would be lost between the two, so such pairs are taken out. Constants that both kinds of operators read are
-copied first: the converter would clip them for both.
+Operators whose values float16 cannot hold (`keep_float32`) and the final probabilities (`last_probabilities`) stay
+float32.
+
+The converter puts Casts around each operator that stays float32, even between two of them. A value that float16 cannot
+hold would be lost there, so these pairs of Casts are removed. Constants that operators of both types read are copied
+first, since the converter would clip them for both.
 """
 
 from __future__ import annotations
@@ -33,19 +35,19 @@ from qatkit_verify.session import open_session
 
 
 def float16(source: Path, target: Path, batches: Iterable[Any] = ()) -> LeftFloat:
-    """Weights and activations in float16; the inputs and outputs of the file stay float32.
+    """Writes weights and activations in float16; the inputs and outputs of the file stay float32.
 
     Args:
         source: a float file of opset 13 or higher.
         target: the file to write.
-        batches: of its inputs (`qatkit_verify.feeds`), on which the ranges of all tensors are measured; none: values
-            are drawn.
+        batches: inputs (`qatkit_verify.feeds`) on which the ranges of all tensors are measured; random inputs if
+            empty.
 
     Returns:
-        The operators that stay float32, since float16 can't hold their values.
+        The operators that stay float32, because float16 cannot hold their values.
 
     Raises:
-        ValueError: on `batches` the file gives NaN or infinity where the float file gives numbers.
+        ValueError: on `batches` the float16 file gives NaN or infinity where the float file gives finite numbers.
     """
     given = list(batches)
     model = prepared(source)
@@ -58,7 +60,7 @@ def float16(source: Path, target: Path, batches: Iterable[Any] = ()) -> LeftFloa
         write_mode_file(half, target)
         if _is_finite(source, target, given):
             return left_float("float16", half, unheld=kept, wrong=wrong)
-    raise ValueError("float16 gives NaN or infinity where the float file gives numbers")
+    raise ValueError("the float16 file gives NaN or infinity where the float file gives finite numbers")
 
 
 def _converted(
@@ -98,7 +100,7 @@ def _is_float32(node: ir.Node, kept: Collection[str]) -> bool:
 
 
 def _declare(proto: onnx.ModelProto, known: dict[str, Range]) -> None:
-    """Says which tensors are float32, where inference may not: the converter casts no others."""
+    """Declares tensors as float32 where type inference may fail, since the converter casts no others."""
     declared = {one.name for one in (*proto.graph.value_info, *proto.graph.input, *proto.graph.output)}
     made = {name for node in proto.graph.node for name in node.output}
     for name in known:
@@ -107,7 +109,7 @@ def _declare(proto: onnx.ModelProto, known: dict[str, Range]) -> None:
 
 
 def _drop_repeated(graph: onnx.GraphProto) -> None:
-    """Takes out a Cast that the converter has put there for each reader of one tensor, under one name."""
+    """Removes repeated Casts: the converter inserts one for each reader of a tensor, all with the same name."""
     seen, nodes = set[str](), []
     for node in graph.node:
         if node.op_type != "Cast" or node.output[0] not in seen:
@@ -118,11 +120,11 @@ def _drop_repeated(graph: onnx.GraphProto) -> None:
 
 
 def _join_casts(model: ir.Model, own: Collection[str | None]) -> None:
-    """Hands float32 straight from one operator that stays so to the next.
+    """Connects operators that stay float32 directly, without Casts between them.
 
     Args:
-        model: converted.
-        own: the names of the file's nodes, whose Casts stay; those of the converter's depend on its version.
+        model: the converted model.
+        own: the names of the file's own nodes, whose Casts stay; the names of the converter's depend on its version.
     """
     graph = model.graph
     for node in list(graph):
@@ -135,14 +137,16 @@ def _join_casts(model: ir.Model, own: Collection[str | None]) -> None:
         origin, made = first.inputs[0], node.outputs[0]
         assert origin is not None, first
         if made.is_graph_output():
-            node.replace_input_with(0, origin)  # a Cast from float32 to float32: the output keeps its name
+            node.replace_input_with(
+                0, origin
+            )  # the Cast now goes from float32 to float32, so that the output keeps its name
         else:
             made.replace_all_uses_with(origin)
             graph.remove(node)
 
 
 def _is_finite(source: Path, target: Path, batches: Iterable[Any]) -> bool:
-    """Returns whether the outputs of the file are finite wherever those of the float file are."""
+    """Returns whether the outputs of `target` are finite wherever those of `source` are."""
     exact, half = (open_session(path, threads=1) for path in (source, target))
     for batch in batches:
         feed = feeds(exact, batch)

@@ -1,4 +1,4 @@
-"""The graph of a float ONNX file: found to hold operators that can be quantized, and brought to an opset."""
+"""Checks that a float ONNX file has operators that can be quantized, and brings its graph to an opset."""
 
 from __future__ import annotations
 
@@ -12,26 +12,31 @@ from onnx import version_converter
 from qatkit.verify.graph_view import element_type, operand, weight, weight_of, weighted_ops, with_initializers
 from qatkit_verify.errors import ConfigError, one_line
 
-_ASYMMETRIC = 10  # the last opset whose Resize (and Upsample) knows no coordinate_transformation_mode
-_REPLACED = {"Upsample": "Resize", "Scatter": "ScatterElements"}  # by the converter, under new names
+_ASYMMETRIC = 10  # the last opset whose Resize (and Upsample) has no coordinate_transformation_mode
+_REPLACED = {
+    "Upsample": "Resize",
+    "Scatter": "ScatterElements",
+}  # operators that the converter replaces, under new names
 _RECURRENT = ("LSTM", "GRU", "RNN")
-_IR_VERSION = 7  # the first of opset 13; from 4 on, weights need not be listed as inputs
+_IR_VERSION = 7  # the IR version of opset 13; from version 4 on, weights need not be inputs
 
 
 def float_graph(path: Path, model: ir.Model, opset: int) -> ir.Model:
     """Returns the model at `opset` or higher.
 
     Args:
-        path: where it was read from.
-        model: its weights are in memory.
-        opset: a model of a lower one is upgraded to this one.
+        path: the file from which the model was read, for messages.
+        model: the model, with its weights in memory.
+        opset: the opset to which a model of a lower one is upgraded.
 
     Raises:
-        ConfigError: names the file.
+        ConfigError: the model has nothing to quantize, hides it in branches, or cannot be upgraded.
     """
     folded = _folded(path, model) if _branched(model.graph) else None
     if folded is not None and (hidden := _branched(folded.graph)):
-        allowed = f"a model with its Conv, Gemm and MatMul in the main graph; its {hidden} holds some"
+        allowed = (
+            f"a model with its Conv, Gemm and MatMul nodes in the main graph; this one has some in {hidden}"
+        )
         raise ConfigError("onnx", path, allowed)
     before = model.opset_imports.get("", 0)
     if before < opset:
@@ -39,15 +44,15 @@ def float_graph(path: Path, model: ir.Model, opset: int) -> ir.Model:
         model.graph.sort()
     model.ir_version = max(model.ir_version, _IR_VERSION)
     if not _has_weights(model if folded is None else folded):
-        allowed = (
-            "a model with an operator to quantize: Conv, Gemm, MatMul, LSTM, GRU or RNN with float32 weights"
+        kinds = "Conv, Gemm, MatMul, LSTM, GRU or RNN with float32 weights"
+        raise ConfigError(
+            "onnx", path, f"a model that has operators to quantize ({kinds}); this one has none"
         )
-        raise ConfigError("onnx", path, f"{allowed}; it has none")
     return model
 
 
 def _has_weights(model: ir.Model) -> bool:
-    """Returns whether an operator of the main graph has constant float32 weights, in any form, to quantize."""
+    """Returns whether an operator of the main graph has constant float32 weights to quantize, in any form."""
     lifted = with_initializers(model.clone())
     found = [weight_of(node) for node in lifted.graph if node.op_type in weighted_ops()]
     found += [weight(operand(node, 1)) for node in lifted.graph if node.op_type in _RECURRENT]
@@ -55,13 +60,15 @@ def _has_weights(model: ir.Model) -> bool:
 
 
 def _branched(graph: ir.Graph) -> str:
-    """Returns the If, Loop or Scan that holds operators to quantize, by its type."""
+    """Returns the type of the If, Loop or Scan that contains operators to quantize; "" if there is none."""
     return next((node.op_type for node in graph if any(map(_holds_matrix, _graphs(node)))), "")
 
 
 def _folded(path: Path, model: ir.Model) -> ir.Model:
-    """Returns the model as the modes will see it: a branch that is always taken is part of the main graph."""
-    from qatkit.export.for_ort_tools import prepared  # ONNX Runtime's tools, which few files need here
+    """Returns the model as the modes see it: a branch that is always taken becomes part of the main graph."""
+    from qatkit.export.for_ort_tools import (
+        prepared,
+    )  # imports ONNX Runtime's tools, which few files need here
 
     with tempfile.TemporaryDirectory() as folder:
         ir.save(model, Path(folder) / "model.onnx")
@@ -73,7 +80,7 @@ def _folded(path: Path, model: ir.Model) -> ir.Model:
 
 
 def _graphs(node: ir.Node) -> list[ir.Graph]:
-    """Branches and bodies of If, Loop and Scan."""
+    """Returns the branches and bodies of an If, Loop or Scan."""
     return [item.as_graph() for item in node.attributes.values() if item.type == ir.AttributeType.GRAPH]
 
 
@@ -85,7 +92,7 @@ def upgraded(path: Path, model: onnx.ModelProto, before: int, opset: int) -> ir.
     """Returns a model at a higher opset than its own, which is `before`.
 
     Raises:
-        ConfigError: it can't be upgraded; names the file at `path`, where it was read from.
+        ConfigError: the model cannot be upgraded; the message names the file at `path`.
     """
     model.ir_version = max(
         model.ir_version, _IR_VERSION
@@ -93,7 +100,8 @@ def upgraded(path: Path, model: onnx.ModelProto, before: int, opset: int) -> ir.
     try:
         found = ir.from_proto(version_converter.convert_version(model, opset))
     except Exception as error:
-        reason = f"opset {opset} or higher; it has {before} and can't be upgraded ({one_line(error)})"
+        found = f"this one has opset {before} and cannot be upgraded ({one_line(error)})"
+        reason = f"a model of opset {opset} or higher; {found}"
         raise ConfigError("onnx", path, reason) from error
     _restore_names(model, found.graph)
     if before <= _ASYMMETRIC:
@@ -102,7 +110,7 @@ def upgraded(path: Path, model: onnx.ModelProto, before: int, opset: int) -> ir.
 
 
 def _restore_names(model: onnx.ModelProto, graph: ir.Graph) -> None:
-    """Gives nodes that the converter replaced by others the names of their nodes and of their results."""
+    """Gives nodes that replaced others during conversion the names of the replaced nodes and results."""
     made = {value.name for node in graph for value in node.outputs}
     lost = [node for node in model.graph.node if node.op_type in _REPLACED and node.output[0] not in made]
     known = {name for node in model.graph.node for name in node.output}
@@ -113,7 +121,7 @@ def _restore_names(model: onnx.ModelProto, graph: ir.Graph) -> None:
 
 
 def _keep_asymmetric(graph: ir.Graph) -> None:
-    """Keeps the one way of old Resize and Upsample to place pixels; the converter leaves today's default."""
+    """Sets the way in which old Resize and Upsample placed pixels; the converter leaves today's default."""
     for node in graph:
         if node.op_type != "Resize" or "coordinate_transformation_mode" in node.attributes:
             continue

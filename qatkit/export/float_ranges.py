@@ -1,6 +1,6 @@
-"""The values that every tensor of a float model takes: one run with all of them as outputs.
+"""Measures the range of every tensor of a float model, in a run with all tensors as outputs.
 
-Where there are no images, values are drawn. Tensors in branches and bodies are not measured.
+Without images, the inputs are random. Tensors in branches and loop bodies are not measured.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from qatkit_verify.feeds import feeds
 from qatkit_verify.session import open_session
 
-_UNKNOWN = (1, 3, 224, 224)  # of an input, where the file leaves a size open and a run needs one
+_UNKNOWN = (1, 3, 224, 224)  # sizes of an input whose file leaves them open
 _LEAST_SIDE = 32
 
 
@@ -40,7 +40,7 @@ class Range:
 
     @property
     def largest(self) -> float:
-        """The largest magnitude; 0 where nothing finite was seen."""
+        """The largest magnitude; 0 if no value was finite."""
         return max(abs(self.low), abs(self.high)) if self.low <= self.high else 0.0
 
     def add(self, values: NDArray[Any]) -> None:
@@ -57,9 +57,9 @@ def ranges(model: ir.Model, batches: Iterable[Any]) -> dict[str, Range]:
     """Returns the range of each float32 tensor of the main graph, constants included, by its name.
 
     Args:
-        model: in float.
-        batches: of its inputs (`qatkit_verify.feeds`); none: values are drawn, and where the model does not run on
-            them only constants count.
+        model: the float model.
+        batches: inputs (`qatkit_verify.feeds`); random inputs if empty. If the model does not accept the random
+            inputs, only constants are measured.
     """
     found: dict[str, Range] = {}
     for value in model.graph.initializers.values():
@@ -85,9 +85,9 @@ def ranges(model: ir.Model, batches: Iterable[Any]) -> dict[str, Range]:
 
 
 def nodes_of_infinity(model: ir.Model, batches: Iterable[Any]) -> list[ir.Node]:
-    """Returns the operators that read or make infinities (of masks, pads and open bounds): no scale holds these.
+    """Returns the operators that read or make infinities (masks, pads, open bounds), which no scale can hold.
 
-    Without infinite constants there are none, and nothing is run.
+    Without infinite constants there are no such operators, and the model does not run.
     """
     held = (value.const_value for value in model.graph.initializers.values())
     floats = (one.numpy() for one in held if one is not None and one.dtype == ir.DataType.FLOAT)
@@ -102,7 +102,7 @@ def nodes_of_infinity(model: ir.Model, batches: Iterable[Any]) -> list[ir.Node]:
 
 
 def _feeds(session: Any, batches: Iterable[Any]) -> list[dict[str, NDArray[Any]]]:
-    """Returns the inputs of the runs: the given batches or, without any, one random batch that the model accepts."""
+    """Returns the inputs of the runs: the given batches or, without any, a random batch that the model accepts."""
     inputs = session.get_inputs()
     given = [feeds(session, batch) for batch in batches]
     if given:
@@ -121,7 +121,7 @@ def _runs(session: Any, feed: dict[str, NDArray[Any]]) -> bool:
 
 
 def _drawn(one: Any, side: int) -> NDArray[Any]:
-    """Values for an input: normally distributed, or zeros where it takes integers."""
+    """Returns random values for an input: normally distributed, or zeros for integers."""
     rank = len(one.shape)
     open_sizes = (*_UNKNOWN[:2], side, side)[:rank] + (side,) * max(0, rank - 4)
     shape = [

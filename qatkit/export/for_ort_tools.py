@@ -1,9 +1,12 @@
-"""Prepares a float file for ONNX Runtime's quantization tools without a change of its outputs.
+"""Prepares a float file for ONNX Runtime's quantization tools without changing its outputs.
 
-Constants and BatchNorms are folded, or each would keep its float weights; functions are inlined, every node has
-a name. Then constructs that the tools and the kernels get wrong are rewritten: a Gemm's beta (dropped in silence)
-and its alpha (applied to the bias, too, before ONNX Runtime 1.28), biases that are no vector, tensors with the
-names that the tools make up, weights that two operators read in different ways.
+Constants and BatchNorms are folded, because their float weights would otherwise remain. Functions are inlined, and
+every node gets a name. Then constructs that the tools or kernels handle wrongly are rewritten:
+
+- beta of a Gemm, which is silently dropped, and alpha, which ONNX Runtime before 1.28 also applies to the bias
+- biases that are not vectors
+- tensors with names that the tools use for their own
+- weights that two operators read in different ways
 """
 
 from __future__ import annotations
@@ -24,13 +27,13 @@ from qatkit.export.quiet import quiet
 from qatkit.verify.graph_view import constant, operand, stored
 from qatkit_verify.session import open_session
 
-# The axis of a weight that numbers the output channels; Gemm's depends on transB.
+# The axis of the output channels in a weight; for Gemm it depends on transB.
 _CHANNEL_AXIS = {"Conv": 0, "ConvTranspose": 1, "Gemm": 1, "MatMul": -1}
 RECURRENT = ("LSTM", "GRU", "RNN")
 
 
 def prepared(source: Path) -> ir.Model:
-    """Returns the model of a float file."""
+    """Returns the prepared model of a float file."""
     with tempfile.TemporaryDirectory() as folder, quiet():
         inlined = ir.from_proto(onnx.load(str(source)))
         common.InlinePass()(inlined)
@@ -54,11 +57,10 @@ def prepared(source: Path) -> ir.Model:
 
 
 def for_tools(model: ir.Model) -> onnx.ModelProto:
-    """Returns the model for the tools, without recorded shapes: they transpose weights and would fail on old
-    ones.
+    """Returns the model for the tools, without recorded shapes: they transpose weights, and old shapes would be wrong.
 
-    Where types can't be inferred (after an operator of another domain) the tools leave float what follows. What float
-    weights are multiplied with is float, and so is the result; both are declared.
+    Where types cannot be inferred (after an operator of another domain), the tools do not quantize what follows.
+    Therefore the inputs and results of operators with float weights are declared as float.
     """
     proto = ir.to_proto(model)
     del proto.graph.value_info[:]
@@ -80,7 +82,7 @@ def weights(model: ir.Model) -> dict[ir.Value, int]:
     for node in model.graph:
         if node.op_type not in _CHANNEL_AXIS or node.domain:
             continue
-        for index in (1, 0):  # of a MatMul, the first operand may be the weight
+        for index in (1, 0):  # in a MatMul, the first operand may be the weight
             value = operand(node, index)
             tensor = stored(value)
             if value is None or tensor is None or tensor.dtype != ir.DataType.FLOAT:
@@ -101,19 +103,22 @@ def recurrent_weights(model: ir.Model) -> list[ir.Value]:
 
 
 def weight_rank(node: ir.Node) -> int:
-    """Dimensions of the constant that a MatMul multiplies with; 0 for anything else."""
+    """Returns the number of axes of a MatMul's constant operand; 0 for any other node."""
     tensor = stored(operand(node, 1)) if node.op_type == "MatMul" else None
     return 0 if tensor is None else len(tensor.shape)
 
 
 def own_weights(model: ir.Model, *, each_gemm: bool = False) -> None:
-    """Gives operators that read one weight in different ways a copy each.
+    """Gives operators that read a weight in different ways a copy each.
 
-    Per channel, a weight that is read by rows and by columns needs two sets of scales. What branches read stays theirs.
+    With per-channel scales, a weight that is read by rows and by columns needs two sets of scales. Weights that
+    branches read are not changed.
 
     Args:
-        each_gemm: one for each Gemm, by columns. Of a Gemm the dynamic tool makes a MatMul; a weight that is read by
-            rows it transposes in place, once for every reader (to 1.31), or under another name (from 1.32 on).
+        model: changed in place.
+        each_gemm: whether each Gemm gets its own copy, read by columns. The dynamic tool turns a Gemm into a MatMul and
+            transposes a weight that is read by rows: in place, once for every reader (up to ONNX Runtime 1.31), or
+            under another name (from 1.32 on).
     """
     copies: dict[ir.Value, dict[object, ir.Value]] = {
         value: {"branches": value} if any(node.graph is not model.graph for node in value.consumers()) else {}
@@ -140,7 +145,7 @@ def own_weights(model: ir.Model, *, each_gemm: bool = False) -> None:
 
 
 def _read_by_columns(gemm: ir.Node) -> None:
-    """Transposes a weight that only this Gemm reads."""
+    """Transposes a weight that only this Gemm reads, and changes the Gemm accordingly."""
     value = gemm.inputs[1]
     tensor = stored(value)
     if value is None or tensor is None or len(value.uses()) > 1 or value.is_graph_output():
@@ -151,7 +156,7 @@ def _read_by_columns(gemm: ir.Node) -> None:
 
 
 def copied(graph: ir.Graph, tensor: ir.TensorProtocol, name: str) -> ir.Value:
-    """Returns a further initializer that holds what `tensor` does."""
+    """Returns a new initializer with the values of `tensor`."""
     copy = ir.serde.deserialize_tensor(ir.serde.serialize_tensor(tensor))
     copy.name = name
     return add_constant(graph, name, copy)
@@ -183,9 +188,9 @@ def _channel_axis(node: ir.Node, index: int, rank: int) -> int:
 
 
 def _plain_gemms(model: ir.Model) -> None:
-    """Multiplies alpha and beta into the constants of a Gemm, whose third input becomes a vector [columns].
+    """Multiplies alpha and beta into the constants of each Gemm, and makes its bias a vector [columns].
 
-    A third input of another shape, and its beta, stay as they are.
+    A bias that does not fit this shape stays as it is, together with beta.
     """
     _fold_alpha(model)
     taken = tensor_names(model)

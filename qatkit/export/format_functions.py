@@ -1,18 +1,19 @@
-"""Number formats as functions of a file: operators of opset 13 and later that compute what `qatkit.quant.formats` does.
+"""Writes number formats as ONNX functions that compute the same as `qatkit.quant.formats`, from opset 13 on.
 
     y = qatkit.mxfp4(x) {axis}          blocks along an axis
-    y = qatkit.nvfp4(x, scale) {axis}   and a scale for the tensor
+    y = qatkit.nvfp4(x, scale) {axis}   the same, with an additional scale for the tensor
     y = qatkit.float8_e5m2(x, scale)    a scale for the tensor
     y = qatkit.bfloat16(x)              (float8 from opset 19 on: QuantizeLinear, DequantizeLinear)
 
-Any runtime that knows functions runs them; ONNX Runtime puts their bodies in their places. Every step is exact in
-float32, but for the quotients that the formats themselves round, so the results are the simulation's bit for bit:
+Any runtime that supports functions runs them; ONNX Runtime inlines their bodies. Every step is exact in float32, except
+the quotients that the formats themselves round, so the results are bit for bit those of the simulation:
 
-- ONNX has no exponent of a float (before opset 26). A logarithm, rounded down, points into a table of powers of two,
-  and two comparisons move what the logarithm's own rounding put on the wrong side.
-- A maximum may ignore NaN, so x - x is also summed: 0 for numbers, else NaN.
-- Clip of NaN is left open, so limits are comparisons.
-- Round and Where may forget the sign of a zero: sizes are rounded, and multiplied by the sign, of zeros that of 1 / x.
+- ONNX has no operator for the exponent of a float (before opset 26). A logarithm, rounded down, is an index into a
+  table of powers of two, and two comparisons correct an index that the logarithm's rounding made wrong.
+- A maximum may ignore NaN, so the sum of x - x is added: 0 for finite numbers, otherwise NaN.
+- ONNX does not define Clip of NaN, so limits are written as comparisons.
+- Round and Where may lose the sign of a zero. Therefore magnitudes are rounded and multiplied by the sign; the sign of
+  a zero is that of 1 / x.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ from qatkit.quant.formats.table import BFLOAT16, E4M3, FLOAT16, FORMATS, Element
 _CASTS = {FLOAT16: onnx.TensorProto.FLOAT16, BFLOAT16: onnx.TensorProto.BFLOAT16}
 # Formats that QuantizeLinear knows from this opset on.
 _FLOAT8_PAIRS, _FLOAT8 = 19, {"float8_e4m3fn": ml_dtypes.float8_e4m3fn, "float8_e5m2": ml_dtypes.float8_e5m2}
-_FEW = 8  # spacings that are chosen by comparisons
+_FEW = 8  # up to so many spacings are chosen by comparisons
 _LEAST = -127  # exponent of the first power of two in the table
 
 
 def add_format_functions(model: ir.Model, opset: int) -> None:
-    """Adds the bodies of the format functions that `model` calls, for operators of `opset`.
+    """Adds the bodies of the format functions that `model` calls, written in operators of `opset`.
 
-    From opset 19 on a float8 with a scale for the tensor is a pair of QuantizeLinear and DequantizeLinear instead.
+    From opset 19 on, a float8 format with one scale per tensor becomes a QuantizeLinear and a DequantizeLinear instead.
     """
     if opset >= _FLOAT8_PAIRS:
         rewrite(model.graph, {name: [_as_pair] for name in _FLOAT8}, DOMAIN)
@@ -53,10 +54,10 @@ def add_format_functions(model: ir.Model, opset: int) -> None:
 
 
 def _as_pair(node: ir.Node, builder: tape.Tape) -> ir.Value:
-    """Call of a function → the operators that hold float8 in between, and a barrier on either side.
+    """Replaces a call by QuantizeLinear and DequantizeLinear with float8 between them, and a barrier on either side.
 
-    ONNX Runtime makes a QLinearConv of a Conv between two such pairs, and moves a QuantizeLinear up through a Reshape;
-    neither has a kernel for float8, so that it would refuse the file.
+    Without barriers, ONNX Runtime would turn a Conv between two such pairs into a QLinearConv, and move a
+    QuantizeLinear up through a Reshape. Neither has a kernel for float8, so it would refuse the file.
     """
     x, scale = node.inputs
     zero = new_constant(builder, node, "zero_point", np.zeros((), _FLOAT8[node.op_type]))
@@ -102,7 +103,7 @@ def _of_tensor(form: Format) -> list[str]:
 
 
 def _of_blocks(form: Format, opset: int) -> list[str]:
-    """X [..., axis, ...] → [outer, blocks, block, inner] and back; the last block is filled up with zeros."""
+    """Returns the lines that reshape x [..., axis, ...] to [outer, blocks, block, inner], zero-padded, and back."""
     assert form.block is not None
     return [
         *_constants(),
@@ -144,7 +145,7 @@ def _of_blocks(form: Format, opset: int) -> list[str]:
 
 
 def _block_scale(form: Format) -> list[str]:
-    """Returns the lines for s of v, NaN for a block with a value that is not finite."""
+    """Returns the lines for the scale s of each block of v; NaN for a block with a value that is not finite."""
     lines = [
         "sizes = Abs(v)",
         "largest = ReduceMax<axes = [2], keepdims = 1>(sizes)",
@@ -175,7 +176,7 @@ def _block_scale(form: Format) -> list[str]:
 
 
 def _rounded(x: str, y: str, element: Element, tag: str) -> list[str]:
-    """Rounds sizes to those of an element, saturating; of NaN it makes any number."""
+    """Returns the lines that round magnitudes to those of an element, saturating; the result for NaN is undefined."""
     return [
         *_number(f"{tag}_high", element.maximum),
         f"{tag}_fits = Less({x}, {tag}_high)",
@@ -188,7 +189,7 @@ def _rounded(x: str, y: str, element: Element, tag: str) -> list[str]:
 
 
 def _steps(x: str, y: str, element: Element, tag: str) -> list[str]:
-    """Returns the spacing of an element's numbers at each size, by comparisons if there are few (faster)."""
+    """Returns the lines for the spacing of an element's numbers at each magnitude, by comparisons if there are few."""
     least, largest = element.least_exponent, element.largest_exponent
     spacings = [math.ldexp(1.0, exponent - element.mantissa_bits) for exponent in range(least, largest + 1)]
     if len(spacings) > _FEW:
@@ -213,7 +214,7 @@ def _steps(x: str, y: str, element: Element, tag: str) -> list[str]:
 
 
 def _signed(sizes: str, x: str, y: str, element: Element) -> list[str]:
-    """Gives sizes the signs of x, zeros too, but for those of integers."""
+    """Returns the lines that give magnitudes the sign of x, including zeros, except for integer elements."""
     lines = [
         *_number("one", 1.0), *_number("minus_one", -1.0),
         f"reciprocal = Div(one, {x})",
@@ -233,7 +234,7 @@ def _signed(sizes: str, x: str, y: str, element: Element) -> list[str]:
 
 
 def _power_of_two(x: str, y: str, least: float, most: float, tag: str) -> list[str]:
-    """Returns the largest power of two that is not above x, which is moved between `least` and `most` before."""
+    """Returns the lines for the largest power of two up to x, after x is clipped to `least`..`most`."""
     t = f"{tag}_p_"
     return [
         *_number(f"{t}least", least), *_number(f"{t}most", most),

@@ -1,11 +1,11 @@
-"""Makes the tools of ONNX Runtime quantize weights so that products cannot saturate without VNNI.
+"""Quantizes weights with ONNX Runtime's tools so that products cannot saturate on CPUs without VNNI.
 
 The limits are those of `qatkit.quant.pairs`.
 
     static     the tool gets a wider range for each weight or channel that needs one
-    dynamic    the tool takes no ranges: the integers of a MatMulInteger are replaced by those of a larger scale
+    dynamic    the tool accepts no ranges, so the integers of a MatMulInteger are replaced by those of a larger scale
 
-A ConvInteger and a depthwise convolution accumulate in 32 bits everywhere, and are left unchanged.
+A ConvInteger and a depthwise convolution accumulate in 32 bits on every CPU, and are left unchanged.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def range_overrides(
     """Returns the entries of `TensorQuantOverrides` for the weights that need a wider range than their own.
 
     Args:
-        model: in float, as the static tool is given it.
-        per_channel: one scale per output channel.
-        single: names of weights with one scale all the same.
+        model: the float model that the static tool gets.
+        per_channel: whether weights have one scale per output channel.
+        single: names of weights that have one scale even so.
     """
     found = {}
     for value, axis in weights(model).items():
@@ -54,8 +54,8 @@ def guard_matrices(quantized: ir.Model, model: ir.Model) -> None:
     """Replaces the integers and scales of matrices [inputs, outputs] whose products could saturate, in place.
 
     Args:
-        quantized: the model from the dynamic tool, with one scale per output.
-        model: its float input.
+        quantized: the model that the dynamic tool made, with one scale per output.
+        model: the float model that the tool got.
     """
     for node in quantized.graph:
         integers = constant(operand(node, 1)) if node.op_type == "MatMulInteger" else None
@@ -68,7 +68,7 @@ def guard_matrices(quantized: ir.Model, model: ir.Model) -> None:
             (quantized.graph, f"{name}_scale"), (model.graph, name)))  # fmt: skip
         weight, scale = constant(original), constant(scales)
         if weight is None or scale is None:
-            continue  # what it can do is judged from the file
+            continue  # whether it can saturate is judged from the file
         weight = _turned(weight, integers, scale)
         larger = np.maximum(scale, _rows_least(weight.T))
         whole = np.clip(np.rint(weight / larger), -_INT8_MAX, _INT8_MAX).astype(np.int8)
@@ -78,7 +78,7 @@ def guard_matrices(quantized: ir.Model, model: ir.Model) -> None:
 
 
 def _adds_in_32_bits(node: ir.Node) -> bool:
-    """Returns whether an operator with a weight is a depthwise convolution or has no int8 kernel."""
+    """Returns whether an operator with a weight accumulates in 32 bits: a depthwise convolution, or no int8 kernel."""
     if node.op_type == "ConvTranspose":
         return True
     weight, groups = constant(operand(node, 1)), node.attributes.get_int("group", 1)
@@ -88,11 +88,11 @@ def _adds_in_32_bits(node: ir.Node) -> bool:
 
 
 def _least(value: ir.Value, values: NDArray[np.float32], *, per_channel: bool) -> NDArray[np.float32]:
-    """Returns the least scale, [channels] or [], that serves every operator which reads the weight."""
+    """Returns the smallest scale, [channels] or [], that is safe for every operator that reads the weight."""
     found = []
     for node in value.consumers():
         if operand(node, 1) is not value:
-            continue  # the tool leaves it in float
+            continue  # the tool leaves the operator in float
         if node.op_type == "Conv":
             found.append(least_scale(torch.from_numpy(values.copy()), per_channel=per_channel).numpy())
         elif node.op_type in ("Gemm", "MatMul"):
@@ -104,12 +104,12 @@ def _least(value: ir.Value, values: NDArray[np.float32], *, per_channel: bool) -
 
 
 def _rows_least(rows: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Returns the least scale of each row [outputs, inputs]."""
+    """Returns the smallest safe scale of each row [outputs, inputs]."""
     return np.asarray(least_scale(torch.from_numpy(np.array(rows, order="C")), per_channel=True).numpy())
 
 
 def _turned(weight: NDArray[Any], integers: NDArray[Any], scale: NDArray[Any]) -> NDArray[Any]:
-    """Returns the weight as the integers lie: the tool may have transposed it."""
+    """Returns the weight in the layout of the integers, since the tool may have transposed it."""
     if weight.shape != integers.shape:
         return weight.T
     alike = weight.shape[0] != weight.shape[1] or np.abs(weight - integers * scale).max() <= scale.max()

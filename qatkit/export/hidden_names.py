@@ -1,9 +1,8 @@
 """Avoids clashes with the names that ONNX Runtime's tools give to their own tensors.
 
-A tool calls the parts of "x" "x_scale", "x_QuantizeLinear_Output", "x_cast_to_fp32" and so on, and does not look
-whether the file has such a tensor. Tensors within the file get another name. Inputs and outputs are renamed
-only
-while a tool works.
+A tool calls the parts of "x" "x_scale", "x_QuantizeLinear_Output", "x_cast_to_fp32" and so on, without checking
+whether the file already has such a tensor. Inner tensors with such names get other names. Inputs and outputs are
+renamed only while a tool works.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def tensor_names(model: ir.Model) -> set[str | None]:
 
 
 def rename_inner(model: ir.Model) -> None:
-    """Gives other names to tensors within the file that are called as a tool could call its own."""
+    """Gives other names to inner tensors whose names a tool could use for its own tensors."""
     graph = model.graph
     ends = {value.name for value in (*graph.inputs, *graph.outputs)}
     values = [*graph.initializers.values(), *(value for node in graph for value in node.outputs)]
@@ -45,7 +44,7 @@ def rename_inner(model: ir.Model) -> None:
 
 
 def hide_ends(model: ir.Model) -> dict[str, str]:
-    """Gives such inputs and outputs other names until `restore_ends`; returns their own by these."""
+    """Renames such inputs and outputs until `restore_ends`; returns their original names by the new ones."""
     taken, hidden = tensor_names(model), dict[str, str]()
     for number, value in enumerate(dict.fromkeys((*model.graph.inputs, *model.graph.outputs))):
         if value.name and _TOOLS_OWN.search(value.name):
@@ -55,7 +54,7 @@ def hide_ends(model: ir.Model) -> dict[str, str]:
 
 
 def restore_ends(model: ir.Model, hidden: dict[str, str]) -> None:
-    """Gives inputs and outputs their own names again; a tensor of the tool that has one gets another."""
+    """Gives inputs and outputs their original names again; a tensor of the tool with such a name is renamed."""
     graph = model.graph
     ends = {str(value.name): value for value in (*graph.inputs, *graph.outputs)}
     inner = [*graph.initializers.values(), *(value for node in graph for value in node.outputs)]

@@ -1,10 +1,9 @@
-"""int8 tables that ids index, of Embeddings: a scale for each row.
+"""Quantizes the tables of Embeddings to int8, with one scale per row.
 
     table [rows, columns], ids ── Gather ──>   becomes   int8 table, ids ── Gather ── Cast ─┐
                                                                 scales, ids ── Gather ──────┴─ Mul ──>
 
-Only the rows that are read are dequantized. A table that another operator reads, a matrix of a MatMul say, stays as it
-is.
+Only the rows that are read are dequantized. A table that another operator also reads, such as a MatMul, stays as it is.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _LEAST = 1 << 16  # bytes: smaller tables are not worth three operators
 
 
 def tables(model: ir.Model) -> list[ir.Value]:
-    """Returns the float matrices that nothing but Gathers reads, by rows."""
+    """Returns the float matrices that only Gathers read, by rows."""
     found = dict.fromkeys(
         value
         for node in model.graph
@@ -34,9 +33,11 @@ def tables(model: ir.Model) -> list[ir.Value]:
 
 
 def quantize_tables(model: ir.Model, without: Collection[str] = ()) -> None:
-    """Replaces the tables of a model by int8 ones, in place.
+    """Replaces the tables of a model by int8 tables, in place.
 
-    Those of operators called as in `without` stay.
+    Args:
+        model: changed in place.
+        without: names of operators whose tables stay float.
     """
     taken = tensor_names(model)
     for value in tables(model):
@@ -71,7 +72,7 @@ def _reads_rows(node: ir.Node, index: int) -> bool:
 
 
 def _dequantize_rows(graph: ir.Graph, node: ir.Node, integers: ir.Value, scales: ir.Value) -> None:
-    """Puts the four operators in place of a Gather."""
+    """Replaces a Gather by the four operators."""
     ids, result = node.inputs[1], node.outputs[0]
     parts = [
         ir.node("Gather", [table, ids], {"axis": 0}, name=f"{node.name}_{part}")

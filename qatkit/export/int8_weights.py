@@ -1,14 +1,14 @@
-"""int8 weights of operators that multiply in float: which axes have scales of their own, and the nodes that dequantize.
+"""Stores weights in int8 for operators that compute in float: the axes of the scales, and the nodes that dequantize.
 
-    Conv                     [out, in/groups, ...]       a scale for each output channel
-    ConvTranspose            [in, out/groups, ...]       the same: along axis 1, and in groups along both parts of
-                                                         [groups, in/groups, out/groups, ...]
-    Gemm, MatMul             a matrix                    for each column, or row where it is transposed
-    MatMul                   a stack [..., in, out]      for each column of each matrix
-    LSTM, GRU, RNN           W, R [directions, gates, ...]  for each row, as `qatkit.graph.convert.recurrent_modules`
+    Conv              [out, in/groups, ...]          one scale per output channel
+    ConvTranspose     [in, out/groups, ...]          the same, along axis 1; with groups along two axes of
+                                                     [groups, in/groups, out/groups, ...]
+    Gemm, MatMul      a matrix                       one scale per column, or per row if it is transposed
+    MatMul            a stack [..., in, out]         one scale per column of each matrix
+    LSTM, GRU, RNN    W, R [directions, gates, ...]  one scale per row, as in `qatkit.graph.convert.recurrent_modules`
 
-One axis is what a DequantizeLinear takes. Several are a Cast and a Mul, which ONNX Runtime computes once, when it loads
-the file.
+Scales along one axis become a DequantizeLinear. Scales along several axes become a Cast and a Mul, which ONNX Runtime
+computes once, when it loads the file.
 """
 
 from __future__ import annotations
@@ -43,16 +43,18 @@ class Scales:
 
 
 def quantize_weights(model: ir.Model, without: Collection[str] = ()) -> None:
-    """Replaces the weights of Conv, ConvTranspose, Gemm, MatMul and recurrent operators by int8 ones, in place.
+    """Replaces the weights of Conv, ConvTranspose, Gemm, MatMul and recurrent operators by int8 weights, in place.
 
-    Operators called as in `without` keep theirs.
+    Args:
+        model: changed in place.
+        without: names of operators whose weights stay float.
     """
     found = {value: _layout(value, axis) for value, axis in weights(model).items()}
     _replace(model, found | _rows(model), without)
 
 
 def quantize_recurrent(model: ir.Model, without: Collection[str] = ()) -> None:
-    """Does the same only for LSTM, GRU and RNN."""
+    """Does the same as `quantize_weights`, but only for LSTM, GRU and RNN."""
     _replace(model, _rows(model), without)
 
 
@@ -69,7 +71,7 @@ def _replace(model: ir.Model, found: dict[ir.Value, Scales], without: Collection
 
 
 def _rows(model: ir.Model) -> dict[ir.Value, Scales]:
-    """Returns W and R of LSTM, GRU and RNN, with one scale per row."""
+    """Returns the layouts of W and R of LSTM, GRU and RNN, with one scale per row."""
     return {value: Scales(_array(value).shape, (0, 1)) for value in recurrent_weights(model)}
 
 
@@ -80,7 +82,7 @@ def _array(value: ir.Value) -> NDArray[Any]:
 
 
 def _layout(value: ir.Value, axis: int) -> Scales:
-    """Returns the scales of a weight whose output channels `weights` finds along `axis`."""
+    """Returns the layout of the scales of a weight whose output channels are along `axis` (see `weights`)."""
     shape = _array(value).shape
     alike = [node for node in value.consumers() if operand(node, 1) is value or operand(node, 0) is value]
     node = next((one for one in alike if one.op_type in ("Conv", "ConvTranspose")), alike[0])
@@ -95,9 +97,9 @@ def _layout(value: ir.Value, axis: int) -> Scales:
 
 
 def _in_int8(graph: ir.Graph, value: ir.Value, scales: Scales, taken: set[str | None]) -> list[ir.Node]:
-    """Replaces a weight by its int8 values; returns the nodes that compute it, the last with the weight's name.
+    """Replaces a weight by int8 values, and returns the nodes that dequantize it; the last result has its name.
 
-    None of them where the file would not become smaller.
+    If the file would not become smaller, nothing changes and the list is empty.
     """
     name, held = str(value.name), _array(value)
     values = held.reshape(scales.shape)

@@ -1,14 +1,13 @@
-"""Finds, by a float run, the operators whose values float16 cannot hold; they compute in float32.
+"""Finds, in a float run, the operators whose values float16 cannot hold. They compute in float32.
 
-too large     a tensor or constant beyond 65504 (activations: half of it, since other images follow): whoever makes
-or reads it
-too small     a tensor that lies entirely below the normal numbers, or a constant of which float16 keeps less
-than
-95 %: whoever makes or reads it
-under a Log   or a denominator, a root or a power that grows without bounds near zero: small values matter there.
-Who makes them stays float32 up to the last operator whose inputs have a sign or are not small (a
-power spectrum is made of a spectrum), an epsilon on the way included
-inner sums    norms and log-sum-exps, whose squares and exponentials are larger than what comes out
+- Too large: operators that make or read a tensor or constant beyond 65504. For activations the limit is half of that,
+  since other images may give larger values.
+- Too small: operators that make or read a tensor whose values are all below the normal numbers of float16, or a
+  constant that float16 changes by more than 5 %.
+- Sensitive near zero: a Log, denominator, root or power that grows without bounds near zero. Small values matter there,
+  so the operators that make them stay float32: upwards to the first one whose inputs have a sign or are not small (a
+  power spectrum is computed from a spectrum), including an epsilon on the way.
+- Inner sums: norms and log-sum-exps, whose squares and exponentials are larger than their results.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from qatkit.verify.graph_view import constant, operand, stored
 FLOAT16_MAX = 65504.0
 _ACTIVATIONS_MAX = FLOAT16_MAX / 2
 _NORMAL = 2.0**-14  # the smallest normal number of float16
-_KEPT = 0.05  # of a constant, the share that it may change by
-# Operators that grow without bounds near zero, and the input that they do so in.
+_KEPT = 0.05  # the largest relative change of a constant
+# Operators that grow without bounds as an input approaches zero, and the index of this input.
 _SENSITIVE = {"Log": 0, "Div": 1, "Reciprocal": 0, "Pow": 0}
-# Between an epsilon and such an operator.
+# Operators that may be between an epsilon and a sensitive operator.
 _PASSED = frozenset(["Abs", "Add", "Sub", "Max", "Min", "Clip", "Sqrt", "Identity", "Cast", "Slice", "Reshape",
                      "Transpose", "Squeeze", "Unsqueeze", "Expand", "Flatten"])  # fmt: skip
 _SQUARED = (
@@ -43,11 +42,11 @@ _DEEPEST = 64
 
 
 def kept_in_float32(model: ir.Model, ranges: Mapping[str, Range]) -> list[str]:
-    """Returns the names of the operators that can't be float16, in the file's order.
+    """Returns the names of the operators that cannot compute in float16, in the file's order.
 
     Args:
-        model: in float.
-        ranges: of its tensors (`qatkit.export.float_ranges`).
+        model: the float model.
+        ranges: the ranges of its tensors (`qatkit.export.float_ranges`).
     """
     found: set[ir.Node] = set()
     for node in model.graph:
@@ -67,7 +66,7 @@ def _range(value: ir.Value | None, ranges: Mapping[str, Range]) -> Range | None:
 
 
 def _leaves_range(node: ir.Node, ranges: Mapping[str, Range]) -> bool:
-    """Returns whether an input or output of the operator is too large, or too small as a whole, for float16."""
+    """Returns whether an input or output of the operator is too large for float16, or too small in all values."""
     for place, value in enumerate((*node.inputs, *node.outputs)):
         known = _range(value, ranges)
         if known is None or known.largest == 0:
@@ -75,7 +74,7 @@ def _leaves_range(node: ir.Node, ranges: Mapping[str, Range]) -> bool:
         held = stored(value) is not None
         if known.largest > (FLOAT16_MAX if held else _ACTIVATIONS_MAX):
             return True
-        # A bias that is nothing; an epsilon counts where something sensitive follows.
+        # A negligible bias does not count; an epsilon counts if a sensitive operator follows.
         harmless = held and (place > 1 or node.op_type in _PASSED or _is_kept(known.largest))
         if known.largest < _NORMAL and not harmless:
             return True
@@ -94,15 +93,13 @@ def _sums_inside(node: ir.Node, ranges: Mapping[str, Range]) -> bool:
 
 
 def _grows_near_zero(node: ir.Node) -> bool:
-    """Returns whether small inputs are critical: always, except for a Pow without a constant exponent below
-    1.
-    """
+    """Returns whether small inputs matter: always, except for a Pow without a constant exponent below 1."""
     exponent = constant(operand(node, 1)) if node.op_type == "Pow" else None
     return node.op_type != "Pow" or (exponent is not None and bool((exponent < 1).any()))
 
 
 def _small_makers(value: ir.Value, ranges: Mapping[str, Range]) -> Iterator[ir.Node]:
-    """Yields the operators that make the small values of a tensor, the way up along what has no sign."""
+    """Yields the operators that make the small values of a tensor, upwards through tensors that are never negative."""
     waiting, seen, first = [(value, 0)], {value}, True
     while waiting:
         one, depth = waiting.pop()
@@ -118,7 +115,7 @@ def _small_makers(value: ir.Value, ranges: Mapping[str, Range]) -> Iterator[ir.N
 
 
 def _epsilon_path(value: ir.Value, depth: int = 8) -> list[ir.Node]:
-    """Returns the operators from one that reads an epsilon float16 does not have, down to `value`."""
+    """Returns the operators from one that reads an epsilon too small for float16, down to `value`."""
     maker = value.producer()
     if maker is None or depth == 0 or maker.op_type not in _PASSED:
         return []
@@ -135,6 +132,6 @@ def _epsilon_path(value: ir.Value, depth: int = 8) -> list[ir.Node]:
 
 
 def _is_kept(number: float) -> bool:
-    """Returns whether float16 holds a number that is small for it with little error."""
+    """Returns whether float16 holds a small number with a relative error of at most 5 %."""
     small = 0 < abs(number) < _NORMAL
     return not small or abs(float(np.float16(number)) - number) <= _KEPT * abs(number)

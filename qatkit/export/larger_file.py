@@ -7,16 +7,16 @@ from pathlib import Path
 
 import onnx
 
-_INTEGERS = "_quantized"  # suffix of a weight's name
+_INTEGERS = "_quantized"  # suffix of the integers' name
 _WORTH_TELLING = 1000  # bytes
 
 
 def why_larger(given: Path, written: Path) -> str | None:
-    """Returns in words why the quantized file is the larger one; None where it is not, or by less than 1 kB.
+    """Returns a sentence on why the quantized file is larger than the float file; None if it is not, by 1 kB.
 
     Args:
         given: the float file.
-        written: the quantized one, with the integers of a weight under its name and `_quantized`.
+        written: the quantized file, in which the integers of weight NAME are called NAME_quantized.
     """
     sizes = [path.stat().st_size for path in (given, written)]
     if sizes[1] - sizes[0] < _WORTH_TELLING:
@@ -36,16 +36,16 @@ def why_larger(given: Path, written: Path) -> str | None:
     reasons = []
     if computed:
         reasons.append(
-            f"{_bytes(computed)} are the integers of weights that the float file computes from smaller constants"
+            f"{_bytes(computed)} hold integers of weights that the float file computes from smaller constants"
         )
     if kept:
         reasons.append(
-            f"{_bytes(kept)} are the integers of weights that operators left in float read as well, so that both stay"
+            f"{_bytes(kept)} hold integers of weights that float operators read as well, so both copies are needed"
         )
     nodes = sum(_of_nodes(one.graph) * sign for one, sign in ((after, 1), (before, -1)))
     if nodes > 0:
-        reasons.append(f"{nodes / 1e3:.0f} kB are QuantizeLinear and DequantizeLinear nodes and names")
-    told = f"the INT8 file is {(sizes[1] - sizes[0]) / 1e3:.0f} kB larger than the float one"
+        reasons.append(f"{nodes / 1e3:.0f} kB hold QuantizeLinear and DequantizeLinear nodes and their names")
+    told = f"the INT8 file is {(sizes[1] - sizes[0]) / 1e3:.0f} kB larger than the float file"
     return f"{told}: {'; '.join(reasons)}" if reasons else told
 
 

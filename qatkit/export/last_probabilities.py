@@ -1,9 +1,9 @@
-"""Finds the operators of final probabilities, which compute in float32 in a float16 file.
+"""Finds the operators that compute final probabilities, which stay float32 in a float16 file.
 
     logits ── Sigmoid or Softmax ── Slice, Transpose, ... ──> output
 
-Above 0.9995 float16 has no number but 1. The best boxes of a detector would have equal scores, and their
-order and suppression would differ from those of the logits, which keep eleven bits at any size.
+The only float16 number above 0.9995 is 1. The best boxes of a detector would therefore have equal scores, and would be
+ordered and suppressed differently than by their logits, which keep eleven bits at any size.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def last_probabilities(model: ir.Model) -> list[str]:
 def _probable(value: ir.Value | None) -> bool:
     """Returns whether a tensor holds probabilities.
 
-    For a Concat, one input that does is enough; for a product (objectness times class), both factors must.
+    A Concat does if one of its inputs does; a product (objectness times class) does if both factors do.
     """
     node = None if value is None else value.producer()
     if node is None or node.domain:

@@ -1,4 +1,4 @@
-"""Lists the operators that a mode leaves float, with notes for the report."""
+"""Lists the operators that a mode leaves in float, with notes for the report."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _LISTED = 5
 
 
 class LeftFloat(NamedTuple):
-    """The operators that a mode leaves float.
+    """The operators that a mode leaves in float.
 
     Attributes:
         names: the names of the operators.
-        notes: remarks on them for the report.
+        notes: one line for the report for each reason.
     """
 
     names: list[str]
@@ -38,15 +38,16 @@ def left_float(
     Args:
         mode: the name of the mode.
         made: the model that the mode made.
-        on_purpose: operators that the mode is not for.
-        unheld: operators whose values float16 can't hold.
-        wrong: operators whose weights came out wrong.
+        on_purpose: operators that the mode does not quantize by design.
+        unheld: operators whose values float16 cannot hold.
+        wrong: operators whose quantized weights would be wrong.
     """
     kind = "float32" if mode == "float16" else "float"
+    branches = recurrent_in_branches(made)
     notes = [
-        *_note(mode, unheld, f"{kind}, whose values float16 can't hold", _LISTED),
-        *_note(mode, wrong, f"{kind}, whose weights would come out wrong"),
-        *_note(mode, recurrent_in_branches(made), f"{kind}, in branches and bodies that depend on values"),
+        *_note(mode, unheld, f"{kind} because float16 cannot hold the values", _LISTED),
+        *_note(mode, wrong, f"{kind} because the converted weights would be wrong"),
+        *_note(mode, branches, f"{kind} because of branches or loops that depend on values"),
     ]
     return LeftFloat([*on_purpose, *unheld, *wrong], notes)
 

@@ -1,7 +1,8 @@
-"""Per-channel weights of Convs from ONNX Runtime's dynamic quantization, which has one scale for all filters.
+"""Gets per-channel Conv weights from ONNX Runtime's dynamic quantization, which has one scale for all filters.
 
-`levelled` divides each filter by its own range before, and `scaled_back` multiplies the scale in the file by it after:
-not one node more (figures: decision 15). A Conv that the tool leaves float gets its own weights back.
+`levelled` divides each filter by its range before quantization, and `scaled_back` multiplies the scale in the file by
+this range afterwards. The file needs no additional node (figures: decision 15). A Conv that the tool leaves float gets
+its original weight back.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ class Levelled:
 
 
 def levelled(model: ir.Model) -> dict[str, Levelled]:
-    """Divides each filter of a Conv by its range, in place; returns what was done, by the weight's name."""
+    """Divides each filter of every Conv by its range, in place; returns the changes by the weight's name."""
     found = {}
     for name, value in model.graph.initializers.items():
         users = value.consumers()
-        # In a branch the tool quantizes nothing.
+        # The tool quantizes nothing in branches.
         alike = (n.op_type == "Conv" and n.inputs[1] is value and n.graph is model.graph for n in users)
         if not users or not all(alike) or element_type(value) != ir.DataType.FLOAT or is_depthwise(users[0]):
             continue
@@ -47,9 +48,9 @@ def levelled(model: ir.Model) -> dict[str, Levelled]:
 
 
 def scaled_back(model: ir.Model, changed: dict[str, Levelled]) -> None:
-    """Multiplies the scale of each levelled weight, so that it is one of each filter [1, C, 1, 1].
+    """Multiplies the scale of each levelled weight by the ranges of its filters, to [1, C, 1, 1].
 
-    A weight that the tool left float, for whatever reason, is restored.
+    A weight that the tool left float is restored.
     """
     values = model.graph.initializers
     for name, one in changed.items():
@@ -64,14 +65,14 @@ def scaled_back(model: ir.Model, changed: dict[str, Levelled]) -> None:
 
 
 def is_depthwise(node: ir.Node) -> bool:
-    """Returns whether the node is a grouped Conv each of whose filters sees a single input channel."""
+    """Returns whether the node is a grouped Conv whose filters each read a single input channel."""
     grouped = node.op_type == "Conv" and node.attributes.get_int("group", 1) > 1
     weight = stored(operand(node, 1)) if grouped else None
     return weight is not None and weight.shape[1] == 1
 
 
 def row_ranges(values: NDArray[Any], kept: tuple[int, ...]) -> NDArray[np.float32]:
-    """Returns the largest magnitude along the axes that are not kept, which become 1; 1.0 where all are zero."""
+    """Returns the largest magnitude over all axes except `kept` (they become size 1); 1.0 where all values are zero."""
     others = tuple(one for one in range(values.ndim) if one not in kept)
     ranges = np.abs(values).max(axis=others, keepdims=True)
     return np.where(ranges > 0, ranges, 1).astype(np.float32)

@@ -1,10 +1,12 @@
 """Lowers an opset-18 model to an older opset, operator by operator.
 
-torch's exporter supports opset 18 and up. Each rule has the opset in which the form that it rewrites became legal,
-and applies when a lower one is requested: at 14 to 17 whatever is legal there stays. The rules are in two modules:
-older forms of the same operator (`older_forms`), and operators in terms of older ones (`older_operators`). An
-operator whose older form differs only in types is cast where the older types hold the same numbers. An operator with
-neither a rule nor a form in the opset is refused, and the error names the lowest opset that has one.
+torch's exporter supports opset 18 and higher. Each rule rewrites a form of an operator, and knows the opset in which
+this form became legal. It applies only if a lower opset is requested, so that everything legal at 14 to 17 stays.
+
+The rules are in two modules: older forms of the same operator (`older_forms`), and operators written in terms of older
+ones (`older_operators`). An operator whose older form differs only in types gets Casts if the older types hold the same
+numbers. An operator without a rule or a form in the requested opset is refused, and the error names the lowest opset
+that has one.
 
 Source of every difference: the operator changelog of the ONNX specification.
 """
@@ -27,10 +29,10 @@ _RULES: dict[str, list[tuple[int, Rule]]] = {**FORMS, **OPERATORS}
 
 
 def lower(model: ir.Model, opset: int) -> None:
-    """Rewrites `model` (opset 18) in place to `opset` 13..17; a model of 18 and up stays as it is.
+    """Rewrites `model` (opset 18) in place to `opset` 13 to 17; does nothing for 18 and higher.
 
     Raises:
-        ConfigError: a node that has no form in `opset`; names it and the lowest opset that has one.
+        ConfigError: a node has no form in `opset`; the message names the node and the lowest opset that has one.
     """
     rules = {
         kind: [_applied(rule, since, opset) for since, rule in forms if opset < since]
@@ -45,13 +47,13 @@ def lower(model: ir.Model, opset: int) -> None:
 
 
 def _applied(rule: Rule, since: int, opset: int) -> Rule:
-    """Returns the rule with refusals that name the request and what it requires."""
+    """Returns the rule, with errors that name the requested opset and the opset that the node needs."""
 
     def apply(node: ir.Node, builder: tape.Tape) -> object:
         try:
             return rule(node, builder)
         except Newer as error:
-            reason = f"{place(node)} {error}, which needs opset {since}"
+            reason = f"{place(node)} {error}, which needs opset {since} or higher"
             raise ConfigError("export.opset", opset, reason=reason) from None
 
     return apply  # type: ignore[return-value]
@@ -66,9 +68,7 @@ def _refuse_newer(graph: ir.Graph, opset: int) -> None:
         able = [n for n in range(opset + 1, _NEWEST + 1) if _known(node, n) and not _untyped(node, n)]
         if able:
             kind = "" if not _known(node, opset) else f" of {_untyped(node, opset)}"
-            reason = (
-                f"{place(node)} has no form in this opset: this {node.op_type}{kind} needs opset {able[0]}"
-            )
+            reason = f"{place(node)}: this form of {node.op_type}{kind} needs opset {able[0]} or higher"
             raise ConfigError("export.opset", opset, reason=reason)
 
 
@@ -81,9 +81,9 @@ def _known(node: ir.Node, opset: int) -> bool:
 
 
 def _untyped(node: ir.Node, opset: int) -> str:
-    """Returns the type of the first input that the operator does not accept in `opset`, or "".
+    """Returns the type of the first input that the operator does not accept in `opset`.
 
-    It is "" if all types are accepted, or unknown.
+    Returns "" if all types are accepted or unknown.
     """
     formal = onnx.defs.get_schema(node.op_type, opset, "").inputs
     for i, value in enumerate(node.inputs):

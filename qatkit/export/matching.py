@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 
 def number(value: ir.Value | None) -> float | None:
-    """Returns a constant of one value; None for anything else."""
+    """Returns the value of a constant with one element; None for anything else."""
     if value is None:
         return None
     held = value.const_value
@@ -25,7 +25,7 @@ def number(value: ir.Value | None) -> float | None:
 
 
 def made(value: ir.Value | None, operator: str) -> ir.Node | None:
-    """Returns the node that makes a value if it is this operator of ONNX."""
+    """Returns the node that makes a value if it is this ONNX operator; otherwise None."""
     node = None if value is None else value.producer()
     return node if node is not None and node.op_type == operator and node.domain in ("", "ai.onnx") else None
 
@@ -37,7 +37,7 @@ def pairs(node: ir.Node) -> Sequence[tuple[ir.Value | None, ir.Value | None]]:
 
 
 def by_number(node: ir.Node | None, operator: str, wanted: float) -> ir.Value | None:
-    """Returns the other operand of an Add or Mul with a number (of a Div: by it)."""
+    """Returns the other operand of an Add or Mul with a number, or the dividend of a Div by it."""
     if node is None or node.op_type != operator:
         return None
     for x, held in pairs(node)[:1] if operator == "Div" else pairs(node):
@@ -48,7 +48,7 @@ def by_number(node: ir.Node | None, operator: str, wanted: float) -> ir.Value | 
 
 
 def clip_bounds(node: ir.Node) -> tuple[float | None, float | None]:
-    """Returns the bounds of a Clip; None for one that is left out or computed."""
+    """Returns the bounds of a Clip; None for a bound that is omitted or computed."""
     if len(node.inputs) > 1:
         low, high = (number(value) for value in (*node.inputs[1:], None, None)[:2])
         return low, high
@@ -59,7 +59,7 @@ def clip_bounds(node: ir.Node) -> tuple[float | None, float | None]:
 
 
 def is_open(node: ir.Node, end: str) -> bool:
-    """Returns whether an end ("min" or "max") of a Clip of floats is left out or infinite."""
+    """Returns whether a bound ("min" or "max") of a Clip of floats is omitted or infinite."""
     place = 1 if end == "min" else 2
     if len(node.inputs) > place and node.inputs[place] is not None:
         bound = number(node.inputs[place])
@@ -71,7 +71,7 @@ def is_open(node: ir.Node, end: str) -> bool:
 
 
 def factors(node: ir.Node, most: int) -> list[ir.Value]:
-    """Returns the factors of a product of products."""
+    """Returns the factors of nested products, at most `most`."""
     found = [value for value in node.inputs if value is not None]
     while len(found) < most:
         inner = next((value for value in found if made(value, "Mul") and len(value.uses()) == 1), None)
@@ -85,7 +85,7 @@ def factors(node: ir.Node, most: int) -> list[ir.Value]:
 
 
 def gelu_input(node: ir.Node) -> ir.Value | None:
-    """Returns x of 0.5 · x · (1 + erf(x / √2)), multiplied in any order."""
+    """Returns x if the node computes 0.5 · x · (1 + erf(x / √2)), multiplied in any order."""
     if node.op_type != "Mul":
         return None
     found = factors(node, 3)

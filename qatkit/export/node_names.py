@@ -1,8 +1,9 @@
-"""Names that tell where a node comes from: the path of its module and its operator ("layer1.0.conv1/Conv").
+"""Names nodes by the path of their module and their operator ("layer1.0.conv1/Conv").
 
-A tensor is named after the node that makes it, a weight as the module has it ("layer1.0.conv1.weight"), and any
-other constant after the first node that reads it and the operand that it is there ("flatten/Reshape.shape").
-A node without a record of its own (the batch size that torch reads off the input) is part of what reads it.
+A tensor has the name of the node that makes it, and a weight the name that it has in the module
+("layer1.0.conv1.weight"). Any other constant has the name of the first node that reads it and of the operand that it is
+there ("flatten/Reshape.shape"). A node without a module, such as the batch size that torch reads from the input,
+belongs to the module of its reader.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ class _Call(nn.Module):
 
 
 def name_functions(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Returns a copy whose functions are modules at the path of their site.
+    """Returns a copy in which every function is a module at the path of its site.
 
-    The same holds for each further call of a module without tensors (one ReLU for a whole block).
+    Further calls of a module without tensors (one ReLU for a whole block) become modules of their own, too.
     """
     named = copy.deepcopy(graph_module, large_tensors(graph_module))
     called: set[str] = set()
@@ -56,7 +57,7 @@ def name_functions(graph_module: fx.GraphModule) -> fx.GraphModule:
                 named.add_submodule(node.target, copy.copy(module))
             called.add(node.target)
             continue
-        barrier = node.target is torch.ops.qatkit.barrier  # made by convert, without a site and a value
+        barrier = node.target is torch.ops.qatkit.barrier  # inserted by convert, without a site and a value
         if barrier:
             node.meta["site"] = f"{site(cast(fx.Node, node.args[0]))}.barrier"
         tensor = barrier or isinstance(node.meta.get("value"), (torch.Tensor, tuple, list))
@@ -88,11 +89,11 @@ def _free_path(graph_module: fx.GraphModule, path: str) -> str:
 
 
 def name_nodes(model: ir.Model, kept: Collection[str]) -> None:
-    """Names every node MODULE/OPERATOR, its outputs after it, and constants after what reads them.
+    """Names every node MODULE/OPERATOR, its outputs after the node, and constants after their readers.
 
     Args:
-        model: its graph's inputs and outputs keep their names.
-        kept: names of the module's own tensors, which are those of the initializers that hold them.
+        model: changed in place; the inputs and outputs of the graph keep their names.
+        kept: names of the module's own tensors; initializers with these names keep them.
     """
     ends = {value.name for value in (*model.graph.inputs, *model.graph.outputs)}
     used: Counter[str] = Counter()
@@ -113,7 +114,7 @@ def name_nodes(model: ir.Model, kept: Collection[str]) -> None:
 
 
 def _operand_name(value: ir.Value, opset: int) -> str:
-    """Returns NODE.OPERAND for a constant: its first reader and the specification's name for that input."""
+    """Returns NODE.OPERAND for a constant: its first reader and the name of that input in the specification."""
     node, index = next(iter(value.uses()))
     what = str(value.name).rpartition("/")[2] if "/" in str(value.name) else ""
     if not what and onnx.defs.has(node.op_type, opset, node.domain):
@@ -130,7 +131,7 @@ def _free_name(name: str, taken: set[str | None]) -> str:
 
 
 def _scopes(graph: ir.Graph) -> dict[ir.Node, str]:
-    """Returns the place of each node: its own record, or that of the first node after or before it with one."""
+    """Returns the module path of each node: its own, or that of the first node after or before it that has one."""
     known = {node: scope for node in graph if (scope := _scope(node)) is not None}
     for node in reversed(graph):
         readers = (reader for value in node.outputs for reader in value.consumers())
@@ -147,12 +148,12 @@ def _inherit(known: dict[ir.Node, str], node: ir.Node, others: Iterable[ir.Node]
 
 
 def _scope(node: ir.Node) -> str | None:
-    """Returns the innermost module of the exporter's record (a path per module, the fx node last), or None."""
+    """Returns the innermost module in the exporter's metadata (a path per module, the fx node last), or None."""
     scopes = ast.literal_eval(node.metadata_props.get(_SCOPES, "[]"))
     return str(scopes[-2]) if len(scopes) > 1 and scopes[0] == "" else None
 
 
 def place(node: ir.Node) -> str:
-    """Returns the origin of a node of torch's exporter for messages: MODULE/OPERATOR, or else its name."""
+    """Returns the origin of a node for messages: MODULE/OPERATOR if known, otherwise its name."""
     scope = _scope(node)
     return f"{scope}/{node.op_type}" if scope else str(node.name)

@@ -1,7 +1,7 @@
-"""Rules that express an operator's newer form by its older one: attributes for inputs, defaults left out.
+"""Rules that write an operator's newer form as its older form: attributes instead of inputs, without new defaults.
 
-Each is chosen by the opset since which the form that it rewrites is legal (`lower_opset`). What the older form
-cannot say raises `Newer`.
+Each rule belongs to the opset from which the form that it rewrites is legal (`lower_opset`). A rule raises `Newer`
+where the older form cannot express the node.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from qatkit.export.rewrite import MICROSOFT, Rule, given, ints, length, new_cons
 
 
 class Newer(Exception):  # noqa: N818  a message on its way to the user
-    """Raised when a node does something that only its newer form can express; the message says what."""
+    """Raised when only the newer form of an operator can express a node; the message says why, as a verb phrase."""
 
 
 def _axes_to_attribute(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
@@ -53,7 +53,7 @@ def _pad(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
     axes, pads, shape = ints(node.inputs[3]), ints(node.inputs[1]), node.inputs[0].shape  # type: ignore[union-attr]
     if axes is None or shape is None:
         raise Newer("pads axes that are not constant")
-    places = [2 * len(axes)] * (2 * len(shape))  # after the amounts, where the zero is
+    places = [2 * len(axes)] * (2 * len(shape))  # the index after the amounts, where the zero is
     for i, axis in enumerate(axes):
         places[axis % len(shape)] = i
         places[axis % len(shape) + len(shape)] = i + len(axes)
@@ -94,7 +94,7 @@ def _shape(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
 
 
 def _reshape(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """Drops allowzero if the shape has no zero, since it then has no effect."""
+    """Removes allowzero if the shape has no zero, because it has no effect then."""
     wanted = ints(node.inputs[1])
     if node.attributes.get_int("allowzero", 0) and wanted is not None and 0 in wanted:
         raise Newer("reshapes to an empty tensor")
@@ -104,17 +104,17 @@ def _reshape(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
 
 def _batch_norm(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
     if node.attributes.get_int("training_mode", 0):
-        raise Newer("norms with the batch's own statistics")
+        raise Newer("normalizes with statistics of the batch")
     node.attributes.pop("training_mode", None)
     return None
 
 
 def _resize(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """Attributes at their defaults are dropped, scales and sizes spread over all axes; antialias has no older form."""
+    """Removes default attributes of Resize, and gives scales and sizes for all axes; antialias has no older form."""
     if node.attributes.get_int("antialias", 0):
         raise Newer("resizes with antialias")
     if node.attributes.get_string("keep_aspect_ratio_policy", "stretch") != "stretch":
-        raise Newer("keeps the aspect ratio while it resizes")
+        raise Newer("resizes and keeps the aspect ratio")
     if "axes" in node.attributes:
         _resize_all_axes(node, builder)
     for attribute in ("antialias", "keep_aspect_ratio_policy", "axes"):
@@ -132,13 +132,13 @@ def _resize_all_axes(node: ir.Node, builder: tape.Tape) -> None:
     for axis, amount in zip(axes, tensor.numpy(), strict=True):
         full[axis] = amount
     if None in full:
-        raise Newer("resizes beside an axis of unknown length")
+        raise Newer("resizes a tensor that also has an axis of unknown length")
     array = np.array(full, tensor.numpy().dtype)
     node.replace_input_with(index, new_constant(builder, node, "sizes" if index == 3 else "scales", array))
 
 
 def _recurrent(node: ir.Node, builder: tape.Tape) -> list[ir.Value] | None:
-    """Rewrites LSTM, GRU and RNN from batch first to steps first, between transposes."""
+    """Rewrites LSTM, GRU and RNN from batch-first to steps-first layout, between Transposes."""
     if node.attributes.get_int("layout", 0) == 0:
         node.attributes.pop("layout", None)
         return None
@@ -155,7 +155,7 @@ def _recurrent(node: ir.Node, builder: tape.Tape) -> list[ir.Value] | None:
 
 
 def _pool_of_powers(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """Drops rounding and dilations of LpPool at their defaults; other values have no older form."""
+    """Removes default rounding and dilations of LpPool; other values have no older form."""
     if not node.attributes.get_int("ceil_mode", 0):
         node.attributes.pop("ceil_mode", None)
     if all(step == 1 for step in node.attributes.get_ints("dilations", [])):
@@ -164,15 +164,15 @@ def _pool_of_powers(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
 
 
 def _regions(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """Rewrites RoiAlign, which has only one way to place its samples before opset 16."""
+    """Rewrites RoiAlign, which before opset 16 can place its samples in only one way."""
     if node.attributes.get_string("coordinate_transformation_mode", "half_pixel") != "output_half_pixel":
-        raise Newer("aligns regions to the centres of pixels")
+        raise Newer("aligns regions to pixel centres")
     node.attributes.pop("coordinate_transformation_mode")
     return None
 
 
 def _sampled_volume(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """Raises `Newer` for a GridSample of volumes, which needs opset 20; images need 16."""
+    """Raises `Newer` for a GridSample of volumes, which needs opset 20 (images need opset 16)."""
     whole = node.inputs[0].shape  # type: ignore[union-attr]
     if whole is not None and len(whole) != 4:
         raise Newer("samples volumes")
@@ -188,8 +188,8 @@ def _sixteen_bits(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
     return None
 
 
-# Operator → rules, each after the opset since which the form that it rewrites is legal; of several, the newest
-# form comes first, so that a refusal names the opset that can.
+# Rules by operator, each after the opset from which the form that it rewrites is legal. The newest form comes first, so
+# that an error names an opset that can express the node.
 FORMS: dict[str, list[tuple[int, Rule]]] = {
     **{
         f"Reduce{kind}": [(18, _axes_to_attribute)]

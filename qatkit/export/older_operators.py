@@ -1,7 +1,7 @@
-"""Replaces operators or types that an opset does not have yet by those that it has.
+"""Writes operators and types that an opset does not have yet in terms of older ones.
 
-Each is chosen by the opset that brought the operator (`lower_opset`). The forms are those that ONNX Runtime
-fuses again, or folds when it loads the file, where there are any.
+Each rule belongs to the opset that introduced the operator (`lower_opset`). Where possible, the new form is one that
+ONNX Runtime fuses again, or folds when it loads the file.
 """
 
 from __future__ import annotations
@@ -69,12 +69,12 @@ def _cast_like(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
     """Rewrites CastLike as Cast to the type of the second input."""
     wanted = node.inputs[1].dtype  # type: ignore[union-attr]
     if wanted is None:
-        raise Newer("casts to a type that is not known")
+        raise Newer("casts to an unknown type")
     return builder.op("Cast", [node.inputs[0]], {"to": wanted})
 
 
 def _triangle(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """Computes Trilu as x where column - row is at most k (at least k for the upper one), else zero."""
+    """Computes Trilu as x where column - row is at most k (at least k for the upper triangle), otherwise zero."""
     x, k = node.inputs[0], given(node, 1)
     rows, columns = (_positions(node, builder, axis) for axis in (-2, -1))
     limit = rows if k is None else builder.op("Add", [rows, k])
@@ -86,7 +86,7 @@ def _triangle(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
 
 
 def _positions(node: ir.Node, builder: tape.Tape, axis: int) -> ir.Value:
-    """Returns 0, 1, 2, ... along the last axis but one as [n, 1], along the last as [n]."""
+    """Returns 0, 1, 2, ... along the second to last axis as [n, 1], or along the last axis as [n]."""
     what, size = {-2: "rows", -1: "columns"}[axis], length(node.inputs[0], axis)
     if size is not None:
         numbers = np.arange(size, dtype=np.int64)
@@ -103,9 +103,9 @@ def _positions(node: ir.Node, builder: tape.Tape, axis: int) -> ir.Value:
 
 
 def _overlap_add(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """Rewrites Col2Im: for every pixel the kernel's elements that fall on it are gathered and added.
+    """Rewrites Col2Im: gathers and adds, for every pixel, the elements of the kernel that fall on it.
 
-    A transposed convolution with the identity would do it too, and look like a weight that was left float.
+    A transposed convolution with the identity would do the same, but would look like a weight that was left float.
     """
     columns = node.inputs[0]
     image, kernel, rows = ints(node.inputs[1]), ints(node.inputs[2]), length(columns, 1)
@@ -127,8 +127,7 @@ def _overlap_add(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
 
 
 def _by_pixel(places: list[NDArray[np.int64]], image: list[int]) -> NDArray[np.int64]:
-    """Returns the indices of the cells that fall on each pixel, [turns, pixels], padded with the number of
-    cells.
+    """Returns the indices of the cells that fall on each pixel, [turns, pixels], padded with the number of cells.
 
     Args:
         places: the coordinates of all cells, one array per axis of the image.
@@ -144,12 +143,12 @@ def _by_pixel(places: list[NDArray[np.int64]], image: list[int]) -> NDArray[np.i
 
 
 def _complement(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """Computes BitwiseNot as -1 - x, or for an unsigned type as its largest number - x."""
+    """Computes BitwiseNot as -1 - x, or for an unsigned type as the largest number of the type minus x."""
     x = node.inputs[0]
     assert x is not None
     known = None if x.dtype is None else np.dtype(x.dtype.numpy())
     if known is None or known.kind not in "iu" or known.itemsize < 4:
-        raise Newer("inverts the bits of a type that cannot be subtracted there")
+        raise Newer("inverts the bits of a type without subtraction in the older opset")
     ones = np.array(-1 if known.kind == "i" else np.iinfo(known).max, known)
     return builder.op("Sub", [new_constant(builder, node, "ones", ones), x])
 
@@ -171,7 +170,7 @@ def _relu_of_integers(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
     return builder.op("Max", [x, new_constant(builder, node, "zero", np.array(0, x.dtype.numpy()))])
 
 
-# Operator → its rule, after the opset that introduced it, or its types.
+# The rule of each operator, after the opset that introduced the operator or its types.
 OPERATORS: dict[str, list[tuple[int, Rule]]] = {
     "LayerNormalization": [(17, _layer_norm)],
     "GroupNormalization": [(18, _group_norm)],

@@ -1,8 +1,8 @@
 """Rewrites a graph into the forms that ONNX Runtime's kernels and fusions recognize, at any opset.
 
-Its fusions know one order of a GELU's factors, its int8 kernels one operator for a global mean and only pools whose
-size is not rounded up, and a SiLU stays one node between its pairs only if it is written as one. Source: its
-optimizer, tried node by node.
+ONNX Runtime's fusions recognize only one order of a GELU's factors. Its int8 kernels support only one operator for a
+global mean, and only pools whose size is not rounded up. A SiLU stays one node between its pairs only if it is written
+as one node. Source: experiments with its optimizer, node by node.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ def for_onnxruntime(model: ir.Model, opset: int, *, bytes_too: bool = True) -> N
     """Rewrites `model` in place to the forms that ONNX Runtime fuses and has 8-bit kernels for.
 
     Args:
-        model: a graph of torch's exporter.
-        opset: of the file, for the body of the function that a SiLU becomes.
-        bytes_too: a padding between pairs is done on bytes; another runtime may not take that.
+        model: a graph from torch's exporter, changed in place.
+        opset: the opset of the file, for the body of the function that a SiLU becomes.
+        bytes_too: whether to pad bytes instead of floats between pairs, which other runtimes may not support.
     """
     rewrite(model.graph, _RULES)
     if bytes_too:
@@ -75,7 +75,7 @@ def _follows(value: ir.Value, *op_types: str) -> bool:
 def _silu(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
     """Joins x · sigmoid(x) of a dequantized x into one node.
 
-    As two nodes, ONNX Runtime would give each its own DequantizeLinear and no longer fuse them.
+    ONNX Runtime would give each of two nodes its own DequantizeLinear, and would then not fuse them.
     """
     x = next((v for v in node.inputs if v is not None and _follows(v, "DequantizeLinear")), None)
     gate = next((v for v in node.inputs if v is not None and v is not x), None)
@@ -87,7 +87,7 @@ def _silu(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
 def silu_function(opset: int) -> ir.Function:
     """Returns `QuickGelu` with alpha 1 as a function of standard operators.
 
-    Runtimes without a kernel of that name use it; ONNX Runtime has a kernel.
+    Runtimes without a QuickGelu kernel use the function; ONNX Runtime has a kernel.
     """
     x = ir.Value(name="x")
     gate = ir.Node("", "Sigmoid", [x], outputs=[ir.Value(name="gate")])
@@ -98,9 +98,10 @@ def silu_function(opset: int) -> ir.Function:
 
 
 def _whole_windows(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """Gives an AveragePool with rounded-up size its own cells after the input, which are not counted.
+    """Pads an AveragePool whose size is rounded up explicitly, with cells that are not counted.
 
-    ONNX Runtime's int8 kernel counts the cells that only the rounding adds. Where padding is counted, a Pad makes it.
+    ONNX Runtime's int8 kernel would count the cells that only the rounding adds. If the pool counts its padding, a Pad
+    node adds that padding instead.
     """
     x, kernel = node.inputs[0], list(node.attributes.get_ints("kernel_shape", []))
     rank = len(kernel)
@@ -113,9 +114,7 @@ def _whole_windows(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
     for size, k, step, before, after in zip(sizes, kernel, steps, pads, pads[rank:], strict=False):
         padded = cast(int, size) + before + after
         windows = -(-(padded - k) // step) + 1
-        windows -= (windows - 1) * step >= cast(
-            int, size
-        ) + before  # a window that would start after the input
+        windows -= (windows - 1) * step >= cast(int, size) + before  # no window may start after the input
         beyond.append(max(0, (windows - 1) * step + k - padded))
     counted = bool(node.attributes.get_int("count_include_pad", 0))
     if counted and any(pads) and any(beyond):
@@ -129,9 +128,9 @@ def _whole_windows(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
 
 
 def _norm_of_rows(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """Separates a LayerNormalization by a Flatten in place of a Sum of one operand.
+    """Replaces the barrier (a Sum of one operand) before a LayerNormalization by a Flatten.
 
-    No fusion looks through a Flatten either, and it copies nothing.
+    No fusion crosses a Flatten either, and unlike a Sum it copies nothing.
     """
     apart = node.inputs[0].producer() if node.inputs[0] is not None else None
     if apart is None or apart.op_type != "Sum" or len(apart.inputs) > 1 or len(node.outputs) > 1:
@@ -142,7 +141,10 @@ def _norm_of_rows(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
     if last < 2 or axes.count(None) > 1 or node.attributes.get_int("axis", -1) not in (-1, last):
         return None
     flat = builder.op("Flatten", [x], {"axis": last})
-    flat.shape, flat.type = ir.Shape([None, axes[last]]), x.type  # which the older form asks for
+    flat.shape, flat.type = (
+        ir.Shape([None, axes[last]]),
+        x.type,
+    )  # the older form of LayerNormalization reads them
     norm = builder.op(
         "LayerNormalization", [flat, *node.inputs[1:]], {**node.attributes, "axis": ir.AttrInt64("axis", 1)}
     )
@@ -159,7 +161,7 @@ def _per_tensor_axis(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
 
 
 def _bias_zero_point(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """Drops the zero_point of an int32 bias, 0 by definition; this makes a small model 1 to 2 % smaller."""
+    """Removes the zero_point of an int32 bias, which is 0 by definition; small models become 1 to 2 % smaller."""
     tensor = None if node.inputs[0] is None else ir.convenience.get_const_tensor(node.inputs[0])
     if tensor is not None and tensor.dtype == ir.DataType.INT32:
         node.resize_inputs(2)
@@ -167,7 +169,7 @@ def _bias_zero_point(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
 
 
 def _padded_max(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """Separates a Pad from a MaxPool; before 1.32 ONNX Runtime fuses them, with a padding that is no number."""
+    """Separates a Pad from a MaxPool, since ONNX Runtime before 1.32 fuses them and pads with -inf."""
     x = node.inputs[0]
     before = None if x is None else x.producer()
     if before is None or before.op_type != "Pad" or len(node.outputs) > 1:
@@ -176,9 +178,9 @@ def _padded_max(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
 
 
 def _second_pair(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """Separates a quantization directly after another's dequantization (what was between is nothing in ONNX).
+    """Separates two pairs that follow each other directly, since the operator between them does nothing in ONNX.
 
-    ONNX Runtime merges the two pairs into one, with a scale that neither has.
+    ONNX Runtime would merge them into one pair, with a scale that neither has.
     """
     x, scale, zero_point = node.inputs
     before = None if x is None else x.producer()

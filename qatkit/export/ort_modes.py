@@ -1,12 +1,14 @@
-"""Makes a float ONNX file smaller, from file to file: dynamic, static, float16 and weight-only modes.
+"""Converts a float ONNX file to a smaller one: the dynamic, static, float16 and weight-only modes.
 
-ONNX Runtime's own tools do the work; the code here handles what they leave undone:
-- constructs on which they fail are rewritten first (`qatkit.export.for_ort_tools`);
-- its dynamic quantization has one scale for all filters of a Conv (`qatkit.export.levelled_filters`);
-- each weight in the file is compared with the float one, and operators whose weights are wrong stay float
+ONNX Runtime's own tools do most of the work. The code here works around their limits:
+
+- Constructs on which the tools fail are rewritten first (`qatkit.export.for_ort_tools`).
+- Dynamic quantization has only one scale for all filters of a Conv (`qatkit.export.levelled_filters`).
+- Each weight in the new file is compared with the float weight, and operators with wrong weights stay float
   (`qatkit.export.write_mode_file`).
-Every function writes a file that has passed the checker and that ONNX Runtime has loaded, whole or not at
-all; the same file gives the same bytes.
+
+Every function writes its file atomically, after the checker and ONNX Runtime have accepted it. The same float file
+always gives the same bytes.
 """
 
 from __future__ import annotations
@@ -59,17 +61,17 @@ _TYPES = {"int8": QuantType.QInt8, "uint8": QuantType.QUInt8}
 
 
 def dynamic(source: Path, target: Path, *, reduce_range: bool | str = "auto") -> LeftFloat:
-    """Quantizes weights to int8 per channel, activations to uint8 with ranges measured in every run.
+    """Quantizes weights to int8 per channel, and activations to uint8 with ranges measured in every run.
 
-    Conv, MatMul and Gemm become ConvInteger and MatMulInteger after a DynamicQuantizeLinear. A depthwise Conv
-    stays float: its weights are few, and ConvInteger has no kernel for it but a slow general one. So does a
-    MatMul whose weight is no matrix. LSTM, GRU and RNN compute in float, with int8 weights in the file; rows of tables
-    are dequantized as they are read.
+    Conv, MatMul and Gemm become ConvInteger and MatMulInteger after a DynamicQuantizeLinear. Two kinds of operators
+    stay float: a depthwise Conv, which has few weights and for which ConvInteger has only a slow general kernel, and a
+    MatMul whose weight is not a matrix. LSTM, GRU and RNN compute in float, with int8 weights in the file. Rows of
+    tables are dequantized when they are read.
 
     Args:
         source: a float file of opset 13 or higher.
         target: the file to write.
-        reduce_range: of the weights, for x86 CPUs without VNNI (`Backend.reduced`).
+        reduce_range: whether weights have a reduced range, for x86 CPUs without VNNI (`Backend.reduced`).
 
     Returns:
         The operators that stay float.
@@ -78,12 +80,16 @@ def dynamic(source: Path, target: Path, *, reduce_range: bool | str = "auto") ->
     own_weights(model, each_gemm=True)
     exact = exact_weights(model)
     changed, hidden = levelled(model), hide_ends(model)
-    # MatMulInteger takes no weight per channel that is not a matrix.
+    # With per-channel scales, MatMulInteger accepts only matrices as weights.
     left = [str(node.name) for node in model.graph if is_depthwise(node) or weight_rank(node) not in (0, 2)]
-    others = [str(node.name) for node in model.graph if node.domain]  # a Conv of its own, perhaps
+    others = [
+        str(node.name) for node in model.graph if node.domain
+    ]  # operators of other domains, which the tool could confuse with ONNX's
 
     def made(wrong: Collection[str]) -> ir.Model:
-        products = [f"{name}_MatMul" for name in wrong]  # a Gemm becomes a MatMul and an Add first
+        products = [
+            f"{name}_MatMul" for name in wrong
+        ]  # the tool turns a Gemm into a MatMul and an Add first
         quantized = _run_tool(
             partial(
                 quantize_dynamic,
@@ -109,23 +115,26 @@ def dynamic(source: Path, target: Path, *, reduce_range: bool | str = "auto") ->
 
 
 def static(source: Path, target: Path, batches: Iterable[Any], backend: Backend) -> LeftFloat:
-    """Inserts QDQ by ONNX Runtime's quantizer: ranges (min, max) from `batches`, specs and places by `backend`.
+    """Inserts QDQ pairs with ONNX Runtime's quantizer: ranges (min, max) from `batches`, the rest from `backend`.
 
     Operators that the backend's rules leave float stay float: normalizations, Softmax, GELU, and the residual stream
-    of a transformer. With `Backend.every_operator` nothing does that the tool can quantize, the sums, products and
-    roots that a LayerNorm consists of included.
+    of a transformer. With `Backend.every_operator` everything that the tool can quantize is quantized, including the
+    sums, products and roots of a LayerNorm.
 
     Args:
-        batches: are gone through several times.
+        source: a float file of opset 13 or higher.
+        target: the file to write.
+        batches: inputs (`qatkit_verify.feeds`), iterated over several times.
+        backend: number types, and the operators to quantize.
 
     Returns:
-        The operators that stay float, since the quantizer gets them wrong or they meet infinities.
+        The operators that stay float, because the quantizer handles them wrongly or they read or make infinities.
     """
     activation, weight = backend.activation, backend.weight
     activation_type = _type_of(activation, f"backend={backend.name}: activation")
     weight_type = _type_of(weight, f"backend={backend.name}: weight")
     if weight.granularity.separates(0) and not weight.symmetric:
-        allowed = "True with mode=static: ONNX Runtime's tool makes weights with per-channel scales symmetric"
+        allowed = "True with mode=static, because ONNX Runtime's tool makes per-channel weights symmetric"
         raise ConfigError(f"backend={backend.name}: weight.symmetric", False, allowed)
     model = prepared(source)
     own_weights(model)
@@ -165,7 +174,7 @@ def static(source: Path, target: Path, batches: Iterable[Any], backend: Backend)
 
 
 def _static_options(model: ir.Model, backend: Backend, kinds: Mapping[str, OpRule]) -> dict[str, Any]:
-    """Returns the extra options of the static quantizer, those for which it has no parameters."""
+    """Returns the settings of the static quantizer that are not parameters but extra options."""
     weight, single = backend.weight, _one_scale(model)
     per_channel = weight.granularity.separates(0)
     wider = range_overrides(model, per_channel=per_channel, single=single) if weight.guards_pairs else {}
@@ -174,14 +183,16 @@ def _static_options(model: ir.Model, backend: Backend, kinds: Mapping[str, OpRul
         "WeightSymmetric": weight.symmetric,
         "QuantizeBias": backend.for_onnxruntime and weight.bias_dtype != "float",
         "OpTypesToExcludeOutputQuantization": [name for name, rule in kinds.items() if not rule.output],
-        # An entry without an axis: one scale for the tensor.
+        # An entry without an axis means one scale for the tensor.
         "TensorQuantOverrides": {name: [{"symmetric": weight.symmetric}] for name in single} | wider,
     }
 
 
 def weight_only(source: Path, target: Path) -> LeftFloat:
-    """Quantizes weights to int8, symmetric per output channel (`qatkit.export.int8_weights`) or per row of a table
-    (`qatkit.export.int8_tables`); activations stay float.
+    """Quantizes weights to int8; activations stay float.
+
+    Scales are symmetric, per output channel (`qatkit.export.int8_weights`) or per row of a table
+    (`qatkit.export.int8_tables`).
 
     Returns:
         The operators whose weights stay float.
@@ -200,7 +211,7 @@ def weight_only(source: Path, target: Path) -> LeftFloat:
 
 
 def _left_float(model: ir.Model, kinds: Mapping[str, OpRule], odd: Iterable[str]) -> list[str]:
-    """Returns the operators that are int8 only if all inputs are, and have a float one (such as from `odd`)."""
+    """Returns operators that are int8 only with int8 inputs, but have a float input (such as one from `odd`)."""
     int8, left, excluded = set(model.graph.initializers.values()), [], set(odd)
     for node in model.graph:
         rule = kinds.get(node.op_type)
@@ -214,8 +225,10 @@ def _left_float(model: ir.Model, kinds: Mapping[str, OpRule], odd: Iterable[str]
 
 
 def _one_scale(model: ir.Model) -> list[str]:
-    """Weights that get one scale: of a ConvTranspose in groups [in, out/groups, ...], whose axis 1 the tool takes
-    for all output channels, and stacks of matrices, for which MatMul's 8-bit kernel has no per-channel scales.
+    """Returns the names of weights that get one scale instead of per-channel scales.
+
+    These are weights [in, out/groups, ...] of a ConvTranspose with groups, where the tool would treat axis 1 as all
+    output channels, and stacks of matrices, for which MatMul's 8-bit kernel supports no per-channel scales.
     """
     found = [
         node.inputs[1]
@@ -226,11 +239,10 @@ def _one_scale(model: ir.Model) -> list[str]:
 
 
 def _misread(node: ir.Node) -> bool:
-    """Returns whether the static quantizer misreads a node.
+    """Returns whether the static quantizer would quantize a node wrongly.
 
-    It does for a MatMul whose weight is the first factor or a vector, and for a Gemm with a beta other than 1
-    or
-    with a constant bias that is no vector.
+    These are a MatMul whose weight is the first factor or a vector, and a Gemm with a beta other than 1 or with a
+    constant bias that is not a vector.
     """
     if node.op_type == "MatMul":
         return weight_rank(node) == 1 or stored(node.inputs[0]) is not None
@@ -244,9 +256,9 @@ class _Reader(CalibrationDataReader):  # type: ignore[misc]
     """A reader of batches for ONNX Runtime's calibration.
 
     Args:
-        names: of the model's inputs.
-        hidden: the names by which batches know them, where those are others.
-        batches: of the model's inputs (`qatkit_verify.feeds`).
+        names: the names of the model's inputs.
+        hidden: the names of renamed inputs in the batches, by the model's names.
+        batches: inputs (`qatkit_verify.feeds`).
     """
 
     def __init__(self, names: Sequence[str], hidden: Mapping[str, str], batches: Iterable[Any]) -> None:

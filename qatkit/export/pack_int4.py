@@ -1,8 +1,7 @@
-"""Stores weights of up to 4 bits as int4 (uint4) initializers of DequantizeLinear in place of bytes, opset
-21.
+"""Stores weights of up to 4 bits as int4 (uint4) initializers of DequantizeLinear instead of bytes, from opset 21 on.
 
-Without it their integers are bytes, which is what ONNX Runtime's int8 kernels take; of an int4 initializer
-with 8-bit activations it converts them to floats when it loads the file (docs/onnxruntime-qdq.md, 2).
+By default the integers are stored in bytes, which ONNX Runtime's int8 kernels can read. With 8-bit activations, ONNX
+Runtime converts an int4 initializer to floats when it loads the file (docs/onnxruntime-qdq.md, 2).
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from qatkit.quant.spec import FEW_BITS
 
 
 def pack(model: ir.Model, module: nn.Module) -> None:
-    """Changes the weights of `module` that fit into 4 bits, and their zero points, in place.
+    """Packs the weights of `module` that fit into 4 bits, and their zero points, in place.
 
     Args:
-        model: of opset 21 or higher, made of `module`, whose buffers name its initializers.
-        module: converted.
+        model: the exported `module`, of opset 21 or higher; its initializers have the names of the module's buffers.
+        module: the converted module.
     """
     wanted = {
         f"{path}.weight"

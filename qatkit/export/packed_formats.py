@@ -1,17 +1,19 @@
-"""Weights in number formats, packed: codes of a few bits and scales in place of the float32 numbers that they hold.
+"""Packs weights in number formats: stores codes of a few bits and scales instead of float32 numbers.
 
-    bytes           operators of opset 13 that any runtime knows: codes and scales look their values up in tables
-    DequantizeLinear   of a float8 or int8 tensor, in blocks from opset 21 on (`DEQUANTIZED`)
+    bytes              operators of opset 13, which any runtime supports, look up codes and scales in tables
+    DequantizeLinear   reads a float8 or int8 tensor, from opset 21 on in blocks (`DEQUANTIZED`)
 
     codes [n] uint8 ── Cast ── Gather(values) ── Reshape ──┐
     scales [.., blocks, ..] uint8 ── Cast ── Gather(powers of two) ── Gather(block of each value) ── Mul ── the weight
 
-Elements of 4 bits share a byte, whose table has both values; of elements of 6 bits four share three bytes, which are
-taken apart by division. ONNX Runtime computes all of this once, when it loads the file. A weight of float16 or bfloat16
-is a tensor of this type and a Cast. Whatever the form, the product is the float32 of the simulation bit for bit, which
-is checked here for each weight: one for which it is not true, such as one with a NaN, stays as it is.
+Two elements of 4 bits share a byte, and the table of bytes holds both values. Four elements of 6 bits share three
+bytes, which are separated by division. ONNX Runtime computes all of this once, when it loads the file. A weight in
+float16 or bfloat16 becomes a tensor of this type and a Cast.
 
-Layout of the bits: low bits first, as ONNX has them for 4 bits.
+In every form, the unpacked weight equals the float32 weight of the simulation bit for bit. This is checked for each
+weight; a weight that does not pass, such as one with a NaN, is not packed.
+
+Low bits come first, as in ONNX's 4-bit types.
 """
 
 from __future__ import annotations
@@ -35,17 +37,19 @@ Array = NDArray[Any]
 
 _HALVES: Mapping[Element, Any] = {FLOAT16: np.float16, BFLOAT16: ml_dtypes.bfloat16}
 _TYPES: Mapping[Element, Any] = {E4M3: ml_dtypes.float8_e4m3fn, E5M2: ml_dtypes.float8_e5m2, INT8: np.int8}
-_STEP = 64.0  # of an integer element
-_BIAS = 127  # of E8M0
+_STEP = 64.0  # steps per unit of an integer element
+_BIAS = 127  # exponent bias of E8M0
 
 
 def pack_formats(model: ir.Model, module: nn.Module, *, dequantize: bool) -> None:
     """Packs every weight of `module` that has a format, in place.
 
-    Weights are found by their values, since the exporter turns those of a MatMul.
+    Weights are found by their values, since the exporter transposes the weights of a MatMul.
 
     Args:
-        dequantize: by DequantizeLinear where ONNX Runtime has it for the format.
+        model: changed in place.
+        module: the converted module.
+        dequantize: whether to use DequantizeLinear where ONNX Runtime supports it for the format.
     """
     held = [one for part in module.modules() if isinstance(one := getattr(part, "held", None), HeldWeight)]
     known: dict[tuple[tuple[int, ...], bytes], tuple[HeldWeight, bool]] = {}
@@ -63,7 +67,7 @@ def pack_formats(model: ir.Model, module: nn.Module, *, dequantize: bool) -> Non
 
 
 class _Packer:
-    """A graph whose weights are packed; tables are shared between them."""
+    """Packs the weights of a graph, which share their tables."""
 
     def __init__(self, graph: ir.Graph, *, dequantize: bool) -> None:
         self.graph, self.dequantize = graph, dequantize
@@ -71,7 +75,7 @@ class _Packer:
         self.shared: dict[str, ir.Value] = {}
 
     def pack(self, value: ir.Value, array: Array, held: HeldWeight, turned: bool) -> None:
-        """Replaces an initializer by what computes it."""
+        """Replaces an initializer by the nodes that compute it."""
         self.name = str(value.name)
         form, element = held.form, held.form.element
         if element in _HALVES:
@@ -100,7 +104,7 @@ class _Packer:
         self._replace(value, new)
 
     def _elements(self, codes: Array, element: Element) -> ir.Value:
-        """Returns the elements of codes, of their shape."""
+        """Returns the elements that codes stand for, in the same shape."""
         shape = self._constant(np.array(codes.shape, np.int64), "shape")
         flat, values = codes.reshape(-1), table(element)
         if element.bits == 4 and flat.size % 2 == 0:
@@ -117,7 +121,7 @@ class _Packer:
         return self._looked_up(known, self._constant(flat, "codes"), shape)
 
     def _six_bits(self, packed: Array) -> ir.Value:
-        """Codes [n, 4] of three bytes each."""
+        """Returns codes [n, 4], unpacked from three bytes each."""
         whole = self._made("Cast", [self._constant(packed, "codes")], {"to": int(ir.DataType.INT32)})
         shifted = self._made("Mul", [whole, self._table("byte_weights", _powers(8, 3))])
         word = self._made("ReduceSum", [shifted, self._table("axis_1", np.array([1], np.int64))])
@@ -152,9 +156,7 @@ class _Packer:
         return self._made("Mul", [of_block, self._constant(tensor, "tensor_scale")])
 
     def _dequantized(self, codes: Array, scale: Array, held: HeldWeight, axis: int) -> ir.Value:
-        """Returns a DequantizeLinear and a barrier; next to the former ONNX Runtime looks for integer
-        kernels.
-        """
+        """Returns a DequantizeLinear and a barrier, without which ONNX Runtime would look for integer kernels."""
         element = held.form.element
         integers = codes.view(_TYPES[element])
         steps = (scale / _STEP if element.integer else scale).astype(np.float32)
@@ -166,7 +168,7 @@ class _Packer:
     def _made(
         self, operator: str, given: list[ir.Value], settings: Mapping[str, Any] | None = None
     ) -> ir.Value:
-        """Returns the output of a new node before all others."""
+        """Inserts a node before all others, and returns its output."""
         node = ir.node(operator, given, settings or {})
         self.graph.insert_before(self.first, node)
         return node.outputs[0]
@@ -193,7 +195,7 @@ class _Packer:
 
 
 def table(element: Element) -> Array:
-    """Returns the values of all codes of an element of up to 8 bits, float32; NaN of those that are not used."""
+    """Returns the values of all codes of an element of up to 8 bits, float32; unused codes have NaN."""
     found = np.full(1 << element.bits, np.nan, np.float32)
     if element.integer:
         codes = np.arange(-(1 << element.bits - 1) + 1, 1 << element.bits - 1)
@@ -209,7 +211,7 @@ def table(element: Element) -> Array:
 
 
 def _codes(steps: Array, element: Element) -> Array | None:
-    """Returns the codes of the elements that are nearest, uint8; None where a value is not finite."""
+    """Returns the codes of the nearest elements, uint8; None if a value is not finite."""
     if not np.isfinite(steps).all():
         return None
     held = rounded(torch.from_numpy(np.ascontiguousarray(steps, np.float32)), element).numpy()

@@ -1,9 +1,9 @@
 """Moves zero Pads around an image into the convolution that reads them; other Pads act on bytes.
 
     Pad(x) → Conv                                        Conv with these `pads`, asymmetric ones too
-    DequantizeLinear → Pad → QuantizeLinear, one scale   Pad of the bytes, with the zero point for zeros
+    DequantizeLinear → Pad → QuantizeLinear, one scale   Pad of the bytes, with the zero point instead of zeros
 
-ONNX Runtime does the first by itself where the zeros are constant, and leaves the second in float.
+ONNX Runtime does the first by itself if the zeros are constant, but pads in float in the second case.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from qatkit.export.rewrite import ints
 
 
 def fold_into_conv(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """Changes a Conv in place; the Pad is left for those that read it too."""
+    """Moves a Pad into the Conv that reads it, in place; the Pad stays for its other readers."""
     pad = _producer(node.inputs[0], "Pad")
     amounts = None if pad is None else _amounts(pad)
     if pad is None or amounts is None or not _is_zero(pad) or _mode(pad) != "constant":
@@ -34,7 +34,7 @@ def fold_into_conv(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
 
 
 def pad_bytes(node: ir.Node, builder: tape.Tape) -> ir.Value | None:
-    """Rewrites a QuantizeLinear after a Pad of a tensor dequantized with the same scale."""
+    """Rewrites a QuantizeLinear after a Pad whose input is dequantized with the same scale."""
     pad = _producer(node.inputs[0], "Pad")
     before = None if pad is None else _producer(pad.inputs[0], "DequantizeLinear")
     if pad is None or before is None or not (_mode(pad) != "constant" or _is_zero(pad)):
@@ -68,7 +68,7 @@ def _is_zero(pad: ir.Node) -> bool:
 
 
 def _amounts(pad: ir.Node) -> list[int] | None:
-    """Returns the padding of all axes, all begins before all ends; None if it is not known."""
+    """Returns the padding of all axes, first all begins, then all ends; None if it is not known."""
     amounts, shape = ints(pad.inputs[1]), pad.inputs[0].shape  # type: ignore[union-attr]
     axes = ints(pad.inputs[3]) if len(pad.inputs) > 3 and pad.inputs[3] is not None else None
     if amounts is None or axes is None:

@@ -1,4 +1,4 @@
-"""Silences tools that print, log and warn."""
+"""Silences exporters and tools that print, log and warn."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Reports in one line what can't be exported: the place in the model, the operator, and what is missing.
+"""Reports in one line what cannot be exported: the place in the model, the operator, and what is missing.
 
-torch's exporter raises a page of advice around the cause, or silently exports less than was requested: one batch size
-for every batch, an LSTM without its projection.
+torch's exporter raises a page of advice around the cause, or silently exports less than requested: a fixed batch size
+instead of any, or an LSTM without its projection.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ from qatkit.export.translations import VALUES_ONLY
 from qatkit.graph.nodes import is_opaque
 from qatkit_verify.errors import ConfigError
 
-_NO_COMPLEX = "which ONNX has no type for; give the real and imaginary parts"
+_NO_COMPLEX = "is complex, and ONNX has no complex types; use real and imaginary parts (torch.view_as_real)"
 _UNKNOWN = re.compile(r"No ONNX function found for <OpOverload\(op='([\w.]+)', overload='(\w+)'\)>")
 
 
 def refuse_modules(module: nn.Module) -> None:
-    """Refuses what torch's exporter would write wrongly, or ONNX Runtime has no kernels for.
+    """Refuses modules that torch's exporter would write wrongly, or for which ONNX Runtime has no kernels.
 
     Raises:
-        ConfigError: names the module.
+        ConfigError: there is such a module; the message names it.
     """
     for path, child in module.named_modules():
         if is_opaque(child):
-            reason = f"'{path}' is computed by ONNX Runtime, and torch's exporter has no form for it: only editing the "
+            reason = "this part of the file runs in ONNX Runtime, so torch cannot export it"
             raise ConfigError(
-                "onnx", path, reason=f"{reason}given file writes it (qatkit.importing.write_back)"
+                "onnx", path, reason=f"{reason}; edit the given file instead (qatkit.importing.write_back)"
             )
         if isinstance(child, nn.LSTM) and child.proj_size:
-            raise _refused(path, "an LSTM with proj_size, for which ONNX has no operator")
+            raise _refused(path, "this LSTM has proj_size, for which ONNX has no operator")
 
 
 def refuse_inputs(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
     """Refuses complex inputs.
 
     Raises:
-        ConfigError: names the input.
+        ConfigError: an input is complex; the message names it.
     """
     for name, tensor in zip(names, tensors, strict=True):
         if tensor.is_complex():
-            raise _refused(name, f"an input with complex numbers, {_NO_COMPLEX} (torch.view_as_real)")
+            raise _refused(name, f"this input {_NO_COMPLEX}")
 
 
 def refuse_program(
@@ -57,43 +57,47 @@ def refuse_program(
     dynamic_batch: bool,
     free: Sequence[tuple[int, int]] = (),
 ) -> None:
-    """Refuses what the exporter has changed or left out silently.
+    """Refuses programs that the exporter has silently changed, or exported in part.
 
     Args:
-        dynamic_batch: whether the file takes batches of any size.
-        free: inputs and those of their axes that have any size too.
+        program: the exported program.
+        model: its ONNX model.
+        dynamic_batch: whether the file should accept batches of any size.
+        free: further axes that should have any size, as the index of the input and of the axis.
 
     Raises:
-        ConfigError: a batch, or an axis, that was to be of any size has one; a complex output; places in pools that
-            have only values.
+        ConfigError: the batch or an axis has a fixed size although any was requested, an output is complex, or a pool
+            should give indices and gives only values.
     """
     sizes = [value.shape[0] for value in model.graph.inputs if value.shape is not None and len(value.shape)]
     if dynamic_batch and sizes and all(isinstance(size, int) for size in sizes):
-        reason = f"an operator of this model takes batches of {sizes[0]} alone; false writes a file for these"
-        raise ConfigError("export.dynamic_batch", dynamic_batch, reason=reason)
+        reason = f"an operator of this model works only with batches of {sizes[0]}"
+        raise ConfigError(
+            "export.dynamic_batch",
+            dynamic_batch,
+            reason=f"{reason}; set it to false to write a file for this size",
+        )
     for i, axis in free:
         value = model.graph.inputs[i]
         size = value.shape[axis] if value.shape is not None else None
         if isinstance(size, int):
             reason = (
-                f"an operator of this model takes a size of {size} alone along axis {axis} of {value.name}; "
+                f"an operator of this model works only with size {size} along axis {axis} of '{value.name}'"
             )
             key = f"export.dynamic_axes.{value.name}.{axis}"
-            raise ConfigError(key, size, reason=f"{reason}none writes a file for it")
+            raise ConfigError(key, size, reason=f"{reason}; remove this axis from export.dynamic_axes")
     for node in program.graph.nodes:
         if node.target is operator.getitem and node.args[1] == 1 and node.args[0].target in VALUES_ONLY:
             pool = node.args[0]
-            raise _refused(_path(pool), f"the indices of {pool.target} have no form in ONNX")
+            raise _refused(_path(pool), f"ONNX has no operator for the indices that {pool.target} returns")
         for value in node.all_input_nodes if node.op == "output" else ():
             found = value.meta.get("val")
             if isinstance(found, torch.Tensor) and found.is_complex():
-                raise _refused(
-                    _path(value), f"an output with complex numbers, {_NO_COMPLEX} (torch.view_as_real)"
-                )
+                raise _refused(_path(value), f"this output {_NO_COMPLEX}")
 
 
 def refusal(error: Exception, module: nn.Module) -> ConfigError:
-    """Returns the error of torch's exporter as one line that names the place in `module`."""
+    """Returns an error of torch's exporter as one line that names the place in `module`."""
     cause: BaseException = error
     while cause.__cause__ is not None:
         cause = cause.__cause__
@@ -101,9 +105,9 @@ def refusal(error: Exception, module: nn.Module) -> ConfigError:
     first = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
     unknown = _UNKNOWN.search(first)
     if unknown:
-        why = f"torch's exporter knows no form in ONNX for {unknown[1]}.{unknown[2]}"
+        why = f"torch's exporter cannot translate {unknown[1]}.{unknown[2]} to ONNX"
     else:
-        why = f"torch's exporter refuses it: {first}"
+        why = f"torch's exporter failed: {first}"
     return _refused(_place(error, module), why)
 
 
@@ -112,7 +116,7 @@ def _refused(place: str, why: str) -> ConfigError:
 
 
 def _place(error: BaseException, module: nn.Module) -> str:
-    """Returns the module that was being translated, or was running, when the error or its cause was raised."""
+    """Returns the path of the module that was being translated, or was running, when an error was raised."""
     paths: dict[int, str] = {id(child): path for path, child in module.named_modules()}
     causes = [error]
     while causes[-1].__cause__ is not None:
@@ -128,6 +132,6 @@ def _place(error: BaseException, module: nn.Module) -> str:
 
 
 def _path(node: fx.Node) -> str:
-    """Returns the module that an fx node of torch's exporter comes from."""
+    """Returns the path of the module that an fx node of torch's exporter comes from."""
     stack = list(node.meta.get("nn_module_stack", {}).values())
     return str(stack[-1][0]) if stack else ""

@@ -1,15 +1,13 @@
-"""Caches what torch's exporter otherwise builds again for every file.
+"""Caches what torch's exporter would otherwise build again for every file.
 
-This saves 0.5 of the 1.2 s of CPU time that the export of a small model takes (torch 2.13). A run exports at
-least
+This saves 0.5 of the 1.2 s of CPU time that the export of a small model takes (torch 2.13). A run exports at least
 three files, and a search for mixed precision exports two dozen.
 
-    its table of translations to ONNX, from the source of some hundred functions      once a process
-    its look at every composite operator of every library, sixty times for one file   once a file
-    the lines of Python that each operator comes from, which no file keeps            never
+    the table of translations to ONNX, built from the source of some hundred functions     once per process
+    the search for composite operators in all libraries, otherwise sixty times per file    once per file
+    the source line of each operator, which the file does not contain                      never
 
-None of them has a public interface; if torch's internals differ from what is expected here, nothing is
-cached.
+None of this has a public interface. If torch's internals differ from what is expected here, nothing is cached.
 """
 
 from __future__ import annotations
@@ -26,14 +24,14 @@ _known: dict[int, Any] = {}  # by opset
 
 @contextmanager
 def tables_made_once() -> Iterator[None]:
-    """Provides the context of one export."""
+    """Provides the context of one export, in which the results of former exports are reused."""
     with _translations_made_once(), _composites_found_once(), _lines_left_out():
         yield
 
 
 @contextmanager
 def _composites_found_once() -> Iterator[None]:
-    """Looks only once, within the context, for operators registered since the last export."""
+    """Searches for newly registered operators only once within the context."""
     from torch._export import utils
 
     find = getattr(utils, "_materialize_cpp_cia_ops", None)
@@ -47,7 +45,7 @@ def _composites_found_once() -> Iterator[None]:
 
 @contextmanager
 def _lines_left_out() -> Iterator[None]:
-    """Suppresses the stack traces of nodes of a traced graph within the context."""
+    """Records no stack traces for the nodes of traced graphs within the context."""
     from torch.fx import proxy
 
     if not hasattr(proxy, "CapturedTraceback"):
@@ -58,7 +56,7 @@ def _lines_left_out() -> Iterator[None]:
 
 
 class _NoTraceback:
-    """A traceback of no frames, in the place of `torch.utils._traceback.CapturedTraceback`."""
+    """A traceback without frames, in place of `torch.utils._traceback.CapturedTraceback`."""
 
     @classmethod
     def extract(cls, **_: Any) -> _NoTraceback:
@@ -70,7 +68,7 @@ class _NoTraceback:
 
 @contextmanager
 def _translations_made_once() -> Iterator[None]:
-    """Gives an export, within the context, a copy of the first export's table, which it may extend."""
+    """Gives exports within the context a copy of the first export's table, which they may extend."""
     try:
         from torch.onnx._internal.exporter._registration import ONNXRegistry
 

@@ -1,4 +1,4 @@
-"""A name of a module or a class that has another value for a while: the exporter has no public way to change a step."""
+"""Temporarily replaces attributes of modules or classes, since the exporter has no public way to change its steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Gives `owner.name` another value within the context, and its own one back after it."""
+    """Gives `owner.name` another value within the context, and restores the original value afterwards."""
     before = vars(owner)[name]
     setattr(owner, name, value)
     try:

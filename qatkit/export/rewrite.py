@@ -11,16 +11,15 @@ from numpy.typing import NDArray
 from onnx_ir import tape
 
 MICROSOFT = "com.microsoft"  # the domain of ONNX Runtime's own operators
-# What a rule returns replaces the node's outputs, the first ones where it returns fewer (nothing reads the
-# others);
-# None means "changed in place, or nothing to do".
+# A rule returns the values that replace the node's outputs, or fewer if nothing reads the last ones. None means that
+# the node was changed in place, or that there was nothing to do.
 Rule = Callable[[ir.Node, tape.Tape], "ir.Value | Sequence[ir.Value] | None"]
 
 
 def rewrite(graph: ir.Graph, rules: Mapping[str, Sequence[Rule]], domain: str = "") -> None:
-    """Applies to every node of `domain` that is there now the rules of its operator, up to the first that replaces it.
+    """Applies the rules of its operator to every present node of `domain`, up to the first rule that replaces it.
 
-    The branches of an If and the bodies of loops are graphs of their own, and the same is done in them.
+    Branches and loop bodies are rewritten in the same way.
     """
     for node in list(graph):
         for inner in subgraphs(node):
@@ -36,7 +35,7 @@ def rewrite(graph: ir.Graph, rules: Mapping[str, Sequence[Rule]], domain: str = 
 
 
 def subgraphs(node: ir.Node) -> list[ir.Graph]:
-    """Returns the graphs that `node` holds: branches, the body of a loop."""
+    """Returns the graphs in the attributes of `node`: branches, or the body of a loop."""
     found: list[ir.Graph] = []
     for attribute in node.attributes.values():
         if attribute.type == ir.AttributeType.GRAPH:
@@ -47,7 +46,7 @@ def subgraphs(node: ir.Node) -> list[ir.Graph]:
 
 
 def _replace(graph: ir.Graph, node: ir.Node, builder: tape.Tape, new: list[ir.Value]) -> None:
-    """Puts what was built into the node's place, under its scope."""
+    """Replaces a node by the nodes that `builder` has made, in the same module scope."""
     old = list(node.outputs[: len(new)])
     for before, after in zip(old, new, strict=True):
         after.name, after.shape, after.type = before.name, before.shape, before.type
@@ -57,7 +56,7 @@ def _replace(graph: ir.Graph, node: ir.Node, builder: tape.Tape, new: list[ir.Va
 
 
 def new_constant(builder: tape.Tape, node: ir.Node, what: str, array: NDArray[Any]) -> ir.Value:
-    """Returns an initializer for what replaces `node`, named after its output."""
+    """Returns a new initializer for the replacement of `node`, named after the node's output."""
     name = f"{node.outputs[0].name}/{what}"
     return builder.initializer(ir.tensor(array, name=name), name=name)
 
@@ -70,24 +69,24 @@ def new_int64(builder: tape.Tape, node: ir.Node, what: str, *values: int) -> ir.
 def new_scalar(
     builder: tape.Tape, node: ir.Node, what: str, number: float, like: ir.Value | None
 ) -> ir.Value:
-    """Returns an initializer of rank 0 and the type of `like`, float32 where that is not known."""
+    """Returns an initializer of rank 0 and the type of `like`, or float32 if that is not known."""
     known = None if like is None else like.dtype
     return new_constant(builder, node, what, np.array(number, np.float32 if known is None else known.numpy()))
 
 
 def ints(value: ir.Value | None) -> list[int] | None:
-    """Contents of a constant integer input."""
+    """Returns the values of a constant integer input; None if it is not constant."""
     tensor = None if value is None else ir.convenience.get_const_tensor(value)
     return None if tensor is None else [int(v) for v in tensor.numpy().reshape(-1)]
 
 
 def given(node: ir.Node, index: int) -> ir.Value | None:
-    """Returns the input at `index`; None where the node has none there."""
+    """Returns the input at `index`; None if the node has no such input."""
     return node.inputs[index] if index < len(node.inputs) else None
 
 
 def length(value: ir.Value | None, axis: int) -> int | None:
-    """Returns the size of an axis where it is known, and a number."""
+    """Returns the size of an axis; None if it is not a known number."""
     shape = None if value is None else value.shape
     found = None if shape is None or not -len(shape) <= axis < len(shape) else shape[axis]
     return found if isinstance(found, int) else None

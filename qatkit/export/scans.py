@@ -1,11 +1,11 @@
-"""Running products, maxima, minima and log-sums, in operators of opset 18.
+"""Computes running products, maxima, minima and log-sums with operators of opset 18.
 
     x             a  b   c    d
-    by 1          a  ab  bc   cd      each value and the one before it
-    by 2          a  ab  abc  abcd    each value and the one two places before, which holds two
+    by 1          a  ab  bc   cd      each value is combined with the one before it
+    by 2          a  ab  abc  abcd    each value is combined with the one two places before it
 
-That many passes double what a value holds, so an axis of n takes log2 n of them (Hillis and Steele, "Data parallel
-algorithms", 1986). The size of the axis has to be known.
+Each pass doubles the number of values that a result combines, so an axis of size n needs log2 n passes (Hillis and
+Steele, "Data parallel algorithms", 1986). The size of the axis must be known.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from typing import Any
 import numpy as np
 import onnxscript
 
-op: Any = onnxscript.opset18  # its own types know nothing of Python's numbers
-_INT64 = 7  # of onnx.TensorProto
+op: Any = onnxscript.opset18  # its own type hints do not allow Python numbers
+_INT64 = 7  # the number of the type in onnx.TensorProto
 
 
 def _length(x: Any, axis: int) -> int:
     size = x.shape[axis]
     if not isinstance(size, int):
-        raise NotImplementedError(f"a running product or maximum along an axis of any size ({size})")
+        raise NotImplementedError(f"a running product or maximum needs a known size of its axis, not {size}")
     return size
 
 
 def _before(x: Any, by: int, axis: int, fill: Any) -> Any:
-    """Returns x shifted by `by` places along an axis; the places at its start become `fill`."""
+    """Returns x shifted by `by` places along an axis; the first places become `fill`."""
     pads = [0] * (2 * len(x.shape))
     pads[axis % len(x.shape)] = by
     kept = op.Slice(x, [0], [-by], [axis])
@@ -50,7 +50,7 @@ def _number(x: Any, value: float) -> Any:
 
 
 def cumprod(x, dim: int, dtype: int | None = None):  # type: ignore[no-untyped-def]
-    """Products of what comes up to each place."""
+    """Returns the product of all values up to each place."""
     if dtype is not None:
         shape = x.shape
         x = op.Cast(x, to=dtype)
@@ -59,7 +59,7 @@ def cumprod(x, dim: int, dtype: int | None = None):  # type: ignore[no-untyped-d
 
 
 def logcumsumexp(x, dim: int):  # type: ignore[no-untyped-def]
-    """Logarithms of the sums of exponentials."""
+    """Returns the logarithm of the sum of exponentials up to each place."""
 
     def join(a: Any, b: Any) -> Any:
         largest = op.Max(a, b)
@@ -70,7 +70,7 @@ def logcumsumexp(x, dim: int):  # type: ignore[no-untyped-def]
 
 
 def _extreme(x: Any, axis: int, fill: Any, beats: Callable[[Any, Any], Any]) -> tuple[Any, Any]:
-    """Returns values, and the last place that has each."""
+    """Returns the extreme value up to each place, and the last index that has it."""
     size, rank, shape = _length(x, axis), len(x.shape), x.shape
     along = [size if one == axis % rank else 1 for one in range(rank)]
     places = op.Expand(
@@ -85,7 +85,7 @@ def _extreme(x: Any, axis: int, fill: Any, beats: Callable[[Any, Any], Any]) -> 
             _before(places, by, axis, op.Constant(value_int=0)),
         )
         later = beats(x, earlier)
-        if floats:  # NaN beats all, and stays
+        if floats:  # NaN beats everything, as in torch
             later = op.Or(later, op.IsNaN(x))
         kind = x.dtype
         x, places = op.Where(later, x, earlier), op.Where(later, places, earlier_places)
@@ -95,7 +95,7 @@ def _extreme(x: Any, axis: int, fill: Any, beats: Callable[[Any, Any], Any]) -> 
 
 
 def _end(x: Any, *, lowest: bool) -> Any:
-    """Returns the least or the largest value of a type."""
+    """Returns the smallest or the largest value of the type of x."""
     if x.dtype.is_floating_point():
         return _number(x, -float("inf") if lowest else float("inf"))
     limits = np.iinfo(x.dtype.numpy())
@@ -103,10 +103,10 @@ def _end(x: Any, *, lowest: bool) -> Any:
 
 
 def cummax(x, dim: int):  # type: ignore[no-untyped-def]
-    """Returns the largest value up to each place, and where it is."""
+    """Returns the largest value up to each place, and its index."""
     return _extreme(x, dim, _end(x, lowest=True), op.GreaterOrEqual)
 
 
 def cummin(x, dim: int):  # type: ignore[no-untyped-def]
-    """Returns the smallest value up to each place, and where it is."""
+    """Returns the smallest value up to each place, and its index."""
     return _extreme(x, dim, _end(x, lowest=False), op.LessOrEqual)

@@ -1,11 +1,10 @@
-"""Lowers integer weights of convolutions by 1, with zero_point -1: the same numbers, by other kernels.
+"""Lowers integer weights of convolutions by 1, with zero_point -1: the same weights, but other kernels.
 
     DequantizeLinear(w, scale, 0) ──> DequantizeLinear(w - 1, scale, -1)
 
-ONNX Runtime's own int8 convolution, which knows no AMX, asks for weights with the zero point 0; others go through
-im2col and the GEMM, which uses AMX where the CPU has it (docs/onnxruntime-qdq.md, 3b). Sums of integers are
-the same,
-and so are the outputs, bit for bit.
+ONNX Runtime's int8 convolution kernel, which does not use AMX, requires weights with zero_point 0. Other convolutions
+run as im2col and a GEMM, which uses AMX if the CPU has it (docs/onnxruntime-qdq.md, 3b). The integer sums, and with
+them the outputs, are the same bit for bit.
 """
 
 from __future__ import annotations
@@ -13,17 +12,17 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-_LOWEST = -128  # of int8
+_LOWEST = -128  # the lowest int8
 
 
 def shift_weights(model: ir.Model) -> int:
-    """Shifts in place each int8 weight that only convolutions in one group read.
+    """Shifts, in place, each int8 weight that only convolutions without groups read.
 
-    A weight with a value of -128 stays as it is. Depthwise convolutions and those in groups are no GEMM that AMX is
-    worth its tiles for, and stay too.
+    A weight with a value of -128 stays as it is. Depthwise and grouped convolutions stay as well, because their GEMMs
+    are too small to benefit from AMX.
 
     Returns:
-        How many were shifted.
+        The number of shifted weights.
     """
     graph = model.graph
     found = [value for value in graph.initializers.values() if _can_shift(value)]
@@ -54,9 +53,7 @@ def _can_shift(value: ir.Value) -> bool:
 
 
 def _is_weight(node: ir.Node, index: int) -> bool:
-    """Returns whether the input of a DequantizeLinear with zero_point 0 is used only as a convolution's
-    weight.
-    """
+    """Returns whether an input is the weight of a convolution, dequantized with zero_point 0."""
     if node.op_type != "DequantizeLinear" or index != 0 or len(node.inputs) < 3:
         return False
     zero = node.inputs[2]

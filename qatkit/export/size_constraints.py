@@ -1,12 +1,13 @@
-"""Arithmetic of sizes in torch's exporter: what it has no solution for, and what takes it minutes.
+"""Works around two problems of torch's exporter with the arithmetic of sizes: failures, and minutes of simplification.
 
-A sum of a pooled and a strided branch asks for equal sizes, h / 4 and (h / 2) // 2: an image that the model takes has
-them, whatever its height. The exporter (torch 2.13) solves such equations to suggest other constraints, and ends where
-sympy can't; of an axis that may have any size (`Dim.DYNAMIC`) a size that is fixed after all is found before that.
+Failures: the sum of a pooled and a strided branch requires equal sizes, h / 4 and (h / 2) // 2. They are equal for
+every image that the model accepts. The exporter (torch 2.13) solves such equations to suggest other constraints, and
+fails where sympy cannot. The equations need no solution: if the size of a free axis (`Dim.DYNAMIC`) is fixed after all,
+the exporter finds out before.
 
-A quotient of two sizes with a common factor goes through `sympy.simplify`, which takes every part of every size in it
-apart again; after a few windows and strides that is more than 15 minutes (timm's davit_tiny). To divide each term of a
-sum by the factor is enough nearly always; else numerator and denominator are cancelled.
+Simplification: a quotient of two sizes with a common factor goes through `sympy.simplify`, which takes all sizes in it
+apart again. After a few windows and strides this takes more than 15 minutes (timm's davit_tiny). In nearly all cases it
+is enough to divide each term of a sum by the factor; otherwise numerator and denominator are cancelled.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from qatkit.export.replaced import replaced
 
 @contextmanager
 def quotients_divided_term_by_term() -> Iterator[None]:
-    """Leaves out the search for the simplest form of a quotient of two sizes, within one export."""
+    """Divides sizes term by term within one export, instead of searching for the simplest form of a quotient."""
     import sympy  # type: ignore[import-untyped]
 
     def divided(quotient: Any, **_: Any) -> Any:
@@ -34,7 +35,7 @@ def quotients_divided_term_by_term() -> Iterator[None]:
 
 @contextmanager
 def unsolved_constraints_allowed() -> Iterator[None]:
-    """Leaves constraints unsolved that have no solution, within one export."""
+    """Leaves constraints that sympy cannot solve unsolved within one export."""
     from torch.fx.experimental import symbolic_shapes
 
     constraints = getattr(symbolic_shapes, "DimConstraints", None)
@@ -46,7 +47,7 @@ def unsolved_constraints_allowed() -> Iterator[None]:
     def as_far_as_possible(self: Any) -> None:
         try:
             solve(self)
-        except NotImplementedError:  # sympy's
+        except NotImplementedError:  # raised by sympy
             return
 
     with replaced(constraints, "solve", as_far_as_possible):

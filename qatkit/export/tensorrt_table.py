@@ -1,10 +1,10 @@
-"""Activation ranges as TensorRT's calibration table, for an engine built from the float file.
+"""Writes activation ranges as TensorRT's calibration table, for an engine built from the float file.
 
     trtexec --onnx=model.float.onnx --int8 --calib=tensorrt.table
 
-The file's first line names the release and the calibrator; then comes, for each tensor of the network, the step
-of its symmetric int8 range, max(|low|, |high|) / 127, as the hexadecimal digits of a big-endian float32. A
-release reads only its own tables, so its number is required ("8601" is 8.6.1).
+The first line names the release and the calibrator. Each further line gives, for a tensor of the network, the scale of
+its symmetric int8 range, max(|low|, |high|) / 127, as the hexadecimal digits of a big-endian float32. A release of
+TensorRT reads only its own tables, so its number is required ("8601" is 8.6.1).
 Source: "Calibration file" in the README of TensorRT's sample sampleINT8.
 """
 
@@ -25,7 +25,7 @@ Ends = Mapping[str, float | int | str]
 
 
 def split_parts(graph: fx.Graph) -> dict[str, tuple[str, int]]:
-    """Returns, by site of each part of a tuple (of a split, a chunk), the tuple's site and the part's index."""
+    """Returns the parts of tuples (of a split, a chunk) by their site, as the tuple's site and the part's index."""
     found = [
         node for node in graph.nodes if node.target is operator.getitem and isinstance(node.args[1], int)
     ]
@@ -38,14 +38,14 @@ def tensorrt_table(
     """Returns the table's text, and the sites for which no tensor of the file was found.
 
     Args:
-        float_file: whose tensors are named.
-        ranges: of each site, as in ranges.json.
-        release: digits of TensorRT's version, as its tables begin with.
-        parts: as `split_parts` gives them.
+        float_file: the float ONNX file, whose tensor names the table uses.
+        ranges: the range of each site, as in ranges.json.
+        release: the digits of TensorRT's version at the beginning of its tables.
+        parts: the result of `split_parts`.
     """
     graph = ir.load(float_file).graph
     inputs = [str(value.name) for value in graph.inputs if not value.is_initializer()]
-    # A module may be several nodes (LayerNorm): the last one gives what the module gives.
+    # A module may be several nodes (LayerNorm); the last one gives the output of the module.
     results = {str(node.name).rpartition("/")[0]: [str(v.name) for v in node.outputs] for node in graph}
     results |= {name: [name] for name in inputs}
     quantized, missing = dict[str, Ends](), []
@@ -70,13 +70,11 @@ def tensorrt_table(
 
 
 def _same_range() -> frozenset[str]:
-    """Returns the operators whose output range is that of the input, or the part chosen as the quantized
-    range.
-    """
+    """Returns the operators whose output has the range of their input, or of a chosen part of it."""
     return same_scale_ops() | clip_ops() | {"Identity", "Pad"}
 
 
 def _step(ends: Ends) -> float:
     if ends["dtype"] == "int8" and ends["zero_point"] == 0:
-        return float(ends["scale"])  # its low end, -128 steps, is not used
+        return float(ends["scale"])  # the lowest integer, -128, is not used
     return max(abs(float(ends["low"])), abs(float(ends["high"]))) / 127

@@ -1,8 +1,8 @@
 """Exports an nn.Module to one checked ONNX file with reproducible names and bytes.
 
-torch's exporter runs at opset 18 (its own way down to 13 fails on ReduceMean and LayerNormalization), with our own
-translations of operators it does not know; `lower` brings the graph to the requested opset. Stack traces, which hold
-paths of the exporting machine, are removed, so that the same module gives the same bytes.
+torch's exporter runs at opset 18, with our own translations of operators that it does not support. `lower` then brings
+the graph to the requested opset, since the exporter's own conversion to 13 fails on ReduceMean and LayerNormalization.
+Stack traces, which contain paths of the exporting machine, are removed, so that the same module gives the same bytes.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ from qatkit.graph.single_precision import in_single_precision
 from qatkit_verify.errors import ConfigError
 
 TORCH_OPSET = 18
-_ONE_BATCH = "; export.dynamic_batch=false writes a file of one batch size"
-# Constants that the file holds as they are, although their readers take float32.
+_ONE_BATCH = "; set export.dynamic_batch=false to write a file for one batch size"
+# Types of constants that are not folded to float32, although their readers take float32.
 _NARROW = (
     *(ir.DataType.INT8, ir.DataType.UINT8, ir.DataType.INT16, ir.DataType.UINT16),
     ir.DataType.FLOAT16,
@@ -74,34 +74,35 @@ def export_onnx(  # noqa: PLR0913  independent settings of a file, by name
     weights_for_amx: bool = False,
     dequantize: bool = False,
 ) -> str:
-    """Writes `module` (in inference mode) to `path`; whole, or not at all.
+    """Writes `module` (in inference mode) to `path`, atomically, after onnx.checker and ONNX Runtime have accepted it.
 
-    The file has one input "input" and one output "output"; of a graph with several inputs or outputs they have the
-    names of the model's arguments, and those that it gave its outputs (`graph.meta["inputs"]`, `["outputs"]`; an
-    output with the name of an input is NAME_output), of another module numbers (output_0). It has passed
-    `onnx.checker` with full check, and ONNX Runtime has loaded it.
+    The single input of a graph is called "input" and its single output "output". Several inputs have the names of the
+    model's arguments (`graph.meta["inputs"]`), and several outputs the names that the model gives them
+    (`graph.meta["outputs"]`; NAME_output if an input has the same name). Inputs and outputs of any other module are
+    numbered (output_0).
 
     Args:
-        module: a graph, or a module whose forward takes the tensors of `example` one after the other. One of half,
-            bfloat16 or double is written as a float32 copy computes: the file, its inputs and outputs are float32.
-        example: the inputs, of the real shapes: images [N, C, H, W], or several tensors in the graph's order or by
-            their names. Floats may have any type.
-        dynamic_batch: whether the file takes any number of images; of a graph that takes only one batch size
-            (`graph.meta["batch_axes"]`) it never does.
+        module: a graph, or a module whose forward takes the tensors of `example` one after the other. A module in half,
+            bfloat16 or double precision is exported as a float32 copy, with float32 inputs and outputs.
+        example: inputs of the real shapes: images [N, C, H, W], or several tensors in the graph's order or by name.
+            Floats may have any type.
+        path: the file to write.
+        dynamic_batch: whether the file takes any number of images. This has no effect on a graph that supports only
+            one batch size (`graph.meta["batch_axes"]`).
         opset: as `export.opset`.
-        template: keep every constant under the name of its buffer, equal ones too, for `refill`.
+        template: whether to keep every constant under the name of its buffer, including equal ones, for `refill`.
         pack_int4: as `export.pack_int4`.
         weights_for_amx: as `export.weights_for_amx`.
-        dequantize: weights in number formats are stored as `export.packed_weights=dequantize_linear` says.
+        dequantize: whether to store weights in number formats as `export.packed_weights=dequantize_linear` does.
 
     Returns:
-        Why axes that are free in the graph have the example's size in the file; "" where there are none. Axes that were
-        requested by name are free, or an error says why not.
+        The reason why axes that are free in the graph have the example's size in the file, or "". Axes that were
+        requested by name are never fixed; an error is raised instead.
 
     Raises:
-        ConfigError: an opset that can't be had; an operator that has no form in it, or in any (names its place);
-            another number of inputs than the graph has.
-        ValueError: ONNX Runtime refuses the file.
+        ConfigError: the opset is out of range, an operator has no form in this opset or in ONNX (the message names its
+            place), or the number of inputs differs from the graph's.
+        ValueError: the checker or ONNX Runtime refuses the file.
     """
     limit_of(ExportConfig, "opset").check("export.opset", opset)
     module, example = in_single_precision(module)[0], in_float32(example)
@@ -109,27 +110,16 @@ def export_onnx(  # noqa: PLR0913  independent settings of a file, by name
     named = name_functions(module) if isinstance(module, fx.GraphModule) else module
     tensors = inputs_of(module, example) if isinstance(module, fx.GraphModule) else flatten(example)
     axes = graph_axes(module, tensors) if dynamic_batch else (None,) * len(tensors)
-    free: Sequence[FreeAxis] = getattr(module, "meta", {}).get("free_axes", ())
     ends = _ends(module, len(tensors))
     refuse_inputs(ends.inputs, tensors)
     wanted = _Wanted(opset, axes, template, pack_int4, weights_for_amx, dequantize)
-    fixed = ""
-    try:
-        model = _model(named, tensors, ends, wanted, free)
-    except ConfigError as error:
-        if not free or any(axis.asked for axis in free):
-            raise
-        assert isinstance(module, fx.GraphModule)  # whose capture has found free axes
-        named = name_functions(at_fixed_sizes(module, tensors, axes))
-        model = _model(named, tensors, ends, wanted, ())
-        names = ", ".join(f"{axis.name} ({axis.size})" for axis in free)
-        fixed = f"of the example's size alone: {names}, since {error.problem}"
+    model, fixed = _free_or_fixed(module, named, tensors, ends, wanted)
     write_model(model, path)
     return fixed
 
 
 class _Wanted(NamedTuple):
-    """Settings of `export_onnx`; `axes` are those of the batch, one for each input."""
+    """Settings of `export_onnx`; `axes` has the batch axis of each input."""
 
     opset: int
     axes: Sequence[int | None]
@@ -148,51 +138,80 @@ class _Ends(NamedTuple):
 
 def _ends(module: nn.Module, inputs: int) -> _Ends:
     names = graph_inputs(module)
-    if len(names) != inputs:  # a module that is no graph
+    if len(names) != inputs:  # a module that is not a graph
         names = tuple(f"input_{i}" for i in range(inputs))
     outputs = tuple(getattr(module, "meta", {}).get("outputs", ("output",)))
     return _Ends(names, tuple(f"{name}_output" if name in names else name for name in outputs))
 
 
-def refill(template: Path, module: nn.Module, path: Path, first: Mapping[str, Tensor]) -> None:
-    """Writes the file `template` with the values of another converted module: same graph, other ranges.
+def _free_or_fixed(
+    module: nn.Module, named: nn.Module, tensors: tuple[Tensor, ...], ends: _Ends, wanted: _Wanted
+) -> tuple[ir.Model, str]:
+    """Returns the graph of a file, with axes at the example's size where the export with free axes fails.
 
     Args:
-        first: `may_be_literals` of the module that the template was exported from.
+        module: the module to export.
+        named: the same module with named functions (`name_functions`), or itself.
+
+    Returns:
+        The graph; why axes that are free in the module have the example's size, or "".
 
     Raises:
-        ValueError: a tensor of another shape or type than in the template, or with other values where the exporter has
-            made something else of it (the slope of a PReLU, a GroupNorm's γ, the ends of a Clip).
+        ConfigError: as `export_onnx`.
+    """
+    free: Sequence[FreeAxis] = getattr(module, "meta", {}).get("free_axes", ())
+    try:
+        return _model(named, tensors, ends, wanted, free), ""
+    except ConfigError as error:
+        if not free or any(axis.asked for axis in free):
+            raise
+        assert isinstance(module, fx.GraphModule)  # only a captured graph has free axes
+        fixed = name_functions(at_fixed_sizes(module, tensors, wanted.axes))
+        names = ", ".join(f"{axis.name} ({axis.size})" for axis in free)
+        reason = f"these axes are fixed at the example's size: {names}, because {error.problem}"
+        return _model(fixed, tensors, ends, wanted, ()), reason
+
+
+def refill(template: Path, module: nn.Module, path: Path, first: Mapping[str, Tensor]) -> None:
+    """Writes the file `template` with the values of another converted module that has the same graph.
+
+    Args:
+        template: a file that `export_onnx` wrote with `template=True`.
+        module: the converted module with the new values.
+        path: the file to write.
+        first: `may_be_literals` of the module from which the template was exported.
+
+    Raises:
+        ValueError: a tensor has another shape or type than in the template, or it has other values although the
+            exporter wrote it in another form (the slope of a PReLU, γ of a GroupNorm, the bounds of a Clip).
     """
     model = ir.load(template)
     values, named = tensors_of(module), model.graph.initializers
     for name, literal in may_be_literals(module).items():
         if name not in named and (name not in first or not torch.equal(literal, first[name])):
-            raise ValueError(f"{name}: other values than in {template}, which has it under no name")
+            raise ValueError(f"{name} differs from {template}, which has no tensor of this name to replace")
     for name, value in named.items():
         tensor = values.get(name)
         if tensor is None:
             continue
         new = ir.tensor(tensor.detach().cpu().numpy(), name=name)
         if new.shape != value.shape or new.dtype != value.dtype:
-            raise ValueError(
-                f"{name}: {new.dtype} {new.shape}, not {value.dtype} {value.shape} as in {template}"
-            )
+            held = f"{value.dtype} {value.shape} in {template}"
+            raise ValueError(f"{name} is {new.dtype} {new.shape}, but {held}")
         value.const_value = new
     ir.save(model, path)
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by the names that their initializers have in a file."""
+    """Returns parameters and buffers by the names that their initializers have in a file."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
 def may_be_literals(module: nn.Module) -> dict[str, Tensor]:
     """Returns, by name, the tensors that the exporter may write in another form.
 
-    These are the tensors of modules that are not ours and the ends to which a `QuantizeDequantize` clips. The
-    other
-    tensors of our modules keep their name in the file, or have that of the quantizer after them.
+    These are the tensors of modules that are not ours, and the bounds to which a `QuantizeDequantize` clips. The other
+    tensors of our modules keep their name in the file, or have the name of the quantizer after them.
     """
     found = {}
     for path, part in module.named_modules():
@@ -200,7 +219,7 @@ def may_be_literals(module: nn.Module) -> dict[str, Tensor]:
             found[f"{path}.ends"] = torch.tensor(part.ends)
         if not type(part).__module__.startswith("qatkit."):
             tensors = (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False))
-            # Batches are counted, and no inference reads how many.
+            # BatchNorm counts batches, and inference does not read this number.
             found |= {
                 f"{path}.{name}".lstrip("."): one for name, one in tensors if name != "num_batches_tracked"
             }
@@ -241,11 +260,11 @@ def _torch_export(
         batch = torch.export.Dim("batch", min=1)
         batch = batch if multiple == 1 else multiple * batch
         shapes = [{} if axis is None else {axis: batch} for axis in axes]
-        # Two of them: a batch of one would be taken for a constant.
+        # At least two samples, because the exporter treats a batch of one as a constant.
         tensors = resized(tensors, max(2 * multiple, batch_size(tensors, axes)), axes)
     for one in free:
-        # The largest that was captured: after strides the example may leave one row, which the exporter takes for a
-        # constant as it does a batch of one.
+        # The largest size that was captured: strides may reduce the example's to one row, which the exporter treats as
+        # a constant, like a batch of one.
         tensors = with_sizes(tensors, dict.fromkeys(one.places, max(2, one.size, *one.others)))
         for i, axis in one.places:
             shapes[i][axis] = one.name
@@ -285,11 +304,9 @@ def _torch_export(
 
 
 def _optimize(model: ir.Model, *, merge: bool) -> None:
-    """Optimizes like torch's exporter with `optimize=True`, but merges equal constants only if `merge` is
-    set.
-    """
+    """Optimizes like torch's exporter with `optimize=True`, but merges equal constants only if `merge` is set."""
     common.InlinePass()(model)
-    # By the name of what they make: the constant folder calls the parts of "split" "split_split_0" and on.
+    # By the name of the output: the constant folder calls the parts of "split" "split_split_0" and so on.
     sequences = {
         n.outputs[0].name: dict(n.metadata_props) for n in model.graph if n.op_type == "SplitToSequence"
     }
@@ -298,7 +315,7 @@ def _optimize(model: ir.Model, *, merge: bool) -> None:
         apply_default_rules(model)
         _register_constants(model.graph)
     for node in model.graph:
-        if node.op_type == "Split" and not node.metadata_props:  # what the folder makes of a sequence
+        if node.op_type == "Split" and not node.metadata_props:  # the folder writes a sequence as this
             node.metadata_props.update(sequences.get(str(node.outputs[0].name).rpartition("_split_")[0], {}))
     common.RemoveUnusedNodesPass()(model)
     common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
@@ -312,8 +329,10 @@ def _optimize(model: ir.Model, *, merge: bool) -> None:
 
 
 def _register_constants(graph: ir.Graph) -> None:
-    """Rules that make a Clip of a Min and a Max name its bounds after the input: of two Clips that read one tensor the
-    second's belong to no graph.
+    """Registers constants that belong to no graph.
+
+    Rules that join a Min and a Max to a Clip name the bounds after the input. If two Clips read the same tensor, the
+    bounds of the second one are not registered.
     """
     known = {id(value) for value in graph.initializers.values()}
     for node in graph:
@@ -328,13 +347,13 @@ def _register_constants(graph: ir.Graph) -> None:
 
 
 def _folds(node: ir.Node) -> bool | None:
-    """Keeps bytes and halves as they are: weights and scales that are made float. Of other nodes the folder decides."""
+    """Returns False for Casts of bytes and halves (weights and scales), and None, the folder's own rule, otherwise."""
     source = node.inputs[0] if node.op_type == "Cast" else None
     return False if source is not None and source.dtype in _NARROW else None
 
 
 def _merge_bytes(graph: ir.Graph) -> None:
-    """Merges equal weights in bytes of any size (tied operators); the pass above leaves large ones."""
+    """Merges equal integer weights of any size (tied operators), since onnx_ir's pass skips large ones."""
     kept: dict[tuple[ir.DataType, tuple[int, ...], bytes], ir.Value] = {}
     for name, value in list(graph.initializers.items()):
         tensor = value.const_value
@@ -353,7 +372,7 @@ def _merge_bytes(graph: ir.Graph) -> None:
 
 
 def _clean(model: ir.Model, outputs: tuple[str, ...], tensors: set[str]) -> None:
-    if len(outputs) != len(model.graph.outputs):  # a module that is no graph
+    if len(outputs) != len(model.graph.outputs):  # a module that is not a graph
         outputs = tuple(f"output_{i}" for i in range(len(model.graph.outputs)))
     for value, name in zip(model.graph.outputs, outputs, strict=True):
         value.name = name

@@ -1,10 +1,8 @@
 """Translates to opset 18 the operators that torch's exporter does not know or translates wrongly.
 
-These are our own operators, pools whose windows differ in size, averages with a divisor of their own (which
-the
-exporter drops), and some functions of torch that a few ONNX operators express. All sizes except the batch
-size are
-known.
+These are our own operators, pools whose windows differ in size, average pools with `divisor_override` (which the
+exporter ignores), and some functions of torch that a few ONNX operators can express. All sizes except the batch size
+are known.
 """
 
 from __future__ import annotations
@@ -18,14 +16,14 @@ import onnx_ir as ir
 import onnxscript
 import torch
 
-# They define the operators that `translations` names.
+# These modules define the operators that `translations` names.
 import qatkit.graph.convert.integer_modules  # noqa: F401
 from qatkit.export import scans, suppression, triangular
 from qatkit.graph.convert import weight_only_modules
 from qatkit.graph.convert.recurrent_modules import of_each
 
-op: Any = onnxscript.opset18  # its own types know nothing of Python's numbers
-_FLOAT, _INT32, _INT64 = 1, 6, 7  # of onnx.TensorProto
+op: Any = onnxscript.opset18  # its own type hints do not allow Python numbers
+_FLOAT, _INT32, _INT64 = 1, 6, 7  # the numbers of the types in onnx.TensorProto
 
 
 def _quantize(x, scale, zero_point):  # type: ignore[no-untyped-def]
@@ -56,7 +54,8 @@ def _in_float(q: Any, scale: Any, zero: Any = None) -> Any:
 def _recurrent(x, weights, bias, hidden, cell, mode: str, size: int):  # type: ignore[no-untyped-def]
     """Translates an LSTM, GRU or RNN layer with int8 weights.
 
-    Cast and Mul, not DequantizeLinear: these ONNX Runtime computes once, when it loads the file, this on every run.
+    The weights are dequantized by Cast and Mul, which ONNX Runtime computes once, when it loads the file. It would
+    compute a DequantizeLinear in every run.
     """
     given = [x, *(_in_float(*parts) for parts in of_each(weights)), bias, None, hidden]
     both = int(weights[0].shape[0]) == 2
@@ -103,7 +102,9 @@ def _average_pool(rank: int) -> Callable[..., Any]:
                 pads=pads * 2, strides=steps,
             )  # fmt: skip
         if ceil_mode:
-            raise NotImplementedError("an average pool with a divisor of its own whose size is rounded up")
+            raise NotImplementedError(
+                "an average pool with divisor_override and ceil_mode has no form in ONNX"
+            )
         mean = op.AveragePool(x, count_include_pad=1, kernel_shape=kernel, pads=pads * 2, strides=steps)
         size = torch.Size(kernel).numel()
         return op.Mul(mean, op.CastLike(op.Constant(value_float=size / divisor_override), mean))
@@ -112,13 +113,13 @@ def _average_pool(rank: int) -> Callable[..., Any]:
 
 
 def _by_axis(x: Any, output_size: Sequence[int], reduce: Callable[..., Any]) -> Any:
-    """Returns the adaptive pool: along each axis, output i is made of floor(i·n/o) to ceil((i + 1)·n/o)."""
+    """Returns an adaptive pool: along each axis, output i reduces the inputs floor(i·n/o) to ceil((i + 1)·n/o)."""
     rank = len(output_size)
     for i, wanted in enumerate(output_size):
         axis, shape = len(x.shape) - rank + i, x.shape
         if shape[axis] == wanted:
             continue
-        if wanted == 1:  # of any size
+        if wanted == 1:  # works for any size
             x = reduce(x, [axis], keepdims=1)
         else:
             size = int(shape[axis])
@@ -141,11 +142,11 @@ def _adaptive_average(x, output_size: Sequence[int]):  # type: ignore[no-untyped
 
 def _adaptive_max(x, output_size: Sequence[int]):  # type: ignore[no-untyped-def]
     result = op.Identity(_by_axis(x, output_size, op.ReduceMax))
-    return result, op.Cast(result, to=_INT64)  # places that nothing may read: `VALUES_ONLY`
+    return result, op.Cast(result, to=_INT64)  # nothing may read these indices: `VALUES_ONLY`
 
 
 def _kth(x, k: int, dim: int = -1, keepdim: bool = False):  # type: ignore[no-untyped-def]
-    """Returns the k-th smallest along an axis, and its place."""
+    """Returns the k-th smallest value along an axis, and its index."""
     values, places = op.TopK(x, op.Constant(value_ints=[k]), axis=dim, largest=0, sorted=1)
     ends = [k - 1], [k], [dim]
     found = [op.Slice(part, *ends) for part in (values, places)]
@@ -153,17 +154,17 @@ def _kth(x, k: int, dim: int = -1, keepdim: bool = False):  # type: ignore[no-un
 
 
 def _sort(x, stable: bool | None = None, dim: int = -1, descending: bool = False):  # type: ignore[no-untyped-def]
-    """Sorts values and returns them with their places; of equal ones TopK lists the earlier first."""
+    """Returns sorted values and their indices; TopK lists the earlier of equal values first."""
     return op.TopK(x, op.Gather(op.Shape(x), [dim], axis=0), axis=dim, largest=int(descending), sorted=1)
 
 
 def _median(x, dim: int, keepdim: bool = False):  # type: ignore[no-untyped-def]
-    """Returns the median: the lower one of the two in the middle."""
+    """Returns the median; of two values in the middle the lower one."""
     return _kth(x, (int(x.shape[dim]) + 1) // 2, dim, keepdim)
 
 
 def _distances(x, y, p: float, compute_mode: int | None = None):  # type: ignore[no-untyped-def]
-    """Distances of every row of x to every row of y."""
+    """Returns the distances of every row of x to every row of y."""
     apart = op.Sub(op.Unsqueeze(x, [-2]), op.Unsqueeze(y, [-3]))
     if p == 1:
         return op.ReduceL1(apart, [-1], keepdims=0)
@@ -176,9 +177,9 @@ def _distances(x, y, p: float, compute_mode: int | None = None):  # type: ignore
 
 
 def _search(boundaries, x, out_int32=False, right=False, side=None, sorter=None):  # type: ignore[no-untyped-def]
-    """Counts the boundaries that lie before each number."""
+    """Returns the number of boundaries before each value."""
     if sorter is not None:
-        raise NotImplementedError("searchsorted with a sorter")
+        raise NotImplementedError("searchsorted with a sorter has no form in ONNX")
     rows = boundaries if len(boundaries.shape) == 1 else op.Unsqueeze(boundaries, [-2])
     column = op.Unsqueeze(x, [-1])
     before = op.LessOrEqual(rows, column) if right or side == "right" else op.Less(rows, column)
@@ -191,7 +192,7 @@ def _hypot(x, y):  # type: ignore[no-untyped-def]
 
 
 def _atan2(y, x):  # type: ignore[no-untyped-def]
-    """Returns the angle of (x, y); the exporter's own is -π where y is 0 and x negative."""
+    """Returns the angle of (x, y); the exporter's own translation gives -π where y is 0 and x negative."""
     zero, half = (op.CastLike(op.Constant(value_float=value), y) for value in (0.0, math.pi))
     angle = op.Atan(op.Div(y, x))
     behind = op.Where(op.Less(y, zero), op.Sub(angle, half), op.Add(angle, half))
@@ -200,7 +201,7 @@ def _atan2(y, x):  # type: ignore[no-untyped-def]
 
 
 def _fmax(x, y):  # type: ignore[no-untyped-def]
-    """Returns the larger value; of a number and NaN, the number."""
+    """Returns the larger value, or the number if the other value is NaN."""
     return op.Where(op.IsNaN(x), y, op.Where(op.IsNaN(y), x, op.Max(x, y)))
 
 
@@ -209,16 +210,16 @@ def _fmin(x, y):  # type: ignore[no-untyped-def]
 
 
 def _floor_division(a, b):  # type: ignore[no-untyped-def]
-    """Divides sizes and rounds down, as Python does; ONNX rounds towards zero."""
+    """Divides sizes and rounds down like Python; ONNX's division rounds towards zero."""
     return op.Div(op.Sub(a, op.Mod(a, b)), b)
 
 
-# Results of the exporter's translations in addition to values, which no operator of ONNX expresses.
+# Operators whose further results, in addition to the values, no ONNX operator can express.
 VALUES_ONLY = (torch.ops.aten.adaptive_max_pool2d.default, torch.ops.aten.adaptive_max_pool3d.default)
 
 
 def translations() -> dict[Callable[..., object], Callable[..., object]]:
-    """Operators of torch and how they look in ONNX."""
+    """Returns our translations by the operator of torch."""
     aten = torch.ops.aten
     return {
         torch.ops.qatkit.quantize.default: _quantize,

@@ -1,11 +1,11 @@
-"""Triangular systems in operators of opset 18: the inverse, from small diagonal blocks to large ones.
+"""Solves triangular systems with operators of opset 18: inverts the matrix, from small diagonal blocks to large ones.
 
     ⎡A  0⎤ -1   ⎡   A⁻¹       0 ⎤
     ⎣C  B⎦    = ⎣-B⁻¹C A⁻¹   B⁻¹⎦
 
-With X, the inverses of all diagonal blocks of one size, and C, what lies between the two of each pair, X - X C X has
-those of twice the size. It starts with the reciprocals of the diagonal, so n rows take log2 n steps of two products.
-The number of rows has to be known.
+Let X hold the inverses of all diagonal blocks of one size, and C the values between the two blocks of each pair. Then
+X - X C X holds the inverses of the blocks of twice the size. The first X has the reciprocals of the diagonal, so n rows
+need log2 n steps of two products. The number of rows must be known.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import numpy as np
 import onnx_ir
 import onnxscript
 
-op: Any = onnxscript.opset18  # its own types know nothing of Python's numbers
-_BOOL = 9  # of onnx.TensorProto
+op: Any = onnxscript.opset18  # its own type hints do not allow Python numbers
+_BOOL = 9  # the number of the type in onnx.TensorProto
 
 
 def _mask(places: Any) -> Any:
@@ -28,10 +28,10 @@ def solve_triangular(a, b, upper: bool, left: bool = True, unitriangular: bool =
     """Solves a·x = b, or x·a = b, for x."""
     size = a.shape[-1]
     if not isinstance(size, int):
-        raise NotImplementedError(f"a triangular system of any size ({size})")
+        raise NotImplementedError(f"a triangular system needs a known number of rows, not {size}")
     row, column = np.indices((size, size))
     diagonal, zero = _mask(row == column), op.CastLike(0.0, a)
-    # Where, not Mul: the other half may hold anything, an infinity too.
+    # Where instead of Mul, because the other half may contain anything, including infinities.
     inverse = op.CastLike(diagonal, a) if unitriangular else op.Where(diagonal, op.Reciprocal(a), zero)
     if upper:
         row, column = column, row

@@ -1,9 +1,9 @@
-"""The last steps of each mode: weights compared with the float file's, the graph cleaned, the file written.
+"""Finishes the file of a mode: compares weights with the float file, cleans the graph and writes the file.
 
-A tool that leaves an operator out, or a change that nothing completes, would leave wrong weights in a file that loads
-and runs. So each weight of the float file is looked up in the new one by its name, dequantized by the scales that
-stand there, and compared: it may be off by a step of its scale (float16: by its rounding), and nothing more.
-Operators whose weights are not right stay float: the mode runs again without them.
+If a tool skips an operator, or stops in the middle of a change, the file still loads and runs, but with wrong weights.
+Therefore each weight of the float file is looked up in the new file by name, dequantized by the scales there, and
+compared. It may differ by one step of its scale (in float16: by its rounding). If it differs by more, the mode runs
+again and leaves the operators of this weight in float.
 """
 
 from __future__ import annotations
@@ -24,18 +24,21 @@ from qatkit.export.quiet import quiet
 from qatkit.export.write_model import write_model
 from qatkit.verify.graph_view import constant, operand
 
-_SLACK = 1.001  # of a step: the scale is rounded to float32
-_HALF_STEP, _HALF_LEAST = 2.0**-10, 1.2e-7  # of float16: relative, and where it has no normal numbers
+_SLACK = 1.001  # steps; a bit more than 1, since the scale is rounded to float32
+_HALF_STEP, _HALF_LEAST = (
+    2.0**-10,
+    1.2e-7,
+)  # steps of float16: relative, and absolute below the normal numbers
 _Array = NDArray[Any]
 
 
 @dataclass(frozen=True)
 class Exact:
-    """A float weight before a mode changed anything.
+    """A float weight before a mode changes anything.
 
     Attributes:
-        values: as the float file has them.
-        nodes: the operators that read it, by name.
+        values: the values in the float file.
+        nodes: the names of the operators that read it.
     """
 
     values: _Array
@@ -43,7 +46,7 @@ class Exact:
 
     @property
     def node(self) -> str:
-        """The first operator that reads it."""
+        """The name of the first operator that reads the weight."""
         return self.nodes[0]
 
 
@@ -51,7 +54,7 @@ def exact_weights(model: ir.Model) -> dict[str, Exact]:
     """Returns the weights of a float model by their names, to compare a quantized file with.
 
     Raises:
-        ValueError: one of them is not finite.
+        ValueError: a weight is not finite.
     """
     found = {}
     for value in (*weights(model), *recurrent_weights(model), *tables(model)):
@@ -66,17 +69,17 @@ def exact_weights(model: ir.Model) -> dict[str, Exact]:
 def without_wrong_weights(
     make: Callable[[Collection[str]], ir.Model], exact: Mapping[str, Exact]
 ) -> tuple[ir.Model, list[str]]:
-    """Makes a quantized model, again without the operators whose weights came out wrong, until none does.
+    """Makes a quantized model, and repeats this without the operators whose weights are wrong until all are right.
 
     Args:
-        make: returns the model, in which operators of these names are float.
-        exact: the weights that it has to hold (`exact_weights`).
+        make: returns the model in which the operators of the given names stay float.
+        exact: the weights that the model must contain (`exact_weights`).
 
     Returns:
-        The model, without leftovers of the tools, and the operators that stay float.
+        The cleaned model, and the names of the operators that stay float.
 
     Raises:
-        ValueError: a weight is wrong though its operators were to stay float.
+        ValueError: a weight is wrong although its operators should stay float.
     """
     left = list[str]()
     while True:
@@ -103,10 +106,10 @@ def _cleaned(model: ir.Model) -> ir.Model:
 
 
 def write_mode_file(model: ir.Model, target: Path) -> None:
-    """Writes what a mode has made.
+    """Writes the model that a mode has made, atomically.
 
     Raises:
-        ValueError: ONNX Runtime refuses the file.
+        ValueError: the checker or ONNX Runtime refuses the file.
     """
     model.metadata_props.clear()
     model.producer_name, model.producer_version = "qatkit", None
@@ -114,10 +117,10 @@ def write_mode_file(model: ir.Model, target: Path) -> None:
 
 
 def wrong_weights(model: ir.Model, exact: Mapping[str, Exact]) -> dict[str, str]:
-    """Compares every weight of a quantized model, dequantized, with the float one.
+    """Compares every dequantized weight of a quantized model with the float weight.
 
     Returns:
-        By the name of each weight that is not right, what is wrong with it, as a sentence with the operator's name.
+        The reason for each wrong weight, by the weight's name, as a sentence that names the operator.
     """
     made = {value.name: value for node in model.graph for value in node.outputs}
     found = {name: _why_wrong(model.graph, made, name, one) for name, one in exact.items()}
@@ -125,17 +128,17 @@ def wrong_weights(model: ir.Model, exact: Mapping[str, Exact]) -> dict[str, str]
 
 
 def _why_wrong(graph: ir.Graph, made: Mapping[str | None, ir.Value], name: str, one: Exact) -> str:
-    """Returns what is wrong with a weight; "" where nothing is."""
+    """Returns what is wrong with a weight, or "" if it is right."""
     try:
         forms = list(_held(graph, made, name))
     except ValueError as error:
         return str(error)
     if not forms:
-        return f"the weight '{name}' of '{one.node}' would be missing from the file"
+        return f"the file would lack the weight '{name}' of '{one.node}'"
     for values, step in forms:
         off = min(_off(values, step, one.values), _off(values.T, step.T, one.values))
         if not off <= _SLACK:
-            return f"the weight '{name}' of '{one.node}' would be {off:.3g} steps of its scale off"
+            return f"the weight '{name}' of '{one.node}' would be wrong by up to {off:.3g} steps of its scale"
     return ""
 
 
@@ -149,7 +152,7 @@ def _off(values: _Array, step: _Array, exact: _Array) -> float:
 
 
 def _held(graph: ir.Graph, made: Mapping[str | None, ir.Value], name: str) -> Iterator[tuple[_Array, _Array]]:
-    """Yields every form in which the file holds a weight: its values, and the step that each may be off by."""
+    """Yields every form in which the file holds a weight: its values, and the error that each may have."""
     stored = graph.initializers.get(name)
     if stored is not None:
         yield _dequantized(stored)
@@ -166,7 +169,7 @@ def _held(graph: ir.Graph, made: Mapping[str | None, ir.Value], name: str) -> It
 
 
 def _of_product(graph: ir.Graph, name: str, integers: ir.Value) -> tuple[_Array, _Array]:
-    """Returns a weight whose scale is multiplied with the result of a ConvInteger or MatMulInteger."""
+    """Returns a weight, and its steps, whose scale multiplies the result of a ConvInteger or MatMulInteger."""
     scale, zero_point = (
         constant(graph.initializers.get(f"{name}_{part}")) for part in ("scale", "zero_point")
     )
@@ -182,7 +185,7 @@ def _of_product(graph: ir.Graph, name: str, integers: ir.Value) -> tuple[_Array,
 
 
 def _dequantized(value: ir.Value) -> tuple[_Array, _Array]:
-    """Returns a constant, and its steps, through the operators that dequantize or move values."""
+    """Returns a constant, and its steps, by evaluating the operators that dequantize or move values."""
     held, node = constant(value), value.producer()
     if held is not None:
         exactly = np.abs(held.astype(np.float64)) * 2.0**-20 if held.dtype == np.float32 else np.zeros(())
@@ -205,7 +208,7 @@ def _dequantized(value: ir.Value) -> tuple[_Array, _Array]:
         return values.transpose(order), step.transpose(order)
     if node.op_type in ("Cast", "Identity"):
         return values.astype(np.float32), step
-    raise ValueError(f"a weight would be computed by '{node.name}' ({node.op_type}), which is not expected")
+    raise ValueError(f"an unexpected operator, '{node.name}' ({node.op_type}), would compute a weight")
 
 
 def _by_pair(node: ir.Node, integers: _Array) -> tuple[_Array, _Array]:

@@ -1,4 +1,4 @@
-"""Writes an ONNX file that is known to load."""
+"""Writes an ONNX file after checking that it loads."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from qatkit_verify.session import add_libraries, refusal
 
 
 def write_model(model: ir.Model, path: Path) -> None:
-    """Serialises, loads and checks a temporary file, then renames it, so that the write is atomic.
+    """Serializes, loads and checks a temporary file, then renames it, so that the write is atomic.
 
     Raises:
-        ValueError: the checker or ONNX Runtime refuses it.
+        ValueError: the checker or ONNX Runtime refuses the file.
     """
     proto = ir.to_proto(model)
     del proto.graph.value_info[:]  # inferred shapes of the opset-18 graph; readers infer their own
     with whole(path) as temporary:
         temporary.write_bytes(proto.SerializeToString(deterministic=True))
         checked = _without_outputs_that_lack_shapes(proto)
-        del proto  # a copy of all weights, and what follows makes others
+        del proto  # a copy of all weights; the next steps make further copies
         try:
             options = ort.SessionOptions()
             options.log_severity_level = 3
             options.add_session_config_entry("session.disable_prepacking", "1")  # another copy, for speed
             add_libraries(options)
-            # Before the checker, which says less: for a node in a branch it names only the If.
+            # Before the checker, whose messages say less: for a node in a branch it names only the If.
             ort.InferenceSession(str(temporary), options, providers=["CPUExecutionProvider"])
             onnx.checker.check_model(str(temporary) if checked is None else checked, full_check=True)
         except Exception as error:
@@ -37,8 +37,9 @@ def write_model(model: ir.Model, path: Path) -> None:
 
 
 def _without_outputs_that_lack_shapes(proto: onnx.ModelProto) -> onnx.ModelProto | None:
-    """Returns the model that onnx's checker takes, which wants shapes of tensors that are outputs, where ONNX Runtime
-    does not; None: the model as it is.
+    """Returns a model without the outputs that have no shape, which onnx's checker refuses and ONNX Runtime accepts.
+
+    Returns None if all outputs have shapes.
     """
     kept = [one for one in proto.graph.output if not _lacks_shape(one.type)]
     if len(kept) == len(proto.graph.output):

@@ -182,7 +182,7 @@ class _Follower:
             if not isinstance(found, Tensor):
                 return found
             if not found.is_floating_point():
-                raise ValueError("positions that only a run knows")
+                raise ValueError("the channels depend on indices that are known only in a run")
             return torch.zeros(found.shape, dtype=torch.float64)
 
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), value)

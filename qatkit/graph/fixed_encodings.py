@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Set, Sized
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,7 +29,7 @@ from qatkit_verify.errors import ConfigError, did_you_mean
 KEY = "calibration.encodings"
 _TYPO = 0.8  # similarity from which an unknown name is taken for a misspelt name of the model
 _NAMED = 5
-_STANDS = "their scales are fixed already"
+_STANDS = "their scales are already fixed"
 _BIAS, _SCALES = "int32", "scale_type"
 _TYPABLE = re.compile(r"[\w./-]+")  # keys that Hydra accepts unquoted
 
@@ -56,16 +56,20 @@ class Matched:
         Args:
             file: the file that the encodings come from.
         """
-        fixed = f"{len(self.activations)} activations and {len(self.weights)} weights"
-        bias = f"; the {self.biases} of biases follow from these" if self.biases else ""
-        lines = [f"encodings: {fixed} are fixed by {file}{bias}"]
+        fixed = f"{_number(self.activations, 'activation')} and {_number(self.weights, 'weight')}"
+        bias = "; the scales of biases follow from these" if self.biases else ""
+        lines = [f"encodings: {file} sets the scales of {fixed}{bias}"]
         by_reason: dict[str, list[str]] = {}
         for name, reason in self.unused.items():
             by_reason.setdefault(reason, []).append(name)
         for reason, names in by_reason.items():
             more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-            lines.append(f"encodings not used, since {reason}: {', '.join(names[:_NAMED])}{more}")
+            lines.append(f"encodings not used, because {reason}: {', '.join(names[:_NAMED])}{more}")
         return lines
+
+
+def _number(found: Sized, what: str) -> str:
+    return f"1 {what}" if len(found) == 1 else f"{len(found)} {what}s"
 
 
 def matched(
@@ -135,13 +139,15 @@ def _check_names(names: TensorNames, given: Mapping[str, Encoding], file: object
     unknown = [name for name in given if name not in names.tensors]
     if len(unknown) == len(given):
         first = next(iter(given), "")
-        reason = f"no tensor of the model is named in it{did_you_mean(first, names.tensors)}"
+        reason = f"the file names no tensor of the model{did_you_mean(first, names.tensors)}"
         raise ConfigError(KEY, file, reason=reason)
     free = [name for name in names.tensors if name not in given]
     for name in unknown:
         near = difflib.get_close_matches(name, free, n=3, cutoff=_TYPO)
         if near:
-            reason = f"the model has no tensor '{name}' (did you mean {', '.join(near)}?)"
+            reason = (
+                f"the model has no tensor '{name}', which the file names (did you mean {', '.join(near)}?)"
+            )
             raise ConfigError(KEY, file, reason=reason)
 
 
@@ -166,11 +172,13 @@ class _Matching:
                 self.found.unused[name] = _STANDS
             elif chosen is not None:
                 if not own.equals(chosen):
-                    self.found.unused[name] = f"its range is that of '{self.found.activations[place][0]}'"
+                    self.found.unused[name] = (
+                        f"the tensor has the range of '{self.found.activations[place][0]}'"
+                    )
             elif own.scale.size != 1:
-                self.found.unused[name] = "an activation has one scale"
+                self.found.unused[name] = "an activation can have only one scale"
             elif quantizer.bounds[0] == 0.0 and not _starts_at_zero(own):
-                self.found.unused[name] = "its range ends where that of the ReLU behind it does"
+                self.found.unused[name] = "the range has to start at zero like that of the ReLU after it"
             else:
                 chosen = own
                 self._take(self.found.activations, place, name, quantizer.spec)
@@ -184,13 +192,13 @@ class _Matching:
         if fake.frozen:
             self.found.unused[name] = _STANDS
         elif own.block_size is not None and not isinstance(granularity, PerBlock):
-            self.found.unused[name] = "the backend has no blocks (backend=weight_only has)"
+            self.found.unused[name] = "the backend supports no scales in blocks (backend=weight_only does)"
         elif own.scale.size == 1 < fake.clip.numel():
             self._take(self.found.weights, path, name, fake.spec, granularity="per_tensor")
         elif isinstance(granularity, PerTensor) and own.scale.size > 1:
             self._take(self.found.weights, path, name, fake.spec, granularity="per_channel")
         elif own.scale.size != fake.clip.numel():
-            self.found.unused[name] = "the weight has another number of scales here"
+            self.found.unused[name] = "the weight needs another number of scales"
         else:
             self._take(self.found.weights, path, name, fake.spec)
 
@@ -219,10 +227,9 @@ class _Matching:
             return
         place, settings = next(iter(self.wanted.items()))
         group = self.found.activations if place in self.found.activations else self.found.weights
-        reason = (
-            f"{len(self.wanted)} of its encodings do not fit the backend: '{group[place][0]}' and its like need "
-            f"{_typed(settings)}; set {self._advice(inputs)}"
-        )
+        kind = "1 encoding does" if len(self.wanted) == 1 else f"{len(self.wanted)} encodings do"
+        example = f"'{group[place][0]}' needs {_typed(settings)}"
+        reason = f"{kind} not fit the backend ({example}); set {self._advice(inputs)}"
         raise ConfigError(KEY, file, reason=reason)
 
     def _advice(self, inputs: Set[str]) -> str:
@@ -257,7 +264,7 @@ class _Matching:
         for name, one in self.given.items():
             if one.dtype != _BIAS and name not in used | same | unused.keys():
                 known = name in self.names.tensors
-                unused[name] = "no quantizer stands there" if known else "the model has no such tensor"
+                unused[name] = "the tensor has no quantizer" if known else "the model has no such tensor"
         return Matched(self.found.activations, self.found.weights, biases, unused)
 
 

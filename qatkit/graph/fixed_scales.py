@@ -81,7 +81,7 @@ def fix_weights(module: nn.Module, pattern: str, override: OverrideConfig) -> No
     asked = (override.weight_scale, override.weight_range)
     if isinstance(module, QATRecurrent) and asked != (None, None):
         key = f"backend.overrides.{pattern}.weight_{'scale' if asked[1] is None else 'range'}"
-        allowed = "null with a recurrent layer, whose weights are several"
+        allowed = "null for a recurrent layer, which has several weights"
         raise ConfigError(key, next(one for one in asked if one is not None), allowed)
     if not isinstance(module, QATRecurrent):
         quantizer, weight = module.weight_fake_quant, module.weight
@@ -91,7 +91,7 @@ def fix_weights(module: nn.Module, pattern: str, override: OverrideConfig) -> No
 
 def _check_integers(key: str, value: Any, spec: QuantSpec) -> None:
     if spec.form is not None:
-        allowed = f"no scale or range with {spec.dtype}, whose scales come with each tensor or block"
+        allowed = f"null with {spec.dtype}, whose scales are computed for each tensor or block"
         raise ConfigError(key.rstrip("_"), value, allowed)
 
 
@@ -102,15 +102,15 @@ def _check_bounds(
     least, most = bounds
     if (least is not None and low < least) or (most is not None and high > most + slack):
         wanted = f"from {least:g}" + ("" if most is None else f" to at most {most:g}")
-        reached = f"it reaches from {low:.6g} to {high:.6g}"
-        raise ConfigError(key, value, f"a range {wanted}, where the activation behind it ends; {reached}")
+        reached = f"this one is from {low:.6g} to {high:.6g}"
+        raise ConfigError(key, value, f"a range {wanted}, the range of the activation after it; {reached}")
 
 
 def _scale_of(key: str, scale: Tensor, given: Any, spec: QuantSpec) -> Tensor:
     """Returns a scale that the file can hold as it is."""
     wanted = scale.float()
     if not torch.equal(held(wanted, spec), wanted):
-        kind = "a power of two" if spec.powers_of_two else f"a number that {spec.scale_dtype} holds"
+        kind = "a power of two" if spec.powers_of_two else f"a number that {spec.scale_dtype} can represent"
         raise ConfigError(key, given, kind)
     return wanted
 
@@ -121,15 +121,15 @@ def _zero_point(key: str, given: int | None, spec: QuantSpec) -> int:
     middle = 0 if not spec.has_zero_point else (spec.quant_max + spec.quant_min + 1) // 2
     if spec.symmetric:
         if given not in (None, middle):
-            allowed = f"null or {middle}, the middle of a symmetric {spec.dtype}"
+            allowed = f"null or {middle}, the zero_point of a symmetric {spec.dtype}"
             raise ConfigError(f"{key}zero_point", given, allowed)
         return middle
     if given is None:
         raise ConfigError(
-            f"{key}zero_point", None, f"an integer from {low} to {high}, which goes with the scale"
+            f"{key}zero_point", None, f"an integer from {low} to {high} in addition to the scale"
         )
     if not low <= given <= high:
-        raise ConfigError(f"{key}zero_point", given, f"{low} to {high}, the integers of {spec.dtype}")
+        raise ConfigError(f"{key}zero_point", given, f"an integer from {low} to {high} with {spec.dtype}")
     return given
 
 
@@ -139,8 +139,9 @@ def _spread(key: str, given: Any, shape: Sequence[int]) -> Tensor:
         return torch.full(tuple(shape), given)
     channels = shape[0] if shape else 1
     if len(given) != channels or len(shape) != 1:
-        allowed = f"one number, or {channels} of them" if len(shape) == 1 else "one number"
-        raise ConfigError(key, f"{len(given)} numbers", f"{allowed}, as the weight has scales")
+        several = f"one number, or a list of {channels}, one for each output channel"
+        allowed = several if len(shape) == 1 else "one number, because the weight has one scale"
+        raise ConfigError(key, f"{len(given)} {'number' if len(given) == 1 else 'numbers'}", allowed)
     return torch.tensor(list(given))
 
 

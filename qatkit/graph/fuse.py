@@ -94,7 +94,7 @@ def _why_not(node: fx.Node) -> str | None:
     """Returns why a BatchNorm is not fused; None if it can be."""
     before = node.all_input_nodes[0]
     if not facts(before).weighted:
-        return "its input is no Conv or Linear"
+        return "its input is not the output of a Conv or Linear"
     if op_class(before) == "linear" and getattr(before.meta.get("value"), "ndim", None) != 2:
         return "it follows a Linear whose output is not known to be two-dimensional"
     if len(before.users) > 1:
@@ -104,7 +104,7 @@ def _why_not(node: fx.Node) -> str | None:
     if cast(nn.BatchNorm2d, module_of(node)).num_features != cast(Tensor, module_of(before).weight).shape[0]:
         return f"it normalizes another axis than the outputs of {site(before)}"
     if cast(nn.BatchNorm2d, module_of(node)).running_var is None:
-        return "it keeps no running statistics"
+        return "it has no running statistics"
     return None
 
 

@@ -81,7 +81,7 @@ class Operator:
         for key, allowed in (("values", VALUES), ("align", ALIGNMENTS)):
             if getattr(self, key) not in allowed:
                 raise ValueError(
-                    f"{key}={getattr(self, key)!r} of operator {self.name}: expected one of {allowed}"
+                    f"{key}={getattr(self, key)!r} of operator {self.name}: expected one of {', '.join(allowed)}"
                 )
 
     @property
@@ -275,7 +275,9 @@ def register(name: str, **facts: Any) -> Operator:
             if isinstance(own, tuple) and key not in ("fixed", "activation"):
                 added[key] = (*own, *(item for item in value if item not in own))
             elif own != value:
-                raise ValueError(f"{key}={value!r} of operator {name}: {own!r}, as the table has it")
+                raise ValueError(
+                    f"{key}={value!r} of operator {name}: expected {own!r}, the value in the table"
+                )
         record = replace(present, **added)
     _TABLE[name] = record
     for cached in _LOOKUPS:
@@ -291,10 +293,12 @@ def _check_facts(name: str, facts: Mapping[str, Any]) -> None:
         )
     for key, value in facts.items():
         if isinstance(getattr(Operator(name), key), tuple) and isinstance(value, str):
-            raise ValueError(f"{key}={value!r} of operator {name}: several, as a tuple ({value!r},)")
+            raise ValueError(f"{key}={value!r} of operator {name}: expected a tuple, such as ({value!r},)")
     for member in (*facts.get("modules", ()), *facts.get("functions", ())):
         if look_up(member) is None:
-            raise ValueError(f"{member!r} of operator {name}: a type or function that can be imported")
+            raise ValueError(
+                f"{member!r} of operator {name}: expected a type or function that can be imported"
+            )
 
 
 @lookup

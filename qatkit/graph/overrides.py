@@ -70,9 +70,9 @@ class Overrides:
             ("activation_", tensors.makers, "weight_"),
         ):
             if _sets(override, prefix) and not nodes:
-                what = "a weight" if prefix == "activation_" else "no weight"
+                what = "a weight" if prefix == "activation_" else "an activation"
                 raise _without_effect(
-                    pattern, prefix.rstrip("_"), f"it chooses {what}, which takes {others}*"
+                    pattern, prefix.rstrip("_"), f"it selects {what}; use keys {others}* instead"
                 )
         self.by_tensor.update(dict.fromkeys(tensors.makers, (pattern, override)))
         self.by_weight.update(dict.fromkeys(tensors.readers, (pattern, override)))
@@ -101,13 +101,13 @@ class Overrides:
             of_weights = _sets(override, "weight_") or override.reduce_range is not None
             of_weights = of_weights or override.bias_dtype is not None
             if of_weights and not any(n in placement.weighted or _has_table(n) for n in nodes):
-                raise _without_effect(pattern, "weight", "it has no quantized weight")
+                raise _without_effect(pattern, "weight", "the operator has no quantized weight")
             ranges = [points[n] for n in nodes if n in points]
             if _sets(override, "activation_") and not ranges:
                 raise _without_effect(pattern, "activation", _whose_range(nodes[0], placement))
             alone = override.activation_symmetric and override.activation_dtype is None
             if alone and all(p.bounds[0] == 0.0 for p in ranges):
-                reason = "its range starts at zero, where the activation after it ends"
+                reason = "the activation after it makes the range start at zero"
                 raise _without_effect(pattern, "activation_symmetric", reason)
         for node, (pattern, _) in self.by_weight.items():
             if node not in placement.weighted and not _has_table(node):
@@ -135,9 +135,7 @@ class Overrides:
             granularity = granularity_of(override.weight_granularity)
             if isinstance(granularity, PerBlock) and not backend.weights_alone:
                 value = f"{pattern} (weight_granularity={granularity})"
-                allowed = (
-                    "per_tensor or per_channel, which int8 kernels know (backend=weight_only has blocks)"
-                )
+                allowed = "per_tensor or per_channel, since int8 kernels need these (backend=weight_only allows blocks)"
                 raise ConfigError("backend.overrides", value, allowed)
             spec = replace(spec, granularity=granularity)
         if override.weight_axis is not None:
@@ -146,7 +144,7 @@ class Overrides:
         if override.weight_scale_dtype is not None:
             if override.weight_scale_dtype != "float32" and not backend.weights_alone:
                 value = f"{pattern} (weight_scale_dtype={override.weight_scale_dtype})"
-                allowed = "float32, which int8 kernels take (backend=weight_only has others)"
+                allowed = "float32, since int8 kernels need it (backend=weight_only allows others)"
                 raise ConfigError("backend.overrides", value, allowed)
             spec = replace(spec, scale_dtype=override.weight_scale_dtype)
         if override.weight_symmetric is not None:
@@ -201,9 +199,9 @@ def _check_axis(pattern: str, node: fx.Node, axis: int) -> None:
     outputs = int("Transpose" in type(module_of(node)).__name__) if of_file is None else of_file.axis
     key, there = f"backend.overrides.{pattern}.weight_axis", f"the weight of {site(node)} has {rank} axes"
     if not -rank <= axis < rank:
-        raise ConfigError(key, axis, f"{-rank} to {rank - 1}: {there}")
+        raise ConfigError(key, axis, f"an integer from {-rank} to {rank - 1}, because {there}")
     if axis % rank != outputs:
-        allowed = f"{outputs}, the axis of the output channels, the only one that int8 kernels take: {there}"
+        allowed = f"{outputs}, the axis of the output channels, the only one that int8 kernels support"
         raise ConfigError(key, axis, allowed)
 
 
@@ -223,8 +221,8 @@ def _whose_range(node: fx.Node, placement: Placement) -> str:
     giver = node
     while giver not in givers:
         if not facts(giver).keeps_range:
-            return "its output is not quantized"
+            return "the output is not quantized"
         giver = giver.all_input_nodes[0]
     if givers[giver].op == "placeholder":
-        return "its range is the model's input's, which no override changes"
-    return f"its range is that of {site(givers[giver])}, name that instead"
+        return "the range is that of the model's input, which no override can change"
+    return f"the range is that of {site(givers[giver])}; name that operator instead"

@@ -186,7 +186,8 @@ class Placer:
             return True
         float_inputs = [n for n in inputs if not self.int8[n]]
         if float_inputs and len(float_inputs) < len(inputs):
-            reason = f"{self.facts[node].name} with a float input: {', '.join(site(n) for n in float_inputs)}"
+            inputs_in_float = ", ".join(site(n) for n in float_inputs)
+            reason = f"{self.facts[node].name} stays float because of a float input: {inputs_in_float}"
             self.placement.reasons.append((site(node), reason))
         return not float_inputs
 

@@ -31,9 +31,7 @@ from qatkit.quant.spec import QuantSpec
 from qatkit.quant.weight_fake_quantize import Quantizers
 from qatkit_verify.errors import ConfigError
 
-_ONLY = (
-    "stays float: only convolutions, Linear, Embedding and torch.nn's own LSTM, GRU and RNN have an int8 form"
-)
+_ONLY = "stays float: only convolutions, Linear, Embedding and torch.nn's LSTM, GRU and RNN have an int8 form"
 # Functions that multiply by a weight, and have a table here as little as the modules that call them.
 _WEIGHTED = (
     *("bilinear", "embedding", "embedding_bag", "lstm", "gru", "rnn_tanh", "rnn_relu"),

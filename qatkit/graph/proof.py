@@ -88,7 +88,7 @@ def _differences(
         except _NotTakenError as error:
             sizes = ", ".join(str(list(one.shape)) for one in alike)
             reason = (
-                f"the model failed on inputs of the example's kind, of {sizes} ({described(error.error)})"
+                f"the model failed on inputs like the example, of shapes {sizes} ({described(error.error)})"
             )
             raise ConfigError("model.name", type(model).__name__, reason=reason) from error
 
@@ -117,10 +117,8 @@ def _look_closely(
                 bound = max(bound, 1e3 * torch.finfo(torch.float64).eps * respond(_SMALL) / _SMALL)
         where = _first_difference(exact, graph, wide, doubles) if largest > bound else ""
     if where:
-        found = (
-            f"largest difference {largest:.2g} of the output with a batch of {batch_size(tensors)}, {where}"
-        )
-        reason = f"the captured graph does not compute what the model does ({found}); {_HINT}"
+        found = f"by up to {100 * largest:.2g} % of the output with a batch of {batch_size(tensors)}, {where}"
+        reason = f"the captured graph and the model give different outputs ({found}); {_HINT}"
         raise ConfigError("model.name", type(model).__name__, reason=reason)
 
 
@@ -245,7 +243,7 @@ def _first_difference(
                 and all(relative_difference(output, v) > _ROUNDING for v in within)
             ):
                 return f"first in module '{path}'"
-    return "in no single module: between the modules, or where they are fused and opened"
+    return "not inside a single module, but between modules, or where they are fused or opened"
 
 
 def _lies_in(name: str, path: str) -> bool:

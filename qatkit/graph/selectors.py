@@ -166,7 +166,9 @@ def _between(graph: fx.Graph, ends: dict[str, Any], key: str) -> set[fx.Node]:
         near = near_matches(str(ends["to"][0]), behind, _SHOWN) if behind else "nothing"
         listed = ", ".join(map(str, ends["from"]))
         raise ConfigError(
-            f"{key}.to", ", ".join(ends["to"]), reason=f"no path leads there from {listed} (reached: {near})"
+            f"{key}.to",
+            ", ".join(ends["to"]),
+            reason=f"no path leads here from {listed}, which reaches {near}",
         )
     return found
 
@@ -204,7 +206,7 @@ def chosen_tensors(graph: fx.Graph, selector: str, key: str = "backend.overrides
         return _by_name(graph, selector, selector.removeprefix(TENSOR), key)
     number, _, rest = selector.removeprefix(INPUT).partition("/")
     if not number.isdecimal() or not rest:
-        raise ConfigError(key, selector, f"{INPUT}K/SELECTOR, such as {INPUT}0/conv1")
+        raise ConfigError(key, selector, f"a selector {INPUT}K/SELECTOR, such as {INPUT}0/conv1")
     makers, readers = list[fx.Node](), list[fx.Node]()
     for node in matched(graph, rest, key=key):
         found = _input_of(graph, node, int(number), key, selector)
@@ -259,21 +261,24 @@ def _input_of(graph: fx.Graph, node: fx.Node, number: int, key: str, selector: s
         if weighted and number == 1:
             return node
         count = len(given) + weighted
-        raise ConfigError(key, selector, reason=f"{site(node)} has no input {number}, only 0 to {count - 1}")
+        raise ConfigError(key, selector, reason=_no_input(site(node), number, count))
     if number >= len(of_file.inputs):
         count = len(of_file.inputs)
-        raise ConfigError(
-            key, selector, reason=f"{of_file.name} has no input {number}, only 0 to {count - 1}"
-        )
+        raise ConfigError(key, selector, reason=_no_input(of_file.name, number, count))
     if number == of_file.weight and weighted:
         return node
     name = of_file.inputs[number]
     nodes: Iterable[fx.Node] = graph.nodes
     found = [n for n in nodes if n.op in (*_OPERATORS, "placeholder") and _made_by(n) == name]
     if not found:
-        reason = f"input {number} of {of_file.name}, '{name}', is a constant or left out: it has no range"
+        reason = f"input {number} of {of_file.name}, '{name}', is a constant or omitted, and has no range"
         raise ConfigError(key, selector, reason=reason)
     return found[-1]
+
+
+def _no_input(name: str, number: int, count: int) -> str:
+    numbers = "0" if count == 1 else f"0 to {count - 1}"
+    return f"{name} has no input {number}; its inputs are numbered {numbers}"
 
 
 def record_of(selector: str, settings: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:

@@ -85,7 +85,7 @@ def like(example: Example, batch: Any, names: Sequence[str] = ("input",)) -> tup
         found = list(batch)
     count = len(flatten(example))
     if found is None or len(found) != count or not all(isinstance(one, Tensor) for one in found):
-        raise ConfigError("batch", _form(batch), f"the form of the example, {_form(example)}")
+        raise ConfigError("batch", _form(batch), f"the same structure as the example, {_form(example)}")
     return tuple(found)
 
 
@@ -117,7 +117,8 @@ def inputs_of(graph_module: fx.GraphModule, batch: Any) -> tuple[Tensor, ...]:
             return tuple(named[name] for name in names)
     found = flatten(batch)
     if len(found) != len(names):
-        raise ConfigError("batch", _form(batch), f"{len(names)} tensors ({', '.join(names)})")
+        count = "1 tensor" if len(names) == 1 else f"{len(names)} tensors"
+        raise ConfigError("batch", _form(batch), f"{count} ({', '.join(names)})")
     return found
 
 
@@ -156,14 +157,16 @@ def input_names(model: nn.Module, example: Example) -> tuple[str, ...]:
     args, kwargs = arguments_of(example)
     if not flatten(example):
         raise ConfigError(
-            "example", type(example).__name__, "at least one tensor, as the model is called with"
+            "example",
+            type(example).__name__,
+            "the arguments of a call of the model, with at least one tensor",
         )
     if isinstance(example, Tensor):
         return ("input",)
     try:
         bound = inspect.signature(model.forward).bind(*args, **kwargs)
     except TypeError as error:
-        allowed = f"the arguments that {type(model).__name__}.forward takes ({error})"
+        allowed = f"arguments that {type(model).__name__}.forward accepts ({error})"
         raise ConfigError("example", _form(example), allowed) from error
     by_id = {id(v): "_".join(path) for path, v in leaves(arguments_by_name(bound)) if isinstance(v, Tensor)}
     return unique(by_id[id(tensor)] for tensor in flatten(example))

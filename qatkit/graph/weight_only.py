@@ -31,7 +31,7 @@ from qatkit.quant.weight_fake_quantize import Quantizers, WeightFakeQuantize
 
 _TYPES: dict[str, type[nn.Module]] = {"embedding": QATEmbedding, **RECURRENT_TYPES}
 _SAID = {
-    "embedding": f"{WEIGHT_ONLY}: its table is int8, what is looked up is float",
+    "embedding": f"{WEIGHT_ONLY}: its table is int8, the rows that are read are float",
     **dict.fromkeys(RECURRENT_TYPES, RECURRENT_WEIGHTS),
 }
 
@@ -91,13 +91,13 @@ def _shares_guarded(module: nn.Module, guarded: Collection[object]) -> bool:
 
 def _why_not(module: nn.Module, backend: Backend) -> str:
     if backend.simulated:
-        return f"{type(module).__name__} stays float: number formats are those of Conv and Linear"
+        return f"{type(module).__name__} stays float: number formats are supported for Conv and Linear only"
     if isinstance(module, nn.Embedding) and (not backend.for_onnxruntime or module.max_norm is not None):
-        return "Embedding stays float: its backend, or its max_norm, has no int8 table"
+        return "Embedding stays float: int8 tables need a backend for ONNX Runtime and no max_norm"
     if isinstance(module, nn.RNNBase) and not backend.for_onnxruntime:
-        return f"{type(module).__name__} stays float: its backend has no form with int8 weights"
+        return f"{type(module).__name__} stays float: the backend does not support it with int8 weights"
     if isinstance(module, nn.LSTM) and module.proj_size:
-        return "LSTM stays float: ONNX's has no projection (proj_size)"
+        return "LSTM stays float: the LSTM of ONNX has no projection (proj_size)"
     return ""
 
 

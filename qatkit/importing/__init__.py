@@ -1,18 +1,19 @@
 """Imports a float ONNX file as a PyTorch module with the file's nodes as submodules.
 
-    read.py        the file as onnx_ir holds it: sorted, local functions inlined, sparse weights dense
-    fused.py       operators without 8-bit kernels, taken apart
-    inputs.py      its inputs: types, axes, the batch axis of each, those that are fixed
-    float_file.py  the file as export.py takes it, checked without torch
-    islands.py     the nodes that PyTorch has no form for, and the regions that they make
-    island.py      such a region, computed by ONNX Runtime
-    program.py     its nodes in order, each a submodule with the node's name
-    operators/     the PyTorch form of each ONNX operator, by classes of operators
-    patterns.py    operators that exporters write in parts (SiLU, GELU, LayerNorm)
-    proof.py       the module against the file in ONNX Runtime
-    write_back.py  the file again, with the integers of a converted module
+    read.py               reads the file: sorts nodes, inlines local functions, makes sparse weights dense
+    fused.py              splits operators without 8-bit kernels into parts
+    inputs.py             describes the inputs: types, axes, batch axes, fixed inputs
+    float_file.py         checks a file for export.py without torch
+    unsupported_nodes.py  finds the nodes that have no PyTorch equivalent
+    islands.py            groups these nodes into regions
+    island.py             runs a region in ONNX Runtime
+    program.py            runs the nodes in order, each as a submodule with the node's name
+    operators/            implements the ONNX operators in PyTorch
+    patterns.py           joins operators that exporters write in parts (SiLU, GELU, LayerNorm)
+    proof.py              compares the module with the file in ONNX Runtime
+    write_back.py         writes the file again, with the integers of a converted module
 
-The module takes the file's inputs by position or by name, and gives its outputs by name. Sizes are plain numbers
+The module takes the file's inputs by position or by name, and returns its outputs by name. Sizes are plain numbers
 while it runs, so `qatkit.graph.trace` records it like any other model.
 """
 
@@ -35,7 +36,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Returns the public names, each imported on first access: reading a file needs no torch."""
+    """Imports a public name on first access, since reading a file needs no torch."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -40,7 +40,7 @@ _STANDARD = ("", "ai.onnx")
 def built(file: Path, fixed: Mapping[str, Any], any_batch: bool, library: Path | None) -> ImportedModel:
     """Returns the module of a file; see `qatkit.importing.program.import_onnx`.
 
-    The file is read again with each set of nodes that turn out to have no form in PyTorch, which islands then hold.
+    Whenever nodes turn out to have no PyTorch equivalent, the file is read again with islands for these nodes.
     """
     unsupported: dict[str, str] = {}
     while True:
@@ -57,7 +57,7 @@ def _attempt(
     library: Path | None,
     unsupported: Mapping[str, str],
 ) -> tuple[ImportedModel, dict[str, str]]:
-    """Returns a module of the file, and what of it has no form in PyTorch, by first outputs of nodes."""
+    """Returns a module of the file, and the reasons why nodes have no PyTorch equivalent, by their first outputs."""
     model = read(file)
     given = fixed_inputs(file, model.graph, fixed)
     constants = {name: array(value) for name, value in given.items() if value.dtype.kind not in "OUS"}
@@ -67,7 +67,7 @@ def _attempt(
     made = ImportedModel(file, [str(value.name) for value in inputs], outputs, several)
     made.fixed = given
     made.batch_axes = batch_axes(inputs, several)
-    infer_shapes(model)  # ranks, by which BatchNorm and PReLU are different modules
+    infer_shapes(model)  # the modules for BatchNorm and PReLU depend on ranks
     regions = cut_islands(file, model, given, unsupported, several)
     join_patterns(model.graph)
     versions = {
@@ -81,7 +81,7 @@ def _attempt(
 
 
 class _NeverError(UnsupportedError):
-    """A node that is refused, and no island holds."""
+    """Raised for a node that is refused, and that must not become an island either."""
 
 
 class _Builder:
@@ -106,7 +106,7 @@ class _Builder:
         self.parameters: dict[tuple[str, str, str], nn.Parameter] = {}
 
     def program(self, graph: ir.Graph, constants: Mapping[str, Array] | None = None) -> Program:
-        """Returns the steps of a graph, with its modules in the model."""
+        """Returns the steps of a graph, and adds their modules to the model."""
         self.known |= constants or {}
         for value in graph.initializers.values():
             if value.const_value is not None and value.dtype != ir.DataType.STRING:
@@ -132,10 +132,10 @@ class _Builder:
             yield self._step(given, constants)
 
     def _passed(self, node: Node) -> Iterable[Step]:
-        """Yields the steps of a node that returns its first input: the mask of a Dropout, which keeps all, or none."""
+        """Yields the steps of a node that returns its first input: the mask of a Dropout, or none."""
         constants = [self.known.get(name) if name else None for name in node.inputs]
         if node.op_type == "Dropout" and drops(node, constants):
-            reason = "Dropout in training mode draws random numbers: no two runs would give the same"
+            reason = "Dropout in training mode draws random numbers, so no two runs would be equal"
             raise self._refused(node, _NeverError(reason))
         if node.outputs[0]:
             self.aliases[node.outputs[0]] = node.inputs[0]
@@ -172,7 +172,7 @@ class _Builder:
         )
 
     def _folded(self, node: Node, constants: Sequence[Array | None]) -> bool:
-        """Computes a node that depends only on constants."""
+        """Computes a node that depends only on constants; returns whether it did."""
         given = [value is not None for value, name in zip(constants, node.inputs, strict=True) if name]
         if (
             not all(given)
@@ -184,7 +184,7 @@ class _Builder:
             made = Operator(node, {})(*constants)
         except UnsupportedError:
             return False
-        except Exception as error:  # of torch, on constants that the operator does not take
+        except Exception as error:  # torch's errors about constants that the operator does not accept
             raise self._refused(node, error) from error
         parts = made if isinstance(made, tuple) else (made,)
         self.known |= {name: part for name, part in zip(node.outputs, parts, strict=False) if name}
@@ -202,7 +202,7 @@ class _Builder:
         except UnsupportedError as error:
             self.unsupported[next(name for name in node.outputs if name)] = str(error)
             made = Refused(str(error))
-        except Exception as error:  # of torch, on weights that the operator does not take
+        except Exception as error:  # torch's errors about weights that the operator does not accept
             raise self._refused(node, error) from error
         self._share(node, made)
         self.modules[path] = made
@@ -216,7 +216,7 @@ class _Builder:
         return Step(path, node.name, inputs, rest, node.outputs, originals=originals, node=_file_node(node))
 
     def _island(self, node: ir.Node, given: Node) -> Step:
-        """Returns the step of a region, opened now so that one ONNX Runtime cannot run is refused early."""
+        """Returns the step of a region; its session is opened now, so that errors of ONNX Runtime appear early."""
         made: nn.Module = Island(self.regions[node.attributes.get_int("index", 0)], self.library)
         path = self.paths.of(given.name)
         try:
@@ -233,7 +233,7 @@ class _Builder:
         return ConfigError("onnx", self.file, reason=f"node '{node.name}': {one_line(error)}")
 
     def _share(self, node: Node, made: nn.Module) -> None:
-        """Gives a module the parameters of one before it that holds the same initializer."""
+        """Gives a module the parameters of an earlier module that reads the same initializer."""
         for owner in list(made.modules()):
             for name, parameter in list(owner._parameters.items()):
                 place = {"bias": 2}.get(name, 0 if node.op_type == "Gather" else 1)
@@ -245,13 +245,15 @@ class _Builder:
 
     def _module(self, node: Node, constants: Sequence[Array | None], held: Mapping[int, Array]) -> nn.Module:
         if node.op_type in RANDOM:
-            raise _NeverError(f"{node.op_type} draws random numbers: no two runs would give the same")
+            raise _NeverError(f"{node.op_type} draws random numbers, so no two runs would be equal")
         if any(node.op_type.startswith(one) for one in _QUANTIZED):
-            raise _NeverError(f"{node.operator} is quantized already; a float model is expected")
+            raise _NeverError(
+                f"{node.operator} shows that the model is quantized already; give a float model"
+            )
         return module_of(node, constants) or Operator(node, held)
 
     def _branched(self, node: ir.Node, given: Node) -> Iterable[Step]:
-        """Yields an If: only the branch that a constant condition selects, or both."""
+        """Yields the steps of an If: the branch that a constant condition selects, or one step with both branches."""
         graphs = [node.attributes[name].as_graph() for name in ("then_branch", "else_branch")]
         condition = self.known.get(given.inputs[0])
         if condition is not None:
@@ -282,7 +284,7 @@ def _file_node(node: Node) -> FileNode:
 
 
 def _needed(steps: Sequence[Step], outputs: Sequence[str]) -> list[Step]:
-    """Returns the steps that some output depends on."""
+    """Returns the steps on which an output depends."""
     wanted, kept = set(outputs), []
     for step in reversed(steps):
         if wanted & set(step.outputs):

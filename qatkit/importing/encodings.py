@@ -1,13 +1,13 @@
-"""The encodings of a quantized ONNX file, whoever made it: scales and zero points of its pairs by names of tensors.
+"""Reads the encodings of a quantized ONNX file from any tool: scales and zero points of its pairs by tensor name.
 
-    activation     what a QuantizeLinear reads, by the name that the tensor has without quantization
-    parameter      a constant that a DequantizeLinear reads, by the name of the float constant that it was
-    format         what a function of the domain `qatkit` rounds
+    activation     the input of a QuantizeLinear, by the name of the tensor without quantization
+    parameter      a constant that a DequantizeLinear reads, by the name of the original float constant
+    format         the input of a function of the domain `qatkit`
 
-Names are those of the float file: qatkit's editing of a given file, onnxruntime.quantization and tools that follow it
-write `X_quantized` and `X_DequantizeLinear_Output` for the constant X; where a pair ends at an output of the graph, the
-output has the tensor's name and what the pair reads has another one. Pairs may be of ONNX, of `com.microsoft`, or of
-AMD Quark (Extended..., Vitis...), whose inputs are in the same order.
+Names are those of the float file. qatkit (when it edits a given file), onnxruntime.quantization and tools that follow
+it write `X_quantized` and `X_DequantizeLinear_Output` for the constant X. If a pair ends at an output of the graph, the
+output has the tensor's name, and the input of the pair has another one. Pairs may be operators of ONNX, of
+`com.microsoft`, or of AMD Quark (Extended..., Vitis...), whose inputs are in the same order.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 QUANTIZE, DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
-_OF_OTHERS = ("Extended", "Vitis")  # before the name of an operator
+_OF_OTHERS = ("Extended", "Vitis")  # prefixes of operator names
 _CONSTANT = re.compile(rf"(.+)_{DEQUANTIZE}(_Output|_output)?(_\d+)?")
 _TENSOR = re.compile(rf"(.+)_{QUANTIZE}(_\d+)?")
-_BIAS, _AXIS = "int32", 1  # of a DequantizeLinear without the attribute
-# Operators with integers of their own, which have no pairs.
+_BIAS, _AXIS = "int32", 1  # the type of a bias, and the default axis of a DequantizeLinear
+# Operators that compute with integers directly, without pairs.
 _WITHOUT_PAIRS = re.compile(
     r"QLinear.*|QGemm|.*Integer|MatMulNBits|GatherBlockQuantized|Dynamic.*|BFP.*|MX.*"
 )
@@ -43,7 +43,7 @@ def encodings_of(path: Path) -> Encodings:
     """Returns the encodings of a file.
 
     Raises:
-        ConfigError: the file can't be read, or holds no pair of constant scales.
+        ConfigError: the file cannot be read, or has no pair with constant scales.
     """
     from qatkit.graph.convert.format_modules import DOMAIN
 
@@ -84,7 +84,7 @@ class _Found:
                 self._parameter(node)
 
     def others(self) -> str:
-        """Returns, in parentheses, the operators that quantize without pairs; "" where there are none."""
+        """Returns, in parentheses, the operators that quantize without pairs; "" if there are none."""
         count = Counter(node.op_type for node in self.nodes if _WITHOUT_PAIRS.fullmatch(node.op_type))
         listed = ", ".join(f"{number} {kind}" for kind, number in sorted(count.items()))
         return f" (not listed: {listed})" if listed else ""
@@ -92,7 +92,7 @@ class _Found:
     def _quantized(self, node: ir.Node) -> None:
         value, encoding = node.inputs[0], _encoding(node)
         if encoding is None or value is None:
-            self.notes.append(f"the scale of '{node.name}' is computed")
+            self.notes.append(f"'{node.name}' is not listed, because its scale is computed")
             return
         if _constant(value) is not None:  # a float weight before a pair
             self.parameters.setdefault(str(value.name), encoding)
@@ -102,12 +102,12 @@ class _Found:
         if any(name in self.activations and self.activations[name].equals(encoding) for name in names):
             return
         if known is None:
-            self.notes.append(f"'{names[0]}' is quantized in several ways; the first is listed")
+            self.notes.append(f"'{names[0]}' is quantized in several ways, of which only the first is listed")
             return
         self.activations[known] = encoding
 
     def _activation_names(self, node: ir.Node, given: str) -> Iterator[str]:
-        """Yields names of the tensor that a node quantizes, the best first; `given` is its input."""
+        """Yields possible names of the tensor that a node quantizes, the best first; `given` is the node's input."""
         for reader in node.outputs[0].consumers():
             yield from (str(one.name) for one in reader.outputs if one.is_graph_output())
         told = _TENSOR.fullmatch(node.name or "")
@@ -119,18 +119,18 @@ class _Found:
     def _parameter(self, node: ir.Node) -> None:
         encoding, constant = _encoding(node), node.inputs[0]
         if encoding is None or constant is None:
-            self.notes.append(f"the scale of '{node.name}' is computed")
+            self.notes.append(f"'{node.name}' is not listed, because its scale is computed")
             return
         for name in _parameter_names(node):
             if name in self.names and name != node.outputs[0].name:
-                continue  # of a tensor that is computed: this is a constant of its own arithmetic
+                continue  # the name belongs to a computed tensor, and this is a constant inside its computation
             if name not in self.parameters:
                 self.parameters[name] = encoding
                 self._stored[name] = constant
                 return
             if self._stored.get(name) is constant and self.parameters[name].equals(encoding):
                 return  # one constant, dequantized for each reader
-        self.notes.append(f"the constant of '{node.name}' has no name of its own")
+        self.notes.append(f"the constant of '{node.name}' is not listed, because it has no name of its own")
 
 
 def _kind(node: ir.Node) -> str:
@@ -141,9 +141,9 @@ def _kind(node: ir.Node) -> str:
 
 
 def _parameter_names(node: ir.Node) -> Iterator[str]:
-    """Yields names that a constant may have had before it was quantized, the best first.
+    """Yields names that a constant may have had before quantization, the best first.
 
-    Constants with equal bytes are stored once, under the name of the first.
+    Constants with equal bytes are stored once, under the name of the first one.
     """
     output, stored, scale = str(node.outputs[0].name), *(str(one.name) for one in node.inputs[:2] if one)
     told = _CONSTANT.fullmatch(output)
@@ -162,7 +162,7 @@ def _constant(value: ir.Value | None) -> Any:
 
 
 def _encoding(node: ir.Node) -> Encoding | None:
-    """Returns the numbers of a node that quantizes or dequantizes; None where they are computed."""
+    """Returns the encoding of a node that quantizes or dequantizes; None if it is computed."""
     value, scale = node.inputs[0], _constant(node.inputs[1])
     zero = node.inputs[2] if len(node.inputs) > 2 else None
     held = _constant(zero)
@@ -181,7 +181,7 @@ def _encoding(node: ir.Node) -> Encoding | None:
 
 
 def _is_lone(scales: Any, value: ir.Value, axis: int | None) -> bool:
-    """Returns whether one scale is for the whole tensor rather than for its only channel."""
+    """Returns whether a single scale applies to the whole tensor, rather than to its only channel."""
     if scales.ndim == 0:
         return True
     shape = value.shape
@@ -190,7 +190,7 @@ def _is_lone(scales: Any, value: ir.Value, axis: int | None) -> bool:
 
 
 def _dtype(node: ir.Node) -> str:
-    """Returns the type of the quantized values: of zero_point, of the dequantized input, or as requested."""
+    """Returns the type of the quantized values: that of zero_point or of the dequantized input, or `output_dtype`."""
     import onnx_ir as ir
 
     zero = node.inputs[2] if len(node.inputs) > 2 else None

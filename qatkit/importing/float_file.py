@@ -1,7 +1,7 @@
-"""A float ONNX file as export.py takes it, checked without torch and, as far as possible, without ONNX Runtime.
+"""Checks a float ONNX file for export.py, without torch and, as far as possible, without ONNX Runtime.
 
-The checks that need only the file come first (damage, quantized nodes, inputs), then, for the modes of ONNX Runtime's
-tools, what its graph must have: `qatkit.export.float_graph`, which upgrades it as well.
+Checks that need only the file come first: damage, quantized nodes and inputs. For the modes of ONNX Runtime's tools,
+`qatkit.export.float_graph` then checks the graph and upgrades it.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ _WEIGHTS = {
 
 @dataclass(frozen=True)
 class FloatFile:
-    """A float model.
+    """A float model that was read from a file.
 
     Attributes:
-        path: where it was read from.
-        model: its weights are in memory; what is fixed is a constant.
-        inputs: that are not fixed.
-        fixed: inputs that are constants, by name.
+        path: the file.
+        model: the model, with its weights in memory and fixed inputs as constants.
+        inputs: the inputs that are not fixed.
+        fixed: the values of fixed inputs, by name.
         opset: the opset of the file.
-        upgraded: the opset of `model`, where that is a higher one.
+        upgraded: the opset of `model` if it was upgraded; otherwise None.
     """
 
     path: Path
@@ -68,23 +68,23 @@ class FloatFile:
         """Returns the input of a file that takes images.
 
         Raises:
-            ConfigError: it takes something else.
+            ConfigError: the file has several inputs, or its input is not a batch of images.
         """
         found = image_input(self.inputs, layout)
         if found is not None:
             return found
-        allowed = f"a model of one input, float32 images [{', '.join(layout.upper())}] of 1 or 3 channels"
-        hint = "data=arrays takes any inputs"
+        allowed = f"a model with one input, float32 images [{', '.join(layout.upper())}] of 1 or 3 channels"
+        hint = "data=arrays supports any inputs"
         if len(self.inputs) != 1:
             names = ", ".join(one.name for one in self.inputs) or "none"
-            raise ConfigError("onnx", self.path, f"{allowed}; it has {names} ({hint})")
+            raise ConfigError("onnx", self.path, f"{allowed}; this one has the inputs {names} ({hint})")
         (only,) = self.inputs
         other = next(one for one in LAYOUTS if one != layout)
         if image_input(self.inputs, other) is not None:
-            hint = f"data.layout={other} is for such a file"
+            hint = f"data.layout={other} supports it"
         dims = ", ".join("?" if size is None else str(size) for size in only.shape)
         raise ConfigError(
-            "onnx", self.path, f"{allowed}; its input '{only.name}' is {only.dtype} [{dims}] ({hint})"
+            "onnx", self.path, f"{allowed}; the input '{only.name}' is {only.dtype} [{dims}] ({hint})"
         )
 
     def write(self, target: Path) -> None:
@@ -102,9 +102,7 @@ class FloatFile:
 
 
 def layout_of(path: Path, typed: str | None) -> str:
-    """Returns the axes of a file's images: as the configuration says, or a bundle's model.json next to the
-    file.
-    """
+    """Returns the layout of a file's images: from the configuration, or from a bundle's model.json next to the file."""
     told = preprocessing_beside(path) or {}
     return typed or str(told.get("layout", "nchw")).lower()
 
@@ -114,14 +112,14 @@ def read_float_file(path: Path, fixed: Mapping[str, Any] | None = None) -> Float
 
     Args:
         path: an ONNX file, with its external data, if any, next to it.
-        fixed: inputs by name that become constants.
+        fixed: values of inputs that become constants, by name.
 
     Raises:
-        ConfigError: anything about the file that can't be used, in one line.
+        ConfigError: the file cannot be used, for any reason.
     """
     if path.is_file() and changed_since_its_report(path):
         allowed = (
-            f"the file that the {REPORT_FILE} beside it describes; this one was damaged or changed since"
+            f"the file that {REPORT_FILE} next to it describes; this one is damaged, or has changed since"
         )
         raise ConfigError("onnx", path, allowed)
     model = read(path, most=MAX_BYTES, check=partial(_check_float, path))
@@ -130,10 +128,10 @@ def read_float_file(path: Path, fixed: Mapping[str, Any] | None = None) -> Float
 
 
 def _check_float(path: Path, graph: onnx.GraphProto) -> None:
-    """Refuses a file that is quantized already, in branches and bodies too."""
+    """Refuses a file that is quantized already, including in branches and loop bodies."""
     for node in graph.node:
         if node.op_type.startswith(_QUANTIZED):
-            told = f"a float model; this one is quantized already (it has {node.op_type})"
+            told = f"a float model; this one is quantized already (it contains {node.op_type})"
             raise ConfigError("onnx", path, told)
         for attribute in node.attribute:
             for inner in ([attribute.g] if attribute.HasField("g") else []) + list(attribute.graphs):
@@ -150,7 +148,7 @@ def _checked(path: Path, model: ir.Model, fixed: Mapping[str, Any]) -> FloatFile
 
 
 def _fix(graph: ir.Graph, name: str, value: NDArray[Any]) -> None:
-    """Makes an input a constant."""
+    """Turns an input into a constant."""
     import onnx_ir as ir
 
     given = next(one for one in graph.inputs if one.name == name)
@@ -160,7 +158,7 @@ def _fix(graph: ir.Graph, name: str, value: NDArray[Any]) -> None:
 
 
 def _check_finite(path: Path, graph: ir.Graph) -> None:
-    """Weights that are to be quantized; a mask, a pad or a bound may be infinite."""
+    """Refuses weights with NaN or infinity; a mask, a pad or a bound may be infinite."""
     import onnx_ir as ir
 
     for node in graph:
@@ -170,15 +168,15 @@ def _check_finite(path: Path, graph: ir.Graph) -> None:
             if tensor is None or tensor.dtype != ir.DataType.FLOAT or np.isfinite(tensor.numpy()).all():
                 continue
             assert value is not None
-            reason = f"'{value.name}' of '{node.name}' ({node.op_type}) holds NaN or infinity"
-            raise ConfigError("onnx", path, f"finite weights; {reason}")
+            reason = f"the weight '{value.name}' of '{node.name}' ({node.op_type}) contains NaN or infinity"
+            raise ConfigError("onnx", path, f"a model with finite weights; {reason}")
 
 
 def for_tools(file: FloatFile, opset: int) -> FloatFile:
-    """Returns the file as ONNX Runtime's quantization tools take it: of `opset` or higher, with weights to quantize.
+    """Returns the file as ONNX Runtime's quantization tools need it: of `opset` or higher, with weights to quantize.
 
     Raises:
-        ConfigError: it has none, hides them in branches, or can't be upgraded.
+        ConfigError: the file has no such weights, has them in branches, or cannot be upgraded.
     """
     from qatkit.export.float_graph import float_graph
 

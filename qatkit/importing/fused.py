@@ -2,11 +2,10 @@
 
     com.microsoft.FusedConv                   Conv, Add of its fourth input, activation
     com.microsoft.FusedGemm                   Gemm, activation
-    com.microsoft.FusedMatMul with a matrix   MatMul with the matrix, transposed where it asks for it, Mul by alpha
+    com.microsoft.FusedMatMul with a matrix   MatMul with the matrix (transposed if requested), Mul by alpha
     Einsum "...c,cm->...m" with a matrix      MatMul
 
-The first three are what ONNX Runtime's optimizer writes; of parts that stay float it makes the same when it loads the
-file.
+ONNX Runtime's optimizer writes the first three. If the parts stay float, it fuses them again when it loads the file.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _PRODUCT = re.compile(r"(?P<rows>[A-Za-z.]*)(?P<c>[A-Za-z]),(?P=c)(?P<m>[A-Za-z]
 
 
 def take_apart(model: ir.Model) -> None:
-    """Replaces every fused operator of a model by its parts; the last one has the name of its output."""
+    """Replaces every fused operator of a model by its parts; the output keeps its name."""
     found = [node for node in ir.traversal.RecursiveGraphIterator(model.graph) if _is_fused(node)]
     if not found:
         return
@@ -121,7 +120,7 @@ class _Parts:
         return self._behind(before, self.kind, [], [ir.AttrFloat32(k, v) for k, v in numbers.items()])
 
     def _numbers(self) -> dict[str, float]:
-        """Returns the numbers of the activation by the names that its own operator has for them."""
+        """Returns the parameters of the activation by the attribute names of its own operator."""
         params = self.node.attributes.get_floats("activation_params", ())
         if params:
             return dict(zip(_NUMBERS.get(self.kind, ()), params, strict=False))
@@ -132,7 +131,7 @@ class _Parts:
         }
 
     def _name(self, what: str) -> str:
-        """Returns a name that nothing in the model has."""
+        """Returns a name that is not used in the model."""
         base = f"{self.node.outputs[0].name}_{what}"
         free = next(n for i in itertools.count() if (n := f"{base}_{i}" if i else base) not in self.names)
         self.names.add(free)

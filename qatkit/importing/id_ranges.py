@@ -1,4 +1,4 @@
-"""The tables that an input of a file indexes: ids are below their number of rows."""
+"""Finds the tables that an input of a file indexes; valid ids are below their number of rows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-# Operators whose output holds nothing but values of their first input.
+# Operators whose output contains only values of their first input.
 _PASSING = (
     "Cast",
     "Expand",
@@ -26,9 +26,9 @@ _STANDARD = ("", "ai.onnx")
 
 
 def rows_indexed_by(value: ir.Value) -> int | None:
-    """Returns the rows of the smallest table that a value indexes, by a Gather or a one-hot; None where none is known.
+    """Returns the rows of the smallest table that a value indexes by a Gather or a one-hot; None if none is known.
 
-    What is computed with it on the way (a sum with an offset) ends the search.
+    The search ends where the value is changed, for example by adding an offset.
     """
     found, waiting, seen = list[int](), [value], set[ir.Value]()
     while waiting:
@@ -47,7 +47,7 @@ def rows_indexed_by(value: ir.Value) -> int | None:
 
 
 def _rows(node: ir.Node, place: int) -> int | None:
-    """Returns the rows of the table that a node looks a value up in."""
+    """Returns the rows of the table in which a node looks a value up."""
     if node.op_type == "Gather" and place == 1 and node.inputs[0] is not None:
         axis = node.attributes["axis"].as_int() if "axis" in node.attributes else 0
         sizes = _shape(node.inputs[0])
@@ -70,7 +70,7 @@ def _classes(compared: NDArray[Any]) -> int | None:
 
 
 def _shape(table: ir.Value) -> list[object]:
-    """Returns the sizes of a table; of a constant those of its values."""
+    """Returns the shape of a table, or of the values of a constant."""
     held = ir.convenience.get_const_tensor(table)
     if held is not None:
         return list(held.shape)

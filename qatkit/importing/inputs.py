@@ -1,4 +1,4 @@
-"""The inputs of an ONNX file: their types and axes, which axis holds the batch, and those that are fixed."""
+"""Describes the inputs of an ONNX file: types, axes, batch axes, and inputs that are fixed."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _RECURRENT = ("LSTM", "GRU", "RNN")
 
 
 class FileInput(NamedTuple):
-    """An input of a file: its type by NumPy's name, its axes (None: open), which of them holds the batch, their names,
-    and the rows of the smallest table that it indexes.
+    """An input of a file: NumPy's name of its type, its sizes (None: open), the batch axis, the names of the sizes, and
+    the number of rows of the smallest table that it indexes.
     """
 
     name: str
@@ -35,10 +35,10 @@ class FileInput(NamedTuple):
 
 @dataclass(frozen=True)
 class ImageInput:
-    """The only input of a file, where it takes images.
+    """The only input of a file that takes images.
 
     Attributes:
-        shape: in the order of `layout`, the batch first; None where an axis is open.
+        shape: the sizes in the order of `layout`, the batch first; None for an open axis.
         layout: nchw | nhwc.
     """
 
@@ -47,33 +47,33 @@ class ImageInput:
 
     @property
     def image(self) -> tuple[int | None, int | None, int | None]:
-        """(channels, height, width) of an image."""
+        """The size of an image: (channels, height, width)."""
         one, two, three = self.shape[1:]
         return (three, one, two) if self.layout == "nhwc" else (one, two, three)
 
     def size(self, asked: int | Sequence[int] | None, file: object) -> int | list[int] | None:
-        """Returns the size of an image as it is typed: as the file says, and what it leaves open as `asked`.
+        """Returns the size of an image as a setting: the sizes in the file, and open sizes from `asked`.
 
-        A file that gives only one side takes squares, unless a size is requested.
+        If the file gives only one side and no size is requested, images are square.
 
         Args:
             asked: `data.image_size`.
-            file: its name, for messages.
+            file: the name of the file, for messages.
 
         Raises:
-            ConfigError: the file says another size.
+            ConfigError: the file has another size.
         """
         _, height, width = self.image
         typed = (None, None) if asked is None else sides(asked)
         high, wide = height or typed[0] or width, width or typed[1] or height
         found = None if high is None or wide is None else as_typed((high, wide))
         if asked is not None and found != as_typed(asked):
-            raise ConfigError("data.image_size", asked, f"null or {found}, the input of {file}")
+            raise ConfigError("data.image_size", asked, f"null or {found}, the input size of {file}")
         return found
 
 
 def image_input(inputs: Sequence[FileInput], layout: str) -> ImageInput | None:
-    """Returns the only input of a file that takes float32 images of 1 or 3 channels; None of another file."""
+    """Returns the only input of a file that takes float32 images of 1 or 3 channels; None for any other file."""
     if len(inputs) != 1 or inputs[0].dtype != "float32" or len(inputs[0].shape) != 4:
         return None
     found = ImageInput(inputs[0].shape, layout)
@@ -84,7 +84,7 @@ def file_inputs(file: Path, model: ir.Model, fixed: Iterable[str], any_batch: bo
     """Returns the inputs of a file that are not fixed, in its order.
 
     Raises:
-        ConfigError: an input is no tensor of numbers, or the file does not say its type and shape.
+        ConfigError: an input is not a tensor of numbers, or the file does not give its type and shape.
     """
     from qatkit.importing.id_ranges import rows_indexed_by
 
@@ -93,10 +93,10 @@ def file_inputs(file: Path, model: ir.Model, fixed: Iterable[str], any_batch: bo
     found = []
     for value in left:
         if not _is_tensor(value):
-            raise ConfigError("onnx", file, reason=f"input '{value.name}' is no tensor of numbers")
+            raise ConfigError("onnx", file, reason=f"input '{value.name}' is not a tensor of numbers")
         if value.dtype is None or value.shape is None:
             raise ConfigError(
-                "onnx", file, f"a file that gives the type and the shape of its input {value.name}"
+                "onnx", file, f"a file that gives the type and the shape of its input '{value.name}'"
             )
         sizes = tuple(size if isinstance(size, int) else None for size in value.shape)
         names = tuple("" if isinstance(size, int) else str(size.value or "") for size in value.shape)
@@ -113,7 +113,7 @@ def _is_tensor(value: ir.Value) -> bool:
 
 
 def one_sample_per_run(inputs: Sequence[ir.Value], graph: ir.Graph) -> bool:
-    """Returns whether all inputs have a batch axis of 1 in front; that of a recurrence's state holds layers instead."""
+    """Returns whether the first axis of all inputs is a batch of 1; for the state of a recurrence it is the second."""
     return (
         bool(inputs)
         and all(_one_sample(value) for value in inputs)
@@ -122,7 +122,7 @@ def one_sample_per_run(inputs: Sequence[ir.Value], graph: ir.Graph) -> bool:
 
 
 def _initial_states(graph: ir.Graph) -> set[str]:
-    """Returns the inputs of a graph that start its recurrences in the standard's layout, [layers, batch, hidden]."""
+    """Returns the inputs of a graph that are initial states of recurrent operators, [layers, batch, hidden]."""
     recurrent = [
         node for node in graph if node.op_type in _RECURRENT and not node.attributes.get_int("layout", 0)
     ]
@@ -131,7 +131,7 @@ def _initial_states(graph: ir.Graph) -> set[str]:
 
 
 def _source(value: ir.Value) -> ir.Value:
-    """Returns what a value is computed from along the first inputs of nodes."""
+    """Returns the value from which another one is computed, following the first inputs of nodes."""
     node = value.producer()
     while node is not None and node.inputs and node.inputs[0] is not None:
         value = node.inputs[0]
@@ -140,27 +140,27 @@ def _source(value: ir.Value) -> ir.Value:
 
 
 def batch_axes(inputs: Sequence[ir.Value], widened: bool) -> dict[str, int | None]:
-    """Returns the axis of each input that holds the batch: where the first input's first open size stands again."""
+    """Returns the batch axis of each input: the axis with the same name as the first input's first open size."""
     shapes = {str(value.name): list(value.shape) if value.shape is not None else [] for value in inputs}
     if widened:
         return dict.fromkeys(shapes, 0)
     first = next((shape for shape in shapes.values() if shape), [])
     symbol = next((size for size in first if not isinstance(size, int)), None)
-    if symbol is None or first[0] == 1:  # after a first axis of 1 an open one is time, or a height
+    if symbol is None or first[0] == 1:  # if the first axis is 1, an open axis after it is time or a height
         return dict.fromkeys(shapes)
-    if symbol.value is None:  # sizes without names
+    if symbol.value is None:  # open sizes without names
         return {name: _first_or_only(shape) for name, shape in shapes.items()}
     return {name: shape.index(symbol) if symbol in shape else None for name, shape in shapes.items()}
 
 
 def _first_or_only(shape: Sequence[Any]) -> int | None:
-    """Returns the first axis where its size is open, else the only one whose size is."""
+    """Returns the first axis if its size is open, otherwise the only open axis."""
     axes = [axis for axis, size in enumerate(shape) if not isinstance(size, int)]
     return axes[0] if axes[:1] == [0] or len(axes) == 1 else None
 
 
 def _one_sample(value: ir.Value) -> bool:
-    """Returns whether an input has more than one axis and a first one of size 1."""
+    """Returns whether an input has more than one axis, the first of size 1."""
     return value.shape is not None and len(value.shape) > 1 and value.shape[0] == 1
 
 
@@ -168,7 +168,7 @@ def fixed_inputs(file: Path, graph: ir.Graph, fixed: Mapping[str, Any]) -> dict[
     """Returns the inputs that become constants, in the types of the file.
 
     Raises:
-        ConfigError: a name of no input, or a value that it can't take.
+        ConfigError: a name is not an input, or a value does not fit the type and shape of the input.
     """
     known = {str(value.name): value for value in graph.inputs}
     found = {}
@@ -176,7 +176,8 @@ def fixed_inputs(file: Path, graph: ir.Graph, fixed: Mapping[str, Any]) -> dict[
         if name not in known:
             raise ConfigError(_FIX, name, f"an input of {file.name} ({', '.join(known)})")
         kind, sizes = known[name].dtype, known[name].shape
-        allowed = f"a value of type {kind} and shape {sizes} for input {name}"
+        shape = "any shape" if sizes is None else f"shape [{', '.join(map(str, sizes))}]"
+        allowed = f"a value of type {kind} and {shape} for input '{name}'"
         try:
             value = np.asarray(given, None if kind is None else kind.numpy())
         except (TypeError, ValueError, OverflowError) as error:

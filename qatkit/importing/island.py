@@ -1,4 +1,4 @@
-"""A region of a file that PyTorch has no form for, as a module that ONNX Runtime computes."""
+"""A region of a file without a PyTorch equivalent, as a module that runs in ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _OWN_DOMAINS = (
     "ai.onnx.ml.",
     "ai.onnx.training.",
     "ai.onnx.preview.",
-)  # ONNX Runtime's
+)  # domains of ONNX Runtime
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,9 @@ class Border:
     """A tensor that enters or leaves a region.
 
     Attributes:
-        name: in the file.
-        dtype: of the file, which may be one that the module has not (float16, uint64); None of what leaves.
-        one_image: whether its first axis is that of the images, of which the file takes one; None where its shape is
-            not known.
+        name: the name in the file.
+        dtype: the type in the file, which the module may not support (float16, uint64); None for tensors that leave.
+        one_image: whether its first axis counts images and has size 1 in the file; None if its shape is not known.
     """
 
     name: str
@@ -51,14 +50,14 @@ class Region:
     """Nodes of a file that stay as they are.
 
     Attributes:
-        name: of the node that PyTorch has no form for; the others stand with it.
-        reason: why, as a clause that follows its name.
-        operators: of all nodes, as people write them.
-        nodes: the first output of each.
-        inputs, outputs: the tensors at its border.
+        name: the name of the first node without a PyTorch equivalent, which stands for the region in reports.
+        reason: why it has none, as a clause that follows its name.
+        operators: the operators of all nodes, with their domain if it is not the standard one.
+        nodes: the first output of each node.
+        inputs, outputs: the tensors at the border of the region.
         model: the region as a serialized ONNX model.
         per_image: whether a batch is computed image by image.
-        weighted: the names of the nodes, at any depth, whose weights stay float with it.
+        weighted: the names of all nodes, also in branches and loop bodies, whose weights stay float.
     """
 
     name: str
@@ -77,10 +76,10 @@ class Island(nn.Module):
 
     Args:
         region: the region that it computes.
-        library: of custom operators.
+        library: a library of custom operators; None if the region needs none.
     """
 
-    opaque = True  # a leaf of a recorded graph (`qatkit.graph.capture.run.is_leaf`), and the end of gradients
+    opaque = True  # a leaf of a recorded graph (`qatkit.graph.capture.run.is_leaf`), through which no gradient passes
     one_operator = True
     positional = True
 
@@ -91,21 +90,21 @@ class Island(nn.Module):
 
     @property
     def reason(self) -> str:
-        """The reason for the report why PyTorch does not compute it."""
-        told = f"stays as it is in the file, computed by ONNX Runtime in float: {self.region.reason}"
+        """The reason for the report why PyTorch does not compute the region."""
+        told = f"stays in float and runs in ONNX Runtime, because {self.region.reason}"
         others = [name for name in self.region.weighted if name != self.region.name]
-        return f"{told}; the weights in it stay float: {', '.join(others)}" if others else told
+        return f"{told}; so do the nodes with weights in it: {', '.join(others)}" if others else told
 
     @property
     def session(self) -> ort.InferenceSession:
-        """The session that runs the region, without optimizations: ONNX Runtime's own values of each node.
+        """The session that runs the region, without optimizations.
 
         Raises:
-            UnsupportedError: ONNX Runtime does not run it either.
+            UnsupportedError: ONNX Runtime cannot run the region either.
         """
         if self._session is None:
             if self.library is not None:
-                use_library(self.library)  # a copy may be in another process
+                use_library(self.library)  # a copy of this module may be in another process
             with tempfile.TemporaryDirectory() as folder:
                 path = Path(folder) / "island.onnx"
                 path.write_bytes(self.region.model)
@@ -117,7 +116,7 @@ class Island(nn.Module):
         return self._session
 
     def forward(self, *values: Value) -> Tensor | tuple[Tensor, ...]:
-        """Returns the region's outputs; floats in the type of the module."""
+        """Returns the region's outputs; floats have torch's default type."""
         with torch._C.DisableTorchFunction():
             given = [tensor(value) for value in values]
             device = given[0].device if given else torch.device("cpu")
@@ -151,17 +150,15 @@ class Island(nn.Module):
         return found
 
     def _hint(self) -> str:
-        """Returns a hint on how to give ONNX Runtime operators of other domains than its own; "" if none are
-        needed.
-        """
+        """Returns advice on how to load custom operators into ONNX Runtime; "" if the region has none."""
         custom = [one for one in self.region.operators if "." in one and not one.startswith(_OWN_DOMAINS)]
         if not custom:
             return ""
         named = "import_onnx(..., custom_ops=LIBRARY), or '+model.kwargs={custom_ops:LIBRARY}' on the command line"
-        return f"; name the library that has {', '.join(custom)}: {named}"
+        return f"; give the library that implements {', '.join(custom)}: {named}"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves the session out, which can't be copied: a copy opens its own."""
+        """Leaves out the session, which cannot be copied; a copy opens its own."""
         return {**self.__dict__, "_session": None}
 
     def extra_repr(self) -> str:
@@ -176,17 +173,17 @@ def serialized(
     outputs: Sequence[str],
     initializers: Sequence[onnx.TensorProto],
 ) -> bytes:
-    """Returns some nodes of a model as an ONNX file of their own.
+    """Returns some nodes of a model as a serialized ONNX model.
 
     Args:
-        model: whose operator sets hold.
-        nodes: in order.
-        inputs: with the rank of each, where it is known.
-        outputs: names of values.
+        model: the model, whose opsets are used.
+        nodes: the nodes, in order.
+        inputs: the inputs with their ranks (None: unknown).
+        outputs: the names of the outputs.
         initializers: constants that the nodes read.
 
     Raises:
-        ValueError: the file would exceed 2 GB.
+        ValueError: the serialized model would exceed 2 GB.
     """
     given = []
     for border, rank in inputs:

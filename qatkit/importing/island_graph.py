@@ -1,4 +1,4 @@
-"""Questions about the nodes and values of an ONNX graph that decide what becomes an island."""
+"""Properties of nodes and values of an ONNX graph that decide what becomes an island."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MAKE_SEQUENCES = (
     *("Optional", "ZipMap"),
 )
 _WEIGHTED = ("Conv", "ConvTranspose", "Gemm", "MatMul", "LSTM", "GRU", "RNN")
-# Operators whose functions and modules record no size of what they read, so that it may be another one in each run.
+# Operators whose functions and modules do not record the size of their inputs, so that it may differ from run to run.
 _ANY_SIZE = {
     *SINGLE_VALUES, "Conv", "Gemm", "MatMul", "BatchNormalization", "Concat", "Transpose", "GlobalAveragePool",
     "GlobalMaxPool", "MaxPool", "AveragePool", "Identity", "Dropout", "ReduceMax", "ReduceMin", "ReduceSum",
@@ -35,7 +35,7 @@ _ANY_SIZE = {
 
 
 def read_by(node: ir.Node) -> list[ir.Value]:
-    """Returns the values that a node reads, and those that its branches and bodies read from outside of themselves."""
+    """Returns the values that a node reads, including outer values that its branches and loop bodies read."""
     found = [value for value in node.inputs if value is not None]
     for graph in subgraphs(node):
         made = {*graph.inputs, *graph.initializers.values(), *(v for inner in graph for v in inner.outputs)}
@@ -45,12 +45,12 @@ def read_by(node: ir.Node) -> list[ir.Value]:
 
 
 def name_of(node: ir.Node) -> str:
-    """Returns the name of a node; made of its operator and its output where the file gives none."""
+    """Returns the name of a node; if it has none, its operator and its output."""
     return node.name or f"{node.op_type}_{next((v.name for v in node.outputs if v.name), '')}"
 
 
 def inside(node: ir.Node) -> Iterable[ir.Node]:
-    """Yields the nodes of a node's branches and bodies, at any depth."""
+    """Yields the nodes of a node's branches and loop bodies, at any depth."""
     for graph in subgraphs(node):
         for inner in graph:
             yield inner
@@ -58,7 +58,7 @@ def inside(node: ir.Node) -> Iterable[ir.Node]:
 
 
 def holders(nodes: Iterable[ir.Node]) -> tuple[str, ...]:
-    """Returns the names of the nodes, those in branches and bodies too, that multiply with constant weights."""
+    """Returns the names of the nodes, also in branches and loop bodies, that multiply with constant weights."""
     every = (one for node in nodes for one in (node, *inside(node)))
     return tuple(
         name_of(one)
@@ -75,12 +75,12 @@ def _is_constant(value: ir.Value | None) -> bool:
 
 
 def operator_name(node: ir.Node) -> str:
-    """Returns the operator of a node, with its domain where that is not the standard one."""
+    """Returns the operator of a node, with its domain if it is not the standard one."""
     return node.op_type if node.domain in STANDARD else f"{node.domain}.{node.op_type}"
 
 
 def takes_any_size(node: ir.Node) -> bool:
-    """Returns whether the module or function of a node records no size of what it reads."""
+    """Returns whether the module or function of a node does not record the size of its inputs."""
     if node.domain not in STANDARD or node.op_type not in _ANY_SIZE:
         return False
     pads = node.attributes.get_ints("pads", ())
@@ -92,12 +92,12 @@ def takes_any_size(node: ir.Node) -> bool:
 
 
 def one_image(value: ir.Value) -> bool | None:
-    """Returns whether a value has a first axis of 1; None where its shape is not known."""
+    """Returns whether the first axis of a value has size 1; None if its shape is not known."""
     return None if value.shape is None else len(value.shape) > 0 and value.shape[0] == 1
 
 
 def splits(inputs: Sequence[ir.Value], outputs: Sequence[ir.Value]) -> bool:
-    """Returns whether a region of a file of one image can be computed image by image, and the results joined."""
+    """Returns whether a region of a file with a batch size of 1 can run image by image, with the results joined."""
     ends = [value.shape for value in outputs]
     in_front = all(
         shape is None or (len(shape) > 0 and (shape[0] == 1 or not isinstance(shape[0], int)))
@@ -107,7 +107,7 @@ def splits(inputs: Sequence[ir.Value], outputs: Sequence[ir.Value]) -> bool:
 
 
 def reached(graph: ir.Graph, start: ir.Node, *, forward: bool) -> set[ir.Node]:
-    """Returns the nodes of a graph after, or before, one of them."""
+    """Returns the nodes of a graph that depend on `start`, or on which it depends."""
     found, values = set[ir.Node](), {*(start.outputs if forward else read_by(start))}
     for node in graph if forward else reversed(list(graph)):
         if values & {*(read_by(node) if forward else node.outputs)}:
@@ -127,16 +127,17 @@ def output_dtypes(model: ir.Model) -> dict[str, ir.DataType]:
 
 
 def dtype_of(kind: str) -> ir.DataType | None:
-    """Returns the type that ONNX Runtime calls tensor(float), tensor(int64); None of what is no tensor."""
+    """Returns the type that ONNX Runtime calls tensor(float) or tensor(int64); None if it is not a tensor."""
     name = kind.removeprefix("tensor(").removesuffix(")").upper()
     return ir.DataType.__members__.get(name)
 
 
 def no_tensors(graph: ir.Graph, given: Iterable[ir.Value] = ()) -> set[ir.Value]:
-    """Returns the sequences, optional values and maps in a graph; shape inference takes them for tensors.
+    """Returns the sequences, optional values and maps in a graph, which shape inference treats as tensors.
 
     Args:
-        given: inputs of the graph that are such.
+        graph: the graph.
+        given: inputs of the graph that are known to be such values.
     """
     found = {value for value in graph.inputs if isinstance(value.type, (ir.SequenceType, ir.OptionalType))}
     found |= set(given)
@@ -150,7 +151,9 @@ def no_tensors(graph: ir.Graph, given: Iterable[ir.Value] = ()) -> set[ir.Value]
                 before.op_type == "Optional" and before.inputs[:1] and before.inputs[0] in found
             ):
                 found |= set(node.outputs)
-        elif node.op_type == "Loop":  # a body has the number of the run and a condition in front
+        elif (
+            node.op_type == "Loop"
+        ):  # the first two inputs of a body are the iteration number and a condition
             pairs = zip(inner[0].inputs[2:], node.inputs[2:], strict=False)
             found |= no_tensors(inner[0], [own for own, outer in pairs if outer in found])
             found |= {

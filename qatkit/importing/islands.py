@@ -1,14 +1,7 @@
-"""Finds the nodes of a file that have no form in PyTorch, and groups them into regions.
+"""Groups the nodes of a file that have no PyTorch equivalent (`unsupported_nodes`) into regions.
 
-    unknown operators                     whatever the table of operators lacks, contrib and custom ones too
-    Loop, Scan, a computed If             what runs, or how often, depends on values
-    NonZero, NonMaxSuppression, Unique    the size of the output depends on values
-    a size, an axis or a count            that is computed from values: Reshape, Slice, TopK, ...
-    strings, sequences, optional values   no tensors of PyTorch
-    what reads a size that is not known   unless its function records no size (a Conv, an activation)
-
-Nodes that read each other's results without a node of PyTorch in between are one region, so only tensors of numbers
-cross its border. Whatever constants and sizes a region reads are in it as well. In the graph each region becomes one
+Nodes that read each other's results without a node of PyTorch between them form one region, so only tensors of numbers
+cross its border. A region also contains the constants and sizes that it reads. In the graph, each region becomes one
 node of the domain `DOMAIN`, and its nodes are removed.
 """
 
@@ -29,48 +22,44 @@ from qatkit.importing.island_graph import (
     holders,
     inside,
     name_of,
-    no_tensors,
     one_image,
     operator_name,
     output_dtypes,
     reached,
     read_by,
     splits,
-    takes_any_size,
 )
-from qatkit.importing.operators.table import Array, known_places
+from qatkit.importing.operators.table import Array
 from qatkit.importing.read import read
+from qatkit.importing.unsupported_nodes import UnsupportedNodes
 from qatkit_verify.errors import ConfigError
 
 DOMAIN = "qatkit.island"
 RANDOM = (
     "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Multinomial", "Bernoulli",
 )  # fmt: skip
-_MEASURES = ("Shape", "Size")
-_LOOPS = ("Loop", "Scan", "SequenceMap")
-_SIZED_BY_VALUES = ("NonZero", "NonMaxSuppression", "Unique", "Compress", "StringSplit")
-# Of com.microsoft.
-_SIZED_ELSEWHERE = ("Tokenizer", "BeamSearch", "GreedySearch", "Sampling", "WhisperBeamSearch")
-# On what a value depends: nothing, shapes of the inputs, values of the inputs.
-_CONSTANT, _SIZES, _VALUES = range(3)
 
 
 def cut_islands(
     file: Path, model: ir.Model, fixed: Mapping[str, Array], unsupported: Mapping[str, str], any_batch: bool
 ) -> list[Region]:
-    """Takes the regions that PyTorch has no form for out of a model, each for one node with its index as attribute.
+    """Replaces each region without a PyTorch equivalent by one node, whose attribute is the index of the region.
 
     Args:
-        model: with shapes inferred; changed in place.
-        fixed: inputs that are constants.
-        unsupported: by the first output of a node, why the table of operators refuses it.
-        any_batch: whether the file takes one image per run, and is given several.
+        file: the file, for messages.
+        model: the model with shapes inferred; changed in place.
+        fixed: values of inputs that are constants.
+        unsupported: why the table of operators refuses a node, by the node's first output.
+        any_batch: whether the file takes one image per run, but the module several.
+
+    Returns:
+        The regions.
 
     Raises:
-        ConfigError: an input or output that is no tensor of numbers, or a region that draws random numbers.
+        ConfigError: an input or output is not a tensor of numbers, or a region draws random numbers.
     """
     cutter = _Cutter(file, model, fixed, unsupported, any_batch)
-    cutter.judge(model.graph)
+    cutter.found.judge(model.graph)
     cutter.cut(model.graph)
     return cutter.regions
 
@@ -85,103 +74,21 @@ class _Cutter:
         any_batch: bool,
     ) -> None:
         self.file, self.model, self.fixed = file, model, fixed
-        self.unsupported, self.any_batch = unsupported, any_batch
+        self.any_batch = any_batch
         self.regions: list[Region] = []
-        self.why: dict[ir.Node, str] = {}
-        self.depends: dict[ir.Value, int] = {}
-        self.open: set[ir.Value] = set()  # of a size that depends on values
+        self.found = UnsupportedNodes(model.graph, fixed, unsupported)
+        self.why = self.found.why
         self.dtypes: dict[str, ir.DataType] | None = None
         self.replaced: dict[ir.Value, ir.Value] = {}
-        self.others = no_tensors(model.graph)
         for value in model.graph.inputs:
-            self.depends[value] = _CONSTANT if value.name in fixed else _VALUES
-            if value.name not in fixed and not self._is_tensor(value):
-                raise self._refused(f"input '{value.name}' is no tensor of numbers")
-        shapes = [value.shape for value in model.graph.inputs if value.shape is not None]
-        self.symbols = {size.value for shape in shapes for size in shape if isinstance(size, ir.SymbolicDim)}
+            if value.name not in fixed and not self.found.is_tensor(value):
+                raise self._refused(f"input '{value.name}' is not a tensor of numbers")
 
     def _refused(self, reason: str) -> ConfigError:
         return ConfigError("onnx", self.file, reason=reason)
 
-    def _is_tensor(self, value: ir.Value) -> bool:
-        """Returns whether a value is a tensor of numbers, as far as its type is known."""
-        kind = value.type
-        plain = kind is None or (isinstance(kind, ir.TensorType) and kind.dtype != ir.DataType.STRING)
-        return plain and value not in self.others
-
-    def judge(self, graph: ir.Graph) -> None:
-        """Finds the nodes of a graph, and of the branches that it keeps, that belong to a region."""
-        for node in graph:
-            reads = read_by(node)
-            depends = max((self._depends(value) for value in reads), default=_CONSTANT)
-            if node.op_type in _MEASURES and node.domain in STANDARD and reads[0] not in self.open:
-                depends = min(depends, _SIZES)
-            reason = self._reason(node, depends)
-            if reason:
-                self.why[node] = reason
-                depends = depends and _VALUES
-                opened = depends == _VALUES and self._sizes_depend(node)
-            elif node.op_type == "If":
-                branches = subgraphs(node)
-                for branch in branches:
-                    self.judge(branch)
-                results = [value for branch in branches for value in branch.outputs]
-                depends = max([self._depends(node.inputs[0]), *map(self._depends, results)])
-                opened = any(value in self.open for value in results)
-            else:
-                opened = any(value in self.open for value in reads)
-            for value in node.outputs:
-                self.depends[value] = depends
-                if opened and not self._is_closed(value):
-                    self.open.add(value)
-
-    def _depends(self, value: ir.Value | None) -> int:
-        return _CONSTANT if value is None else self.depends.get(value, _CONSTANT)
-
-    def _reason(self, node: ir.Node, depends: int) -> str:
-        first = next((str(value.name) for value in node.outputs if value.name), "")
-        if first in self.unsupported:
-            return self.unsupported[first]
-        standard = node.domain in STANDARD
-        if standard and node.op_type in _LOOPS:
-            return f"{node.op_type} has no form in PyTorch here"
-        if standard and node.op_type == "If" and self._depends(node.inputs[0]) == _VALUES:
-            return "its condition depends on values of the inputs"
-        if not all(self._is_tensor(value) for value in (*node.inputs, *node.outputs) if value is not None):
-            return "it has strings, sequences or optional values, which PyTorch has no type for"
-        if depends != _VALUES:
-            return ""
-        if standard and node.op_type in _SIZED_BY_VALUES:
-            return "the size of its output depends on values of the inputs"
-        for place in known_places(node.op_type) if standard else ():
-            if place < len(node.inputs) and self._depends(node.inputs[place]) == _VALUES:
-                return f"its input {place} depends on values of the inputs, and PyTorch needs a number there"
-        if any(value in self.open for value in node.inputs) and not takes_any_size(node):
-            return "the size of what it reads depends on values of the inputs"
-        return ""
-
-    def _sizes_depend(self, node: ir.Node) -> bool:
-        """Returns whether output sizes of a region's node may depend on values; unknown operators count as
-        no.
-        """
-        if any(value in self.open for value in read_by(node)):
-            return True
-        if node.domain not in STANDARD:
-            return node.op_type in _SIZED_ELSEWHERE
-        if node.op_type in (*_LOOPS, "If", *_SIZED_BY_VALUES) or "stopwords" in node.attributes:
-            return True
-        if any(v in self.others for v in node.inputs if v is not None):
-            return True
-        places = known_places(node.op_type)
-        return any(self._depends(v) == _VALUES for p, v in enumerate(node.inputs) if p in places)
-
-    def _is_closed(self, value: ir.Value) -> bool:
-        """Returns whether shape inference knows all sizes of a value, as numbers or as sizes of the inputs."""
-        sizes = value.shape
-        return sizes is not None and all(isinstance(s, int) or s.value in self.symbols for s in sizes)
-
     def cut(self, graph: ir.Graph) -> None:
-        """Replaces the regions of a graph and of the branches that it keeps."""
+        """Replaces the regions of a graph and of its remaining branches."""
         groups = self._groups(graph)
         found = [(nodes, *self._region(graph, nodes)) for nodes in groups]
         for nodes, region, inputs, outputs in found:
@@ -198,16 +105,16 @@ class _Cutter:
                     self.cut(branch)
 
     def _groups(self, graph: ir.Graph) -> list[list[ir.Node]]:
-        """Returns the regions of a graph: groups of its nodes in `why` that read each other.
+        """Returns the regions of a graph: groups of nodes in `why` that read each other's results.
 
-        No node of a region comes after a node of PyTorch that itself comes after the region.
+        No path leads from a region through a node of PyTorch back into the same region.
         """
         while True:
             stage = self._stages(graph)
             between = self._between(graph, stage)
             if not between:
                 break
-            reason = "it stands between nodes with strings, sequences or optional values"
+            reason = "it is between nodes with strings, sequences or optional values"
             self.why |= dict.fromkeys(between, reason)
         groups: dict[ir.Node, list[ir.Node]] = {}
         for node in graph:
@@ -226,36 +133,35 @@ class _Cutter:
         return list(distinct.values())
 
     def _makers(self, node: ir.Node, graph: ir.Graph) -> list[ir.Node]:
-        """Returns the nodes that make what a node reads; for a region's node, past the sizes that it includes."""
-        values = self._needed([node])[0] if node in self.why and self._is_computed(node) else read_by(node)
+        """Returns the nodes whose results a node reads; a node of a region looks past the sizes that it includes."""
+        values = (
+            self._needed([node])[0] if node in self.why and self.found.is_computed(node) else read_by(node)
+        )
         found = [value.producer() for value in values]
         return [maker for maker in found if maker is not None and maker.graph is graph]
-
-    def _is_computed(self, node: ir.Node) -> bool:
-        return any(self._depends(value) == _VALUES for value in node.outputs)
 
     def _stages(self, graph: ir.Graph) -> dict[ir.Node, int]:
         """Returns how often the path to each node changes from a region to PyTorch.
 
-        Region nodes of one stage never enclose a node of PyTorch.
+        There is no node of PyTorch between region nodes of the same stage.
         """
         stage: dict[ir.Node, int] = {}
         for node in graph:
             steps = [
-                stage[maker] + (maker in self.why and node not in self.why and self._is_computed(maker))
+                stage[maker] + (maker in self.why and node not in self.why and self.found.is_computed(maker))
                 for maker in self._makers(node, graph)
             ]
             stage[node] = max(steps, default=0)
         return stage
 
     def _between(self, graph: ir.Graph, stage: Mapping[ir.Node, int]) -> set[ir.Node]:
-        """Nodes of PyTorch between two of a region whose values can't cross a border."""
+        """Returns the nodes of PyTorch between two region nodes whose values cannot cross a border."""
         found: set[ir.Node] = set()
         for node in graph:
-            for value in read_by(node) if node in self.why and self._is_computed(node) else ():
+            for value in read_by(node) if node in self.why and self.found.is_computed(node) else ():
                 maker = value.producer()
                 if (
-                    self._is_tensor(value)
+                    self.found.is_tensor(value)
                     or maker is None
                     or maker not in stage
                     or stage[maker] == stage[node]
@@ -266,9 +172,7 @@ class _Cutter:
         return found
 
     def _needed(self, nodes: Sequence[ir.Node]) -> tuple[list[ir.Value], list[ir.Node], dict[str, ir.Value]]:
-        """Returns what nodes read from outside: values, nodes that compute sizes and constants, and
-        initializers.
-        """
+        """Returns what nodes read from outside: values, nodes that compute sizes and constants, and initializers."""
         made = {value for node in nodes for value in node.outputs}
         border: dict[ir.Value, None] = {}
         copied: dict[ir.Node, None] = {}
@@ -278,7 +182,7 @@ class _Cutter:
             maker = value.producer()
             if value in made:
                 return
-            if self._depends(value) == _VALUES:
+            if self.found.depends_on_values(value):
                 border[value] = None
             elif maker is None:
                 constants[str(value.name)] = value
@@ -308,11 +212,11 @@ class _Cutter:
         if not outputs:
             return None, [], []
         for value in outputs:
-            if not self._is_tensor(value):
-                raise self._refused(f"'{value.name}' is an output, and no tensor of numbers")
+            if not self.found.is_tensor(value):
+                raise self._refused(f"output '{value.name}' is not a tensor of numbers")
         for inner in (one for node in nodes for one in (node, *inside(node))):
             if inner.op_type in RANDOM:
-                reason = f"{inner.op_type} draws random numbers: no two runs would give the same"
+                reason = f"{inner.op_type} draws random numbers, so no two runs would be equal"
                 raise self._refused(f"node '{name_of(inner)}': {reason}")
         order = {node: i for i, node in enumerate(graph)}
         ordered = sorted((*copied, *nodes), key=lambda node: order.get(node, -1))
@@ -332,10 +236,8 @@ class _Cutter:
         return region, inputs, outputs
 
     def _leaves(self, maker: ir.Node, reader: ir.Node | None, members: set[ir.Node]) -> bool:
-        """Returns whether a reader needs a value as an output of its region; other regions copy constants
-        instead.
-        """
-        copied = reader in self.why and not self._is_computed(maker)
+        """Returns whether a reader needs a value as an output of its region; other regions copy constants instead."""
+        copied = reader in self.why and not self.found.is_computed(maker)
         return reader is not None and reader not in members and not copied
 
     def _border(self, value: ir.Value) -> Border:
@@ -347,7 +249,7 @@ class _Cutter:
         return Border(str(value.name), np.dtype(dtype.numpy()), one_image(value))
 
     def _found_dtypes(self) -> dict[str, ir.DataType]:
-        """Returns types after operators of other domains, which ONNX Runtime infers and onnx does not."""
+        """Returns the types of values after operators of other domains, which only ONNX Runtime can infer."""
         if self.dtypes is None:
             nodes = self.model.graph
             names = {value.name for node in nodes for value in node.outputs if value.dtype is None}
@@ -373,7 +275,7 @@ class _Cutter:
         try:
             return serialized(self.model, nodes, given, [one.name for one in outputs], initializers)
         except ValueError as error:
-            reason = f"node '{name_of(nodes[-1])}' and its constants take more than 2 GB, which ONNX Runtime can't load"
+            reason = f"node '{name_of(nodes[-1])}' and its constants exceed 2 GB, the most that ONNX Runtime can load"
             raise self._refused(reason) from error
 
     def _initializer(self, name: str, value: ir.Value) -> onnx.TensorProto:
@@ -401,6 +303,7 @@ class _Cutter:
         graph.insert_before(nodes[0], new)
         for old, value in zip(outputs, new.outputs, strict=True):
             value.shape, value.type, value.name = old.shape, old.type, old.name
-            self.depends[value], self.replaced[old] = self._depends(old), value
+            self.found.replace(old, value)
+            self.replaced[old] = value
             ir.convenience.replace_all_uses_with(old, value, replace_graph_outputs=True)
         graph.remove(list(nodes), safe=True)

@@ -1,8 +1,7 @@
 """Finds the region of a prepared or converted graph that makes a tensor of the file.
 
-The search passes through nodes of the file that the graph lacks: they became part of a range (Relu) or of
-weights
-(a BatchNormalization, a layer scale), or only move values.
+The search passes through nodes of the file that the graph lacks: those that became part of a range (Relu) or of weights
+(a BatchNormalization, a layer scale), and those that only move values.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from torch import nn
 from qatkit.importing.program import ImportedModel, Operator, Step
 from qatkit.importing.regions import INPUT, Regions, region_of
 
-# What the graph may have left out although the file has it: it is a part of a range, of weights, or changes nothing.
+# Operators of the file that the graph may lack: they became part of a range or of weights, or change nothing.
 _ABSORBED = ("Relu", "Clip")
 _NOTHING = (
     *(
@@ -38,7 +37,7 @@ class Way(NamedTuple):
     """The path from a tensor back to the region that makes it.
 
     Attributes:
-        region: "" for what no region makes (sizes, constants).
+        region: the region; "" for values that no region makes (sizes, constants).
         absorbed: number of nodes on the path that are part of a range or of weights.
         moved: whether other nodes on the path move values.
     """
@@ -49,23 +48,21 @@ class Way(NamedTuple):
 
 
 class Makers:
-    """Answers for one graph.
+    """Finds the makers of tensors for one graph.
 
     Args:
-        model: what was imported.
-        regions: of the graph.
+        model: the imported model.
+        regions: the regions of its graph.
     """
 
     def __init__(self, model: ImportedModel, regions: Regions) -> None:
         self.model, self.regions = model, regions
         self.by_output = {name: step for step in model.program.steps for name in step.outputs if name}
-        inner = regions.steps.values()  # in branches too
+        inner = regions.steps.values()  # including branches
         self._inside = {name: step for step in inner for name in step.outputs if name}
 
     def is_folded(self, step: Step) -> bool:
-        """Returns whether a step is folded into the weights before it, so that no node of the graph computes
-        it.
-        """
+        """Returns whether a step is folded into the weights before it, so that no node of the graph computes it."""
         if step.path in self.regions.nodes:
             return False
         own = self.model.get_submodule(step.path)
@@ -73,7 +70,7 @@ class Makers:
         return norm or (isinstance(own, Operator) and own.node.op_type == "Mul" and _factor(step))
 
     def region(self, name: str) -> str:
-        """Returns the region that makes a value of the file; "" for what no region makes."""
+        """Returns the region that makes a value of the file; "" if there is none."""
         return self.way(name).region
 
     def way(self, name: str) -> Way:
@@ -82,7 +79,7 @@ class Makers:
         while (step := self.by_output.get(name) or self._inside.get(name)) is not None:
             if region_of(step) in self.regions.nodes:
                 return Way(region_of(step), absorbed, moved)
-            if step.branches:  # one of them gives what it reads
+            if step.branches:  # a branch may return an outer value
                 place = step.outputs.index(name)
                 ways = (self.way(branch.outputs[place]) for branch in step.branches)
                 return next((way for way in ways if way.region), Way(""))
@@ -99,5 +96,5 @@ class Makers:
 
 
 def _factor(step: Step) -> bool:
-    """Returns whether a Mul multiplies by one constant of floats."""
+    """Returns whether a Mul multiplies by exactly one constant, of floats."""
     return len(step.constants) == 1 and next(iter(step.constants.values())).dtype.kind == "f"

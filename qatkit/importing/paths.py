@@ -1,4 +1,4 @@
-"""Paths of modules for the names of nodes."""
+"""Derives module paths from the names of nodes."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import unicodedata
 
 from torch import nn
 
-_FORBIDDEN = re.compile(r"[\"'\\\s{}\x00-\x1f]")  # what the code that torch.fx writes could not quote
-# Attributes of every module, and the first argument of the function that a graph becomes.
+_FORBIDDEN = re.compile(r"[\"'\\\s{}\x00-\x1f]")  # characters that the code of torch.fx cannot quote
+# Attributes of every module, and the first argument of a graph's forward function.
 _NEVER = frozenset((*dir(nn.Module()), "self"))
 
 
 class Paths:
-    """Gives each node a path of its own, which is its name wherever torch allows it.
+    """Gives each node a unique path: its name, if torch allows it.
 
-    A path may not be a part of another one: a module of torch.nn with a child would not be a leaf any more.
+    No path may be the parent of another one, since a module of torch.nn with a child would no longer be a leaf.
     """
 
     def __init__(self, reserved: set[str]) -> None:
@@ -25,7 +25,7 @@ class Paths:
         self._reserved = reserved
 
     def of(self, name: str) -> str:
-        """Returns a path for a node; names that torch can't take are changed in the letters that are in its way."""
+        """Returns a path for a node; characters that torch does not allow are replaced."""
         parts = [_allowed(part) for part in _FORBIDDEN.sub("_", name).split(".") if part] or ["node"]
         if parts[0] in self._reserved:
             parts[0] += "_"
@@ -46,7 +46,7 @@ class Paths:
 
 
 def _allowed(part: str) -> str:
-    """Returns a part of a path that Python reads as it is written, and that no module has as an attribute."""
+    """Returns a part of a path as an allowed identifier that is not an attribute of every module."""
     if part.isidentifier():
         part = unicodedata.normalize("NFKC", part)  # as Python reads identifiers
     return f"{part}_" if keyword.iskeyword(part) or part in _NEVER else part

@@ -1,6 +1,6 @@
 """Joins operators that exporters write in parts: SiLU, HardSwish, GELU.
 
-As one operator each has a class of its own in `qatkit.graph.operators`, with its placement and its form in the file.
+A joined operator has its own class in `qatkit.graph.operators`, with its own placement and form in the file.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Match = Callable[[ir.Node], "tuple[str, ir.Value, dict[str, Any]] | None"]
 
 
 def join_patterns(graph: ir.Graph) -> None:
-    """Replaces each pattern's last node by one operator; what it leaves unread stays and is not run."""
+    """Replaces the last node of each pattern by one operator; the other nodes run only if something reads them."""
     for node in list(graph):
         if node.graph is None or not node.outputs:
             continue
@@ -53,7 +53,7 @@ def _silu(node: ir.Node) -> tuple[str, ir.Value, dict[str, Any]] | None:
 
 
 def _clipped_sum(value: ir.Value | None) -> ir.Value | None:
-    """Returns x of clip(x + 3, 0, 6)."""
+    """Returns x if the value is clip(x + 3, 0, 6)."""
     clip = made(value, "Clip")
     if clip is None:
         return None

@@ -1,14 +1,13 @@
 """A graph of ONNX nodes as a PyTorch module that runs them in order.
 
-    initializers, Constant nodes, what they alone decide  →  constants
-    a node with constant weights (Conv, Gemm, LSTM)        →  an ordinary torch module with parameters
-    every other node                                       →  an `Operator`: the function of its class
-    what PyTorch has no form for                           →  an `Island` of nodes that ONNX Runtime computes
-    If                                                     →  both branches; the condition selects the one
-    that runs
+    initializers, constants and what follows from them  →  constants
+    nodes with constant weights (Conv, Gemm, LSTM)      →  ordinary torch modules with parameters
+    nodes without a PyTorch equivalent                  →  an `Island` of nodes that run in ONNX Runtime
+    If                                                  →  both branches; the condition selects the one that runs
+    all other nodes                                     →  an `Operator`, which calls the function of its operator
 
-Each is a submodule whose path is the node's name in the file, so overrides and reports call it as the file does. Sizes,
-axes and other integers that do not depend on the inputs' values are NumPy arrays while the program runs.
+Each is a submodule whose path is the node's name in the file, so overrides and reports use the names of the file.
+Sizes, axes and other integers that do not depend on values of the inputs are NumPy arrays while the program runs.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ from qatkit.importing.operators.values import array, one_int, tensor
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.session import use_library
 
-LARGE = 4096  # constants with this many values are not kept a second time
-_SIZES = 16  # numbers of an output that are made one by one, at most
+LARGE = 4096  # constants with so many values are not stored a second time
+_SIZES = 16  # largest number of values of an output that are converted one by one
 
 
 class Operator(nn.Module):
@@ -43,11 +42,11 @@ class Operator(nn.Module):
         constants: the constant inputs, by position among the inputs; arrays of floats become buffers.
     """
 
-    one_operator = True  # its call is named only by its path (`qatkit.graph.trace.name_sites`)
+    one_operator = True  # its call is named by its path only (`qatkit.graph.trace.name_sites`)
 
     def __init__(self, node: Node, constants: Mapping[int, Array]) -> None:
         super().__init__()
-        function_of(node)  # refused now rather than when it runs
+        function_of(node)  # raises UnsupportedError now rather than when it runs
         self.node = node
         self.known: dict[int, Array] = {}
         for place, value in constants.items():
@@ -57,17 +56,19 @@ class Operator(nn.Module):
                 self.known[place] = value
 
     def forward(self, *values: Value) -> Any:
-        """Returns tensors, or arrays where no input is a tensor."""
+        """Returns tensors, or arrays if no input is a tensor."""
         given = [self.known.get(i, self._buffers.get(f"input_{i}", value)) for i, value in enumerate(values)]
         apply = function_of(self.node)
         if any(isinstance(value, Tensor) for value in given):
             return apply(self.node, *given)
-        with torch._C.DisableTorchFunction():  # known without the inputs' values: no part of a recorded graph
+        with (
+            torch._C.DisableTorchFunction()
+        ):  # arrays do not depend on values, so a recorded graph leaves this out
             return _as_arrays(apply(self.node, *given))
 
 
 class Refused(nn.Module):
-    """A node of a branch that has no form in PyTorch; an error only if the branch is taken."""
+    """A node of a branch without a PyTorch equivalent, which raises an error only if the branch is taken."""
 
     def __init__(self, reason: str) -> None:
         super().__init__()
@@ -79,14 +80,14 @@ class Refused(nn.Module):
 
 @dataclass(frozen=True)
 class Original:
-    """Shape and digest of a constant in the file, which tell whether the copy that a module trains has changed."""
+    """Shape and digest of a constant in the file, to find out whether the copy in a module has changed."""
 
     shape: tuple[int, ...]
     digest: str
 
     @classmethod
     def of(cls, array: Array) -> Original:
-        """Returns what is kept of an array of floats, as float32."""
+        """Returns the shape and digest of an array, as float32."""
         return cls(array.shape, _digest(array))
 
     def equals(self, array: Array) -> bool:
@@ -95,7 +96,7 @@ class Original:
 
 
 def _digest(array: Array) -> str:
-    values = np.ascontiguousarray(array, np.float32) + np.float32(0)  # -0 is 0
+    values = np.ascontiguousarray(array, np.float32) + np.float32(0)  # turns -0 into 0
     return hashlib.sha256(values.tobytes()).hexdigest()
 
 
@@ -107,11 +108,10 @@ class Step:
         path: the path of its module; "" for an If.
         name: the name of the node in messages.
         inputs: names of values; "" for constants and omitted inputs.
-        constants: constants by position among the inputs, without the large ones that its module holds.
+        constants: constants by position among the inputs, except large ones that its module holds.
         outputs: names of values.
         branches: the programs of an If for a true and for a false condition.
-        originals: the large constants that its module holds, as stored in the file, by position among the
-        inputs.
+        originals: shape and digest of the large constants that its module holds, by position among the inputs.
         node: its description for selectors; None for an island and an If.
     """
 
@@ -125,7 +125,7 @@ class Step:
     node: FileNode | None = None
 
     def original(self, place: int) -> Original | None:
-        """Returns what the file holds at an input; None where that is no constant."""
+        """Returns shape and digest of an input's constant in the file; None if it is not a constant."""
         if place in self.constants:
             return Original.of(self.constants[place])
         return self.originals.get(place)
@@ -135,7 +135,7 @@ class Step:
         return self.originals[place].shape if place in self.originals else self.constants[place].shape
 
     def captured(self) -> list[str]:
-        """Returns the values that the branches of an If have from outside."""
+        """Returns the outer values that the branches of an If read."""
         inside = [inner for branch in self.branches or () for inner in branch.steps]
         made = {name for inner in inside for name in inner.outputs}
         read = [name for inner in inside for name in (*inner.inputs, *inner.captured())]
@@ -147,11 +147,12 @@ class Step:
 
 @dataclass(frozen=True)
 class Program:
-    """Steps in order, and the values that they give.
+    """The steps of a graph in order, and its outputs.
 
     Attributes:
+        steps: the steps.
         outputs: names of values.
-        constants: those of `outputs` that depend on nothing.
+        constants: outputs that are constants, by name.
     """
 
     steps: tuple[Step, ...]
@@ -159,7 +160,7 @@ class Program:
     constants: Mapping[str, Array]
 
     def modules(self) -> Iterator[Step]:
-        """Yields the steps that are modules, those in branches too."""
+        """Yields the steps that are modules, including those in branches."""
         for step in self.steps:
             if step.path:
                 yield step
@@ -173,11 +174,11 @@ class ImportedModel(nn.Module):
     Attributes:
         inputs: names of the file's inputs, in its order.
         outputs: names of its outputs, in its order.
-        any_batch: whether a file of one image per run was made to take any number of them.
-        fixed: inputs of the file that are constants here, by name.
-        batch_axes: by input, the axis that holds the batch, as the file declares it; None for none.
+        any_batch: whether the module takes any number of images although the file takes one per run.
+        fixed: values of inputs of the file that are constants here, by name.
+        batch_axes: the batch axis of each input, as the file declares it; None for an input without one.
         taken: the branch (0: then, 1: else) of each If whose condition is constant, by its first output.
-        custom_ops: a library of operators that the file needs; None for none.
+        custom_ops: a library of custom operators that the file needs; None if it needs none.
     """
 
     def __init__(self, path: Path, inputs: Sequence[str], outputs: Sequence[str], any_batch: bool) -> None:
@@ -201,7 +202,7 @@ class ImportedModel(nn.Module):
 
     @property
     def paths(self) -> dict[str, str]:
-        """The paths of modules by the names of the nodes that they are, and of the tensors that these make."""
+        """The paths of modules, by the names of their nodes and of the tensors that these make."""
         found: dict[str, str] = {}
         for step in self.program.modules():
             found |= dict.fromkeys((*filter(None, step.outputs), step.name), step.path)
@@ -209,7 +210,7 @@ class ImportedModel(nn.Module):
 
     @property
     def norms_in_parts(self) -> list[str]:
-        """The nodes x - ReduceMean(x), with which a LayerNorm begins that the file has in parts."""
+        """The nodes x - ReduceMean(x), with which a LayerNorm begins if the file has it in parts."""
         makers = {name: step for step in self.program.steps for name in step.outputs}
         kinds = {name: self._kind(step) for name, step in makers.items()}
         return [
@@ -247,12 +248,12 @@ class ImportedModel(nn.Module):
         """Runs the file's nodes and returns the values of `program.outputs`; with `keep`, every value.
 
         Raises:
-            ConfigError: an input is missing, or a node has no form in PyTorch for these inputs.
+            ConfigError: an input is missing, or a node has no PyTorch equivalent for these inputs.
         """
         missing = [name for name in self.inputs if name not in inputs]
         if missing:
             raise ConfigError(
-                "inputs", ", ".join(inputs) or "none", f"{', '.join(self.inputs)}; {missing[0]} is missing"
+                "inputs", ", ".join(inputs) or "none", f"{', '.join(self.inputs)}; '{missing[0]}' is missing"
             )
         values: dict[str, Value] = {name: _given(value) for name, value in inputs.items()}
         self._run(self.program, values, keep)
@@ -277,7 +278,7 @@ class ImportedModel(nn.Module):
                 values.pop(name, None)
 
     def computed(self, step: Step, given: Sequence[Value]) -> tuple[Value, ...]:
-        """Returns the outputs of one node, with constants in the place of inputs that are constant."""
+        """Returns the outputs of one node; constant inputs are taken from the step."""
         given = [step.constants.get(i, value) for i, value in enumerate(given)]
         module = self.get_submodule(step.path)
         if not isinstance(module, (Operator, Refused)) and not getattr(module, "positional", False):
@@ -302,19 +303,19 @@ def import_onnx(
 ) -> ImportedModel:
     """Returns a float ONNX file as a PyTorch module in inference mode.
 
-    Args:
-        path: the file; its external data lies next to it.
-        fixed: inputs by name that become constants, such as a sampling rate.
-        any_batch: where every input has a first axis of 1, let it be of any size: a Reshape to [1, ...] keeps the first
-            axis as it is. `prove_import` says whether the file allows it.
-        custom_ops: a library of custom operators (`SessionOptions.register_custom_ops_library`); every session that
-            this process opens from now on has them.
-
-    What PyTorch has no form for (unknown operators, loops, sizes that depend on values) becomes an `Island`, which
+    Nodes without a PyTorch equivalent (unknown operators, loops, sizes that depend on values) become an `Island`, which
     stays float, and through which no gradient passes.
 
+    Args:
+        path: the file, with its external data next to it.
+        fixed: values of inputs that become constants, by name, such as a sampling rate.
+        any_batch: whether to allow any batch size if the first axis of every input has size 1. A Reshape to [1, ...]
+            then keeps the first axis. `prove_import` checks whether the file allows it.
+        custom_ops: a library of custom operators (`SessionOptions.register_custom_ops_library`), which every later
+            session of this process loads.
+
     Raises:
-        ConfigError: the file can't be read, a fixed value names no input, or ONNX Runtime does not run a node either.
+        ConfigError: the file cannot be read, a fixed value names no input, or ONNX Runtime cannot run a node either.
     """
     from qatkit.importing.build import built
 
@@ -327,7 +328,7 @@ def import_onnx(
 
 
 def _of_sizes(value: Value) -> Tensor:
-    """Returns an output as a tensor; numbers from sizes are made one by one, so that a trace follows the sizes."""
+    """Returns an output as a tensor; a few numbers are converted one by one, so that a trace follows the sizes."""
     if not isinstance(value, np.ndarray) or value.ndim > 1 or value.size > _SIZES:
         return tensor(value)
     kind = tensor(value).dtype
@@ -336,7 +337,7 @@ def _of_sizes(value: Value) -> Tensor:
 
 
 def _last_readers(program: Program) -> dict[int, list[str]]:
-    """Returns by step the values that nothing reads after it."""
+    """Returns, by the number of the step, the values that no later step reads."""
     readers: dict[str, int] = {}
     for number, step in enumerate(program.steps):
         for name in (*step.inputs, *step.outputs, *step.captured()):
@@ -350,7 +351,7 @@ def _last_readers(program: Program) -> dict[int, list[str]]:
 
 
 def _given(value: Any) -> Value:
-    """Returns an input, floats in torch's own type: float32, but for the proof that computes in float64."""
+    """Returns an input, with floats in torch's default type: float32, except in the proof, which uses float64."""
     found = value if isinstance(value, Tensor) else torch.from_numpy(array(value))
     wanted = torch.get_default_dtype() if found.is_floating_point() else found.dtype
     return found if found.dtype == wanted else found.to(wanted)

@@ -1,4 +1,4 @@
-"""Checks an import: the module must give the file's outputs in ONNX Runtime."""
+"""Checks that an imported module gives the same outputs as the file in ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -19,26 +19,27 @@ from qatkit_verify.session import open_session
 
 Feeds = Mapping[str, Array]
 ENOUGH = 100.0  # dB: float32 rounding of most networks stays above it
-_OF_A_NODE = 90.0  # dB, of one node: ONNX Runtime approximates exponentials
-_OF_A_HALF = 50.0  # dB, of one node that gives float16, which the module computes in float32
-_SMALL = 2e-6  # the same, where values are near 1 or smaller
-_AMPLIFIED = 40.0  # dB, of a network that amplifies rounding
+_OF_A_NODE = 90.0  # dB for a single node: ONNX Runtime approximates exponentials
+_OF_A_HALF = 50.0  # dB for a single node with a float16 output, which the module computes in float32
+_SMALL = 2e-6  # absolute difference that is accepted in any case: float32 rounding of values near 1
+_AMPLIFIED = 40.0  # dB for a network that amplifies rounding
 
 
 def prove_import(model: ImportedModel, feeds: Feeds) -> dict[str, float]:
     """Compares the module with its file on one set of inputs.
 
-    Where an output is nearer than `ENOUGH`, nothing else is asked. Otherwise each node is computed from what ONNX
-    Runtime gave its inputs: rounding, which a network may amplify, stays small there, and a mistake does not.
+    If all outputs reach `ENOUGH`, the check ends. Otherwise each node is computed from ONNX Runtime's values of its
+    inputs. A network may amplify rounding errors, but those of a single node are small, and a mistake is not.
 
     Args:
+        model: the imported module.
         feeds: arrays by the names of the module's inputs.
 
     Returns:
         The signal-to-noise ratio of each output, in dB.
 
     Raises:
-        ConfigError: a node differs by more than rounding, or a file of one image per run does not allow for more.
+        ConfigError: a node differs by more than rounding, or a file for one image per run does not allow several.
     """
     found = outputs_of(model, feeds)
     wanted = _expected(model, feeds, [one.shape for one in found])
@@ -48,7 +49,7 @@ def prove_import(model: ImportedModel, feeds: Feeds) -> dict[str, float]:
     _prove_nodes(model, _first(model, feeds))
     worst = min(ratios, key=lambda name: ratios[name])
     if ratios[worst] < _AMPLIFIED and model.any_batch:
-        reason = f"the file takes one image per run, and with several its output '{worst}' is another"
+        reason = f"the file takes one image per run, and several images change its output '{worst}'"
         raise ConfigError("onnx", model.file, reason=reason)
     return ratios
 
@@ -61,7 +62,7 @@ def outputs_of(model: ImportedModel, feeds: Feeds) -> list[Array]:
 
 
 def _expected(model: ImportedModel, feeds: Feeds, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
-    """Returns the file's outputs; of a file of one image per run, of one image after the other."""
+    """Returns the file's outputs; a file that takes one image per run gets one image after the other."""
     run = open_session(model.file, threads=1, optimize=False, arena=False)
     count = len(feeds[model.inputs[0]]) if model.any_batch else 1
     if count == 1:
@@ -74,7 +75,7 @@ def _expected(model: ImportedModel, feeds: Feeds, shapes: Sequence[tuple[int, ..
 
 
 def _joined(values: Sequence[Array], shape: Sequence[int]) -> Array:
-    """Returns outputs of single images as those of a batch of this shape: along the axis that is longer there."""
+    """Joins outputs of single images to a batch of this shape, along the axis that is longer there."""
     one = values[0].shape
     longer = [axis for axis, size in enumerate(one) if len(shape) == len(one) and size != shape[axis]]
     return np.concatenate(values, longer[0] if longer else 0)
@@ -88,7 +89,7 @@ def _prove_nodes(model: ImportedModel, feeds: Feeds) -> None:
     """Computes each node of the main graph from ONNX Runtime's values of its inputs.
 
     Raises:
-        ConfigError: names the node that differs most.
+        ConfigError: a node differs by more than rounding; the message names the one that differs most.
     """
     steps = [step for step in model.program.steps if step.branches is None]
     values = {**feeds, **_every_value(model, feeds)}
@@ -110,12 +111,12 @@ def _prove_nodes(model: ImportedModel, feeds: Feeds) -> None:
             enough = _OF_A_HALF if exact.dtype == np.float16 else _OF_A_NODE
             margin, worst, name = min((margin, worst, name), (ratio - enough, ratio, step.name))
     if margin < 0:
-        reason = f"node '{name}' of the imported module is {worst:.1f} dB from ONNX Runtime's"
+        reason = f"node '{name}' reaches only {worst:.1f} dB of ONNX Runtime's output in PyTorch"
         raise ConfigError("onnx", model.file, reason=reason)
 
 
 def _every_value(model: ImportedModel, feeds: Feeds) -> dict[str, Array]:
-    """Returns what ONNX Runtime computes on the way, by name."""
+    """Returns all intermediate values of ONNX Runtime, by name."""
     graph = read(model.file)
     names = {one for step in model.program.steps for one in (*step.inputs, *step.outputs)} - {""}
     made = [value for node in graph.graph for value in node.outputs if value.name in names]

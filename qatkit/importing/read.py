@@ -1,4 +1,4 @@
-"""A float ONNX file of any kind, as onnx_ir holds it: local functions inlined, nodes sorted, weights in memory."""
+"""Reads a float ONNX file with onnx_ir: inlines local functions, sorts nodes, and loads weights into memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FIRST_OPSET = 7  # before it, operands broadcast by an attribute
 
 
 def last_opset() -> int:
-    """Returns the highest opset that the installed onnx knows."""
+    """Returns the highest opset that the installed onnx supports."""
     import onnx
 
     return int(onnx.defs.onnx_opset_version())
@@ -35,19 +35,19 @@ def read(
     check: Callable[[onnx.GraphProto], None] | None = None,
     as_is: bool = False,
 ) -> ir.Model:
-    """Reads a file of any opset; weights in other files are read from its folder.
+    """Reads a file of any opset, with its external data from the same folder.
+
+    Operators without 8-bit kernels are split into parts that have such kernels (`qatkit.importing.fused`).
 
     Args:
-        path: of the file.
-        most: bytes that it may have, external data included; None: any number.
-        check: is given the graph as it lies in the file, before onnx_ir, which takes long to import.
-        as_is: leaves operators whole, and external data where they lie.
-
-    What has no 8-bit kernels and is made of what has is taken apart (`qatkit.importing.fused`).
+        path: the file.
+        most: the largest allowed number of bytes, including external data; None: any number.
+        check: gets the graph of the file, before onnx_ir is imported (which takes long).
+        as_is: whether to keep operators whole, and external data in its files.
 
     Raises:
-        ConfigError: there is no such file, it can't be parsed, its graph is not one, some of its external data is
-            missing, or it is larger.
+        ConfigError: the file does not exist, cannot be parsed, has an invalid graph, lacks external data, or is too
+            large.
     """
     if not path.is_file():
         raise ConfigError("onnx", path, "a float ONNX file that exists")
@@ -57,9 +57,7 @@ def read(
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turns the errors of libraries that read a damaged file into a ConfigError, and silences these
-    libraries.
-    """
+    """Turns errors of libraries that read a damaged file into a ConfigError, and silences these libraries."""
     try:
         with quiet():
             yield
@@ -83,7 +81,7 @@ def _read(
     _check_bytes(path, plain.stat().st_size, most)
     proto = onnx.load(str(plain), load_external_data=False)
     if not proto.graph.node or not proto.opset_import:
-        raise ConfigError("onnx", path, "an ONNX file with a graph; this one holds no operator")
+        raise ConfigError("onnx", path, "an ONNX file with a graph; this one has no operators")
     if check is not None:
         check(proto.graph)
     import onnx_ir as ir
@@ -94,7 +92,7 @@ def _read(
     _fill_sparse(proto.graph)
     model = ir.from_proto(proto)
     for value, given in zip(model.graph.inputs, proto.graph.input, strict=True):
-        if value.is_graph_output():  # what the output says of it may be less
+        if value.is_graph_output():  # the output may declare less about it than the input
             ir.serde.deserialize_value_info_proto(given, value)
     ir.external_data.set_base_dir(model.graph, plain.parent)
     _check_opset(path, model)
@@ -110,7 +108,7 @@ def _read(
         model.graph.sort()
     except ValueError as error:
         node = _in_circle(model.graph)
-        reason = f"the graph has a circle: node '{node.name}' ({node.op_type}) reads a result of its own"
+        reason = f"the graph has a cycle: node '{node.name}' ({node.op_type}) depends on its own output"
         raise ConfigError("onnx", path, reason=reason) from error
     if not as_is:
         take_apart(model)
@@ -122,10 +120,12 @@ def _check_opset(path: Path, model: ir.Model) -> None:
     if opset is None:
         if any(not node.domain for node in model.graph):
             named = ", ".join(model.opset_imports)
-            raise ConfigError("onnx", path, f"a file with an opset of ONNX; this one imports {named} alone")
+            raise ConfigError(
+                "onnx", path, f"a file that imports an ONNX opset; this one imports only {named}"
+            )
         return
     if not FIRST_OPSET <= opset <= last_opset():
-        allowed = f"a file of opset {FIRST_OPSET} to {last_opset()}; this one has {opset}"
+        allowed = f"a file of opset {FIRST_OPSET} to {last_opset()}; this one has opset {opset}"
         raise ConfigError("onnx", path, allowed)
 
 
@@ -140,7 +140,7 @@ def _check_and_load(path: Path, model: ir.Model, size: int, most: int | None, as
 
 
 def _in_circle(graph: ir.Graph) -> ir.Node:
-    """Returns a node that reads what it makes itself, through others; there is one."""
+    """Returns a node of a cycle; the graph must have one."""
     left = {node: {value.producer() for value in node.inputs if value is not None} for node in graph}
     while ready := [node for node, makers in left.items() if not makers & left.keys()]:
         for node in ready:
@@ -154,22 +154,22 @@ def _in_circle(graph: ir.Graph) -> ir.Node:
 
 def _check_bytes(path: Path, size: int, most: int | None) -> None:
     if most is not None and size > most:
-        raise ConfigError("onnx", path, f"a model of at most {most / 1e9:.0f} GB, external data included")
+        raise ConfigError("onnx", path, f"a model of at most {most / 1e9:.0f} GB, including external data")
 
 
 def infer_shapes(model: ir.Model) -> None:
-    """Finds types and shapes where onnx can; a model that it does not understand stays as it is."""
+    """Infers types and shapes where onnx can; a model that onnx does not understand stays as it is."""
     try:
         from onnx_ir.passes import common
 
         with quiet():
             common.ShapeInferencePass()(model)
-    except Exception:  # whatever onnx raises for operators that it does not know
+    except Exception:  # onnx raises various errors for operators that it does not know
         return
 
 
 def _graphs(graph: ir.Graph) -> Iterator[ir.Graph]:
-    """Yields a graph, and its branches and bodies at any depth."""
+    """Yields a graph, and its branches and loop bodies at any depth."""
     from qatkit.export.rewrite import subgraphs
 
     yield graph
@@ -179,16 +179,18 @@ def _graphs(graph: ir.Graph) -> Iterator[ir.Graph]:
 
 
 def _check_inputs(path: Path, graph: ir.Graph) -> None:
-    """Checks that everything the nodes of a graph read exists.
+    """Checks that all inputs of the nodes of a graph exist.
 
     Raises:
-        ConfigError: names a node and a value.
+        ConfigError: an input does not exist; the message names the node and the input.
     """
     for node in graph:
         for value in node.inputs:
             if value is not None and value.name and not _is_made(value):
                 name = node.name or f"{node.op_type}_{next((v.name for v in node.outputs if v.name), '')}"
-                reason = f"node '{name}' reads '{value.name}', which is no input and which no node makes"
+                reason = (
+                    f"node '{name}' reads '{value.name}', which is neither an input nor computed by a node"
+                )
                 raise ConfigError("onnx", path, reason=reason)
 
 
@@ -196,10 +198,10 @@ def _check_outputs(path: Path, graph: ir.Graph) -> None:
     names = [str(value.name) for value in graph.outputs]
     for value in graph.outputs:
         if not _is_made(value):
-            reason = f"its output '{value.name}' is no input and no node makes it"
+            reason = f"output '{value.name}' is neither an input nor computed by a node"
             raise ConfigError("onnx", path, reason=reason)
         if names.count(str(value.name)) > 1:
-            raise ConfigError("onnx", path, reason=f"two of its outputs are called '{value.name}'")
+            raise ConfigError("onnx", path, reason=f"two outputs of the file are called '{value.name}'")
 
 
 def _is_made(value: ir.Value) -> bool:
@@ -207,15 +209,15 @@ def _is_made(value: ir.Value) -> bool:
 
 
 def _external_bytes(path: Path, graphs: list[ir.Graph]) -> int:
-    """Returns how many bytes the files of external data have.
+    """Returns the total size in bytes of the files with external data.
 
     Raises:
-        ConfigError: one of them is missing.
+        ConfigError: a file is missing.
     """
     places = {path.parent / held.location for graph in graphs for _, held in _external(graph)}
     for place in sorted(places):
         if not place.is_file():
-            reason = f"its external data is missing: {place.relative_to(path.parent)}"
+            reason = f"the file {place.relative_to(path.parent)} with its external data is missing"
             raise ConfigError("onnx", path, reason=reason)
     return sum(place.stat().st_size for place in places)
 
@@ -228,25 +230,24 @@ def _external(graph: ir.Graph) -> list[tuple[ir.Value, ir.ExternalTensor]]:
 
 
 def _load_weights(path: Path, graph: ir.Graph, as_is: bool) -> None:
-    """Reads the initializers of a graph that lie in other files; with `as_is` it only checks that these
-    exist.
+    """Reads the external data of a graph; with `as_is` it only checks that the files are long enough.
 
     Raises:
-        ConfigError: such a file ends too early.
+        ConfigError: a file with external data ends too early.
     """
     import onnx_ir as ir
 
     for value, held in _external(graph):
         beside = path.parent / held.location
         if (held.offset or 0) + (held.length or held.nbytes) > beside.stat().st_size:
-            reason = f"its external data {held.location} ends before all values of '{value.name}' are read"
+            reason = f"the file {held.location} with its external data ends before the last value of '{value.name}'"
             raise ConfigError("onnx", path, reason=reason)
         if not as_is:
             value.const_value = ir.Tensor(held.numpy().copy(), name=value.name)
 
 
 def _fill_sparse(graph: onnx.GraphProto) -> None:
-    """Makes sparse initializers and constants dense, in branches and bodies too."""
+    """Makes sparse initializers and constants dense, including those in branches and loop bodies."""
     import onnx
 
     for sparse in graph.sparse_initializer:

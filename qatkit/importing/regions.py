@@ -1,13 +1,9 @@
-"""Maps the nodes of a converted graph to the nodes of the file, and finds what lies on the edges between
-these.
+"""Maps the nodes of a converted graph to the nodes of the file, and finds the pairs on the edges between these.
 
-A region is the set of all nodes of the graph that belong to one node of the file. Pairs and barriers belong
-to no
-region: they form the chain of an edge, from the region that makes a value to the one that reads it. A pair
-between
-two nodes of one region is moved to the region's edge, across nodes that only move values: before the reader,
-or
-after the maker.
+A region is the set of all nodes of the graph that belong to one node of the file. Pairs and barriers belong to no
+region. They form the chain of an edge, from the region that makes a value to the region that reads it. A pair between
+two nodes of the same region is moved to the edge of the region, across nodes that only move values: before the reader,
+or after the maker.
 """
 
 from __future__ import annotations
@@ -25,7 +21,7 @@ from qatkit.graph.quantizers import QUANTIZES, is_quantizer
 from qatkit.importing.program import ImportedModel, Step
 from qatkit.importing.written_file import BARRIER, Chain, Layout, Pair, refused
 
-INPUT, CONSTANT = "input ", "constant"  # regions that are no nodes of the file
+INPUT, CONSTANT = "input ", "constant"  # regions that are not nodes of the file
 
 
 @dataclass(frozen=True)
@@ -34,9 +30,9 @@ class Edge:
 
     Attributes:
         maker: the region that makes the value; "input NAME" for an input of the graph.
-        source: the node of the graph that makes it.
-        chain: the pairs and barriers in between.
-        place: the node that reads it and the position of its argument.
+        source: the node of the graph that makes the value.
+        chain: the pairs and barriers between maker and reader.
+        place: the node that reads the value, and the position of the argument.
     """
 
     maker: str
@@ -49,11 +45,11 @@ class Regions:
     """The regions of a converted graph.
 
     Args:
-        model: what was imported, traced and converted.
+        model: the imported model, which was traced and converted.
         graph: the converted graph.
 
     Raises:
-        ConfigError: a node that belongs to no node of the file.
+        ConfigError: a node of the graph belongs to no node of the file.
     """
 
     def __init__(self, model: ImportedModel, graph: fx.GraphModule) -> None:
@@ -73,7 +69,7 @@ class Regions:
         for node, name in zip(given, named, strict=False):
             self.region[node] = INPUT + name
         self.nodes: dict[str, list[fx.Node]] = {}
-        self.part: dict[fx.Node, str] = {}  # the step of each node, in branches too
+        self.part: dict[fx.Node, str] = {}  # the step of each node, including branches
         for node in graph.graph.nodes:
             if node.op == "get_attr":
                 self.region[node] = CONSTANT
@@ -94,7 +90,7 @@ class Regions:
                     self.part[node] = path
                     return self.whole.get(path, path)
         raise refused(
-            self.model.file, f"'{site(node)}' of the converted graph is part of no node of the file"
+            self.model.file, f"'{site(node)}' of the converted graph belongs to no node of the file"
         )
 
     def edges(self, path: str) -> list[Edge]:
@@ -110,7 +106,7 @@ class Regions:
         return found
 
     def loses(self, path: str) -> bool:
-        """Returns whether a pair between two nodes of a region can't be moved to the region's edge."""
+        """Returns whether a pair between two nodes of a region cannot be moved to the region's edge."""
         for node in self.nodes.get(path, ()):
             for argument in _arguments(node):
                 source, chain = self.back(argument)
@@ -140,7 +136,7 @@ class Regions:
         return found
 
     def back(self, node: fx.Node) -> tuple[fx.Node, Chain]:
-        """Returns the node of a region from which `node` has its values, and the chain after it."""
+        """Returns the node of a region whose values `node` has, and the chain between the two."""
         chain: list[Pair | Layout | str] = []
         while (links := _link(node)) is not None:
             chain[:0] = links
@@ -179,12 +175,12 @@ class Regions:
 
 
 def region_of(step: Step) -> str:
-    """Returns the region of a node of the file; an If is one with both of its branches."""
+    """Returns the region of a node of the file; an If and both of its branches are one region."""
     return step.path or f"If {next(name for name in step.outputs if name)}"
 
 
 def _joined(chain: Chain) -> Chain:
-    """Returns a chain without repeated pairs, and without adjacent pairs, which ONNX Runtime would merge."""
+    """Returns a chain without repeated pairs, and with a barrier between pairs, which ONNX Runtime would merge."""
     found: list[Pair | Layout | str] = []
     for link in chain:
         if found and found[-1] == link:
@@ -210,16 +206,14 @@ def _link(node: fx.Node) -> Chain | None:
 
 
 def pair_of(module: QuantizeDequantize) -> Pair:
-    """Returns the numbers of a converted quantizer."""
+    """Returns the encoding of a converted quantizer."""
     dtype = str(module.zero_point.dtype).removeprefix("torch.")
     ends = None if module.ends is None else (module.ends[0], module.ends[1])
     return Pair(float(module.scale), int(module.zero_point), dtype, ends)
 
 
 def _fills_up(node: fx.Node) -> bool:
-    """Returns whether it appends zero channels for a kernel (`qatkit.graph.pad_channels`) that the file
-    lacks.
-    """
+    """Returns whether a node appends zero channels for a kernel (`qatkit.graph.pad_channels`); the file has none."""
     before = node.all_input_nodes[:1]
     return node.target is F.pad and not owner(node) and site(node) == f"{site(before[0])}_pad"
 
@@ -231,7 +225,7 @@ def _has_tensors(value: object) -> bool:
 
 
 def _arguments(node: fx.Node) -> list[fx.Node]:
-    """Returns the nodes in the arguments of a node, in their order, each as often as it is there."""
+    """Returns the nodes among the arguments of a node, in order and with repetitions."""
     found: list[fx.Node] = []
     fx.map_arg((node.args, node.kwargs), found.append)
     return found

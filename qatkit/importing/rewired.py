@@ -13,16 +13,19 @@ _PASSING = ("Identity", "Dropout")
 
 
 class Rewired:
-    """Lets steps of a file read other values."""
+    """Makes steps of a file read other values."""
 
     def __init__(self, file: WrittenFile) -> None:
         self.file = file
 
     def reads(self, step: Step, name: str, place: int, value: ir.Value) -> None:
-        """Lets a step read `value` where it read the value of this name.
+        """Makes a step read `value` instead of the value `name`.
 
         Args:
+            step: the step.
+            name: the name of the old value.
             place: the position among the inputs of the step, two of which may have the same name.
+            value: the new value.
         """
         source = origin(self.file.value(name))
         last = self.file.maker(next(one for one in step.outputs if one))
@@ -31,19 +34,19 @@ class Rewired:
         for i in [place] if place in direct and len(last.inputs) >= len(step.inputs) else direct:
             last.replace_input_with(i, value)
         if not direct and not parts:
-            raise refused(self.file.path, f"node '{step.name}': no input of it is '{name}'")
+            raise refused(self.file.path, f"node '{step.name}' has no input '{name}'")
         for node in parts:
             for i, one in enumerate(node.inputs):
                 if one is not None and origin(one) is source:
                     node.replace_input_with(i, value)
 
     def inside(self, step: Step, name: str, value: ir.Value) -> None:
-        """Lets the branches of an If read `value` where they read the value of this name."""
+        """Makes the branches of an If read `value` instead of the value `name`."""
         old = self.file.value(name)
         self._replace(subgraphs(self.file.maker(next(one for one in step.outputs if one))), old, value)
 
     def island(self, island: Island, name: str, value: ir.Value) -> None:
-        """Lets the nodes of an island, and their bodies, read `value` where they read the value of this name."""
+        """Makes the nodes of an island, and their loop bodies, read `value` instead of the value `name`."""
         source = origin(self.file.value(name))
         for output in island.region.nodes:
             node = self.file.maker(output)
@@ -53,7 +56,7 @@ class Rewired:
             self._replace(subgraphs(node), self.file.value(name), value)
 
     def _replace(self, waiting: list[ir.Graph], old: ir.Value, value: ir.Value) -> None:
-        """Lets graphs and those in them read `value` where they read `old`."""
+        """Makes graphs, and the graphs inside them, read `value` instead of `old`."""
         while waiting:
             graph = waiting.pop()
             for node in graph:
@@ -66,7 +69,7 @@ class Rewired:
                     graph.outputs[i] = value
 
     def _parts(self, step: Step, last: ir.Node, source: ir.Value) -> list[ir.Node]:
-        """Returns the nodes of a step on the input's path before the last one; copies, if others read them too."""
+        """Returns the nodes of a step between an input and its last node, as copies if other nodes read them too."""
         ends = {id(origin(self.file.value(name))) for name in step.inputs if name in self.file.values}
         found: list[ir.Node] = []
         waiting = [last]
@@ -107,7 +110,7 @@ class Rewired:
 
 
 def origin(value: ir.Value) -> ir.Value:
-    """Returns the value past nodes that change nothing."""
+    """Returns the value from which nodes that change nothing make another one."""
     node = value.producer()
     while node is not None and node.op_type in _PASSING and node.domain == "":
         before = node.inputs[0]

@@ -1,4 +1,4 @@
-"""States of a file: outputs that are inputs of the next step, named by `model.kwargs.states`."""
+"""Checks the states of a file: outputs that become inputs of the next step, set by `model.kwargs.states`."""
 
 from __future__ import annotations
 
@@ -13,50 +13,57 @@ from qatkit_verify.free_run import KEY
 
 
 def file_states(file: Path, model: ir.Model, asked: Any, fixed: Collection[str]) -> dict[str, str]:
-    """Returns the output that each state takes, by the names of the inputs, in the file's order.
+    """Returns the output from which each state comes, by the name of the input, in the file's order.
 
     Args:
-        file: for messages.
+        file: the file, for messages.
+        model: its model.
         asked: {INPUT: OUTPUT}.
-        fixed: inputs that are constants.
+        fixed: names of inputs that are constants.
 
     Raises:
-        ConfigError: something else, a name that the file does not have, a fixed input, one output for two states, no
-            input left for the data, or an output of another type or shape than the input that takes it.
+        ConfigError: `asked` is not a mapping, names something that the file does not have, or a fixed input, uses an
+            output twice, leaves no input for the data, or combines an input and an output of different types or shapes.
     """
     if not isinstance(asked, Mapping) or not asked:
-        raise ConfigError(KEY, asked, "{INPUT: OUTPUT}, the outputs that are inputs of the next step")
+        raise ConfigError(
+            KEY, asked, "a mapping {INPUT: OUTPUT} of outputs that become inputs of the next step"
+        )
     inputs = {str(value.name): value for value in model.graph.inputs}
     outputs = {str(value.name): value for value in model.graph.outputs}
     for name, output in asked.items():
         _check_name(f"{name}: {output}", name, inputs, f"an input of {file.name}")
         _check_name(f"{name}: {output}", output, outputs, f"an output of {file.name}")
         if name in fixed:
-            told = f"the input '{name}' is fixed by model.kwargs.fix, and takes the output '{output}': leave one out"
+            told = f"model.kwargs.fix already sets the input '{name}'; remove it there or here"
             raise ConfigError(KEY, f"{name}: {output}", reason=told)
         _check_alike(name, output, inputs[name], outputs[output])
     taken = list(asked.values())
     if twice := next((one for one in taken if taken.count(one) > 1), None):
         named = " and ".join(f"'{name}'" for name, output in asked.items() if output == twice)
-        raise ConfigError(KEY, _text(asked), reason=f"the inputs {named} both take the output '{twice}'")
+        raise ConfigError(
+            KEY, _text(asked), reason=f"the inputs {named} take the same output '{twice}'; give each its own"
+        )
     if not inputs.keys() - {*asked, *fixed}:
-        told = f"every input of {file.name} is a state or fixed; one has to be the data's"
+        told = f"every input of {file.name} is a state or fixed; leave at least one for the data"
         raise ConfigError(KEY, _text(asked), reason=told)
     return {name: str(asked[name]) for name in inputs if name in asked}
 
 
 def _check_name(given: str, name: object, known: Mapping[str, object], what: str) -> None:
     if name not in known:
-        raise ConfigError(KEY, given, f"{what}; it has no '{name}'{did_you_mean(str(name), known)}")
+        raise ConfigError(KEY, given, f"{what}; there is no '{name}'{did_you_mean(str(name), known)}")
 
 
 def _check_alike(name: str, output: str, given: ir.Value, found: ir.Value) -> None:
-    """Holds types and shapes against each other, as far as the file gives them."""
-    told = f"the input '{name}' is {_described(given)}, and the output '{output}' {_described(found)}"
+    """Checks that an input and an output have the same type and shape, as far as the file gives them."""
+    told = f"the input '{name}' is {_described(given)}, but the output '{output}' is {_described(found)}"
     types = {one.dtype for one in (given, found) if one.dtype is not None}
     alike = given.shape is None or found.shape is None or _fits(list(given.shape), list(found.shape))
     if len(types) > 1 or not alike:
-        raise ConfigError(KEY, f"{name}: {output}", reason=f"{told}: a state keeps its type and shape")
+        raise ConfigError(
+            KEY, f"{name}: {output}", reason=f"{told}; a state needs the same type and shape in both"
+        )
 
 
 def _fits(a: Sequence[Any], b: Sequence[Any]) -> bool:
@@ -64,7 +71,7 @@ def _fits(a: Sequence[Any], b: Sequence[Any]) -> bool:
     sizes = [(x, y) for x, y in pairs if isinstance(x, int) and isinstance(y, int)]
     return len(a) == len(b) and all(
         x == y or min(x, y) < 1 for x, y in sizes
-    )  # some write an open size as -1 or 0
+    )  # some exporters write an open size as -1 or 0
 
 
 def _described(value: ir.Value) -> str:

@@ -1,4 +1,4 @@
-"""Names of tensors of a given ONNX file for the quantizers of its prepared graph."""
+"""Maps the tensor names of a given ONNX file to the quantizers of its prepared graph."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def names_of_file(model: ImportedModel, graph_module: fx.GraphModule) -> TensorN
     """Returns the names of a file's tensors.
 
     Args:
-        model: by `import_onnx`.
-        graph_module: prepared from it.
+        model: the file, imported by `import_onnx`.
+        graph_module: the graph that was prepared from it.
     """
     regions = Regions(model, graph_module)
     makers = Makers(model, regions)
@@ -51,7 +51,7 @@ def _tensors(model: ImportedModel) -> Iterator[tuple[str, str]]:
 def _quantizer(regions: Regions, region: str) -> tuple[fx.Node | None, bool]:
     """Returns the quantizer of a region's output, and whether its range is another region's.
 
-    The second is so if the region only moves values. The quantizer is None if there is none, or several.
+    It is if the region only moves values. The quantizer is None if there is none, or several.
     """
     if region.startswith(INPUT):
         nodes = [node for node, one in regions.region.items() if one == region]

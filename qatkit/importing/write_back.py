@@ -1,15 +1,15 @@
 """Writes a converted module of an imported file back by editing that file.
 
-    regions.py           which nodes of the converted graph are which node of the file, and the pairs between them
-    written_file.py      the file in memory: names, new nodes and constants, pairs
-    written_weights.py   bytes and scales in place of float weights
-    written_packed.py    packed weights of few bits, multiplied with float activations
-    written_forms.py     nodes in another form: gates, SiLU and transposed convolutions in 8 bits
+    regions.py           maps nodes of the converted graph to nodes of the file, and finds the pairs between them
+    written_file.py      edits the file in memory: names, new nodes, constants and pairs
+    written_weights.py   replaces float weights by integers and scales
+    written_packed.py    writes packed weights of few bits, multiplied with float activations
+    written_forms.py     writes nodes in another form: gates, SiLU and transposed convolutions in 8 bits
 
-Each reader of the graph is a node of the file and determines how each of its inputs is read: as it is, or after a
-pair. So each pair is put on the value that the file has there, and exactly those inputs read it. Nodes that the graph
-has absorbed (a ReLU in a range that starts at zero, a reshape around a Linear) stay in the file, where they change
-nothing. A BatchNorm or a layer scale that was folded into weights is removed.
+Each region of the graph is a node of the file. For each of its inputs, the graph says whether the node reads the value
+as it is or after a pair. The pair is inserted after the file's value, and exactly these inputs read it. Nodes that the
+graph has absorbed (a ReLU in a range that starts at zero, a reshape around a Linear) stay in the file, where they
+change nothing. A BatchNorm or a layer scale that was folded into weights is removed.
 """
 
 from __future__ import annotations
@@ -55,30 +55,31 @@ from qatkit_verify.errors import ConfigError, one_line
 from qatkit_verify.files import whole
 from qatkit_verify.session import open_session
 
-_PER_TENSOR, _PER_CHANNEL = 11, 13  # opsets that pairs, and scales along an axis, need
+_PER_TENSOR, _PER_CHANNEL = 11, 13  # the first opsets with pairs, and with scales along an axis
 _HELD = (*WHOLE, *WIDE)  # number types that pairs may have
 _NORM = {"Sub", "ReduceMean"}
 
 
 def write_back(model: ImportedModel, converted: fx.GraphModule, path: Path) -> None:
-    """Writes the file of `model` to `path` with the integers of a converted module of it; whole, or not at all.
+    """Writes the file of `model` to `path` with the integers of its converted module, atomically.
 
-    Its nodes, names, inputs, outputs, metadata and doc strings stay, and its opset unless pairs need a higher one. An
-    input that was fixed is a constant, and an If with a constant condition is the branch that it takes. Of another If
-    the branch that the example does not take stays float. The nodes of an `Island` stay as they are.
+    Nodes, names, inputs, outputs, metadata and doc strings stay, and so does the opset unless pairs need a higher one.
+    An input that was fixed becomes a constant, and an If with a constant condition becomes the branch that it takes. In
+    any other If, the branch that the example does not take stays float. The nodes of an `Island` stay as they are.
 
     Args:
-        model: by `import_onnx`.
+        model: the file, imported by `import_onnx`.
         converted: `QATModule(model, example).convert().graph`.
+        path: the file to write.
 
     Raises:
-        ConfigError: something in the converted module has no form in this file; names the node.
+        ConfigError: a part of the converted module cannot be written into this file; the message names the node.
     """
     _Writer(model, converted).write(path)
 
 
 def write_given(model: ImportedModel, path: Path) -> None:
-    """Writes the file of `model` as it is, but for inputs that were fixed and the branches that they choose."""
+    """Writes the file of `model` unchanged, except for inputs that were fixed and the branches that they choose."""
     with readable(model.file) as plain:
         tensors = (value.const_value for value in ir.load(plain).graph.initializers.values())
         alone = not any(isinstance(tensor, ir.ExternalTensor) for tensor in tensors)
@@ -125,11 +126,11 @@ class _Writer:
         self.file.tidy()
         held = (value.const_value for value in self.file.graph.initializers.values())
         if sum(tensor.nbytes for tensor in held if tensor is not None) > MAX_BYTES:
-            raise refused(self.model.file, "its constants take more than 2 GB, which one file can't hold")
+            raise refused(self.model.file, "the constants would exceed 2 GB, the most that one file can hold")
         try:
             write_model(self.file.model, path)
         except ValueError as error:
-            raise refused(self.model.file, f"it can't be written back ({one_line(error)})") from error
+            raise refused(self.model.file, f"the edited file is not valid ({one_line(error)})") from error
 
     def _weight(self, step: Step, module: nn.Module) -> None:
         if is_packed(module):
@@ -138,12 +139,14 @@ class _Writer:
             self.weights.write(step, module)
 
     def _opset(self) -> int:
-        """Returns the lowest opset that the pairs have a form in."""
+        """Returns the lowest opset that supports the pairs."""
         modules = list(self.graph.modules())
         for module in modules:
             if isinstance(module, QuantizeDequantize) and (kind := pair_of(module).dtype) not in _HELD:
                 raise ConfigError(
-                    "onnx", self.model.file, reason=f"activations in {kind} can't be written back"
+                    "onnx",
+                    self.model.file,
+                    reason=f"activations in {kind} cannot be written into the given file",
                 )
         scales = [module.weight_scale for module in modules if isinstance(module, Quantized)]
         return _PER_CHANNEL if any(scale.ndim for scale in scales) else _PER_TENSOR
@@ -160,23 +163,27 @@ class _Writer:
             if isinstance(module, (QuantizedRecurrent, WeightOnly)):
                 self._weight(inner, module)
             elif module is not None and _differs(module, self.model.get_submodule(str(node.target))):
-                reason = f"node '{inner.name}' has other weights in a branch of '{step.name}', which the input chooses"
-                raise refused(self.model.file, f"{reason}; leave it float by an override")
+                reason = f"node '{inner.name}' is in a branch that '{step.name}' chooses by the input"
+                told = f"{reason}, and its weights have changed; leave it float by an override"
+                raise refused(self.model.file, told)
 
     def _fold(self, step: Step) -> None:
-        """Takes a node out of the file whose arithmetic is in the weights before it, and in no node of the graph."""
+        """Removes a node from the file if its arithmetic is folded into the weights before it."""
         source = next((name for name in step.inputs if name), "")
         if self.makers.is_folded(step) and self.makers.region(source):
             self.file.bypass(self.file.value(step.outputs[0]), self.file.value(source))
 
     def _edges(self, step: Step) -> None:
-        """Lets the node of a step read what its region reads."""
+        """Makes the node of a step read the same values and pairs as its region."""
         edges = self.regions.edges(region_of(step))
         if step.path and has_another_form(self.regions, step.path, edges):
             self._form(step, edges, dict(self._matched(step, edges)))
             return
         if self.regions.loses(region_of(step)):
-            raise refused(self.model.file, f"node '{step.name}' is quantized between parts of its own")
+            raise refused(
+                self.model.file,
+                f"node '{step.name}' is quantized inside, which one node of a file cannot express",
+            )
         if step.branches:
             self._captured(step, edges)
             return
@@ -195,20 +202,18 @@ class _Writer:
                     self.rewired.reads(step, name, place, value)
 
     def _in_layout(self, step: Step, place: int, chain: Chain, edges: Sequence[Edge]) -> Chain:
-        """Returns the chain with a `Layout`, so that ONNX Runtime moves image channels before it, not after
-        it.
-        """
+        """Returns the chain with a `Layout`, so that ONNX Runtime moves image channels before it, not after it."""
         maker = self.makers.region(step.inputs[place])
         axes = len(shape(next(edge.source for edge in edges if edge.maker == maker))) - 2
         return (*chain, Layout(axes)) if axes in (1, 2, 3) else chain
 
     def _captured(self, step: Step, edges: Sequence[Edge]) -> None:
-        """Lets the branches of an If read what the one that was taken reads."""
+        """Makes both branches of an If read the same values and pairs as the branch that was taken."""
         for maker in dict.fromkeys(edge.maker for edge in edges):
             chains = {edge.chain for edge in edges if edge.maker == maker}
             names = [name for name in step.captured() if self.makers.region(name) == maker]
             if len(chains) > 1 or not names:
-                reason = f"a branch of node '{step.name}' reads one value in different ways"
+                reason = f"a branch of node '{step.name}' reads one value in several ways"
                 raise refused(self.model.file, reason)
             for name in names if any(chains) else ():
                 chain = next(iter(chains))
@@ -229,25 +234,23 @@ class _Writer:
         """Yields the position of each input of a node and the chain through which it is read.
 
         Raises:
-            ConfigError: the region reads what the node does not, or its inputs can't be told apart.
+            ConfigError: the region reads a value that the node does not read, or its inputs are ambiguous.
         """
         makers = {place: self.makers.region(name) for place, name in enumerate(step.inputs) if name}
         for maker in dict.fromkeys(edge.maker for edge in edges):
             own = [edge for edge in edges if edge.maker == maker]
             places = [place for place, found in makers.items() if found == maker]
             if not places:
-                raise refused(self.model.file, f"node '{step.name}' does not read {maker}, as the graph does")
+                raise refused(self.model.file, f"the graph reads {maker} where node '{step.name}' does not")
             chains = [edge.chain for edge in own]
             if len(set(chains)) > 1 and len(chains) != len(places):
-                reason = (
-                    f"node '{step.name}' reads one value in different ways, which the file can't tell apart"
-                )
+                reason = f"node '{step.name}' reads one value in several ways, and its inputs are ambiguous"
                 raise refused(self.model.file, reason)
             for i, place in enumerate(places):
                 yield place, chains[i if len(chains) == len(places) else 0]
 
     def _source(self, name: str, chain: Chain) -> ir.Value:
-        """Returns the value that a chain starts from: before a Clip whose end is below the pair's maximum."""
+        """Returns the value from which a chain starts: before a Clip, if its bound is below the maximum of the pair."""
         step = self.makers.by_output.get(name)
         first = next((link for link in chain if isinstance(link, Pair)), None)
         if step is None or first is None or step.path in self.regions.nodes:
@@ -258,14 +261,14 @@ class _Writer:
         return self.file.value(step.inputs[0])
 
     def _fitted(self, step: Step, place: int, chain: Chain) -> Chain:
-        """Returns a chain with the barriers that ONNX Runtime needs at this node, and without others."""
+        """Returns a chain with exactly the barriers that ONNX Runtime needs at this node."""
         node = self.file.maker(next(name for name in step.outputs if name))
         if node.op_type in ("LayerNormalization", "Gelu") and chain[-1:] == (BARRIER,):
-            return chain[:-1]  # one node here, which no fusion has to find
+            return chain[:-1]  # a single node here, so that no fusion must be prevented
         if node.op_type in _NORM and carries(chain[-1:]) and self.readers[step.inputs[place]] >= _NORM:
-            return (*chain, BARRIER)  # a LayerNorm in parts, of which it finds no part behind a pair each
+            return (*chain, BARRIER)  # a LayerNorm in parts, which is not fused if each part has its own pair
         if node.op_type == "AveragePool" and node.attributes.get_int("ceil_mode", 0) == 1 and carries(chain):
-            return (*chain, BARRIER)  # its int8 kernel counts the cells that only the rounding adds
+            return (*chain, BARRIER)  # the int8 kernel would count the cells that only the rounding adds
         if node.op_type == "Add" and not chain and self._becomes_gemm(step, step.inputs[place]):
             return (BARRIER,)
         return chain
@@ -273,7 +276,7 @@ class _Writer:
     def _becomes_gemm(self, step: Step, name: str) -> bool:
         """Returns whether ONNX Runtime fuses an int8 MatMul and the Add after it into one float Gemm.
 
-        It does so for matrices, and for more axes where all sizes are known and a vector is added.
+        It does so for matrices, and for more axes if all sizes are known and a vector is added.
         """
         maker = self.makers.by_output.get(name)
         modules = [] if maker is None else self._modules(maker.path)
@@ -285,26 +288,28 @@ class _Writer:
         return gemm and self.file.maker(name).op_type == "MatMul"
 
     def _outputs(self) -> None:
-        """Outputs that are quantized keep their names on the dequantized values."""
+        """Inserts the pairs of quantized outputs; the dequantized values keep the names of the outputs."""
         found = [one for one in self.regions.outputs() if one[0].op != "output"]
         named = list(zip(self.model.outputs, self.model.program.outputs, strict=True))
         if len(found) != len(named):
             raise refused(
-                self.model.file, f"it has {len(named)} outputs, and the converted graph {len(found)}"
+                self.model.file,
+                f"the file has {len(named)} outputs, but the converted graph has {len(found)}",
             )
         for place, ((name, source), (node, chain)) in enumerate(zip(named, found, strict=True)):
             if self.regions.region[node] == CONSTANT or not chain:
                 continue
             if self.file.graph.outputs[place].is_graph_input():
-                continue  # the values of an input under its own name, which nothing may quantize
+                continue  # the output is an input of the file, which must not be quantized
             if self.makers.region(source) != self.regions.region[node]:
-                raise refused(self.model.file, f"output '{name}' is not what the converted graph gives there")
+                raise refused(
+                    self.model.file,
+                    f"output '{name}' is computed by another node than in the converted graph",
+                )
             self._output(place, self.file.link(self._source(source, chain), chain), source)
 
     def _declare_outputs(self) -> None:
-        """Gives outputs types and shapes where onnx's inference knows none: after operators of other
-        domains.
-        """
+        """Gives outputs types and shapes where onnx cannot infer them: after operators of other domains."""
         outputs = self.file.graph.outputs
         if all(value.type is not None and value.shape is not None for value in outputs):
             return
@@ -322,7 +327,7 @@ class _Writer:
         old = outputs[place]
         if old is value:
             return
-        if old is not self.file.value(source):  # an Identity after it
+        if old is not self.file.value(source):  # an Identity follows
             cast(ir.Node, old.producer()).replace_input_with(0, value)
             return
         name = str(old.name)
@@ -332,7 +337,7 @@ class _Writer:
 
 
 def _differs(module: nn.Module, own: nn.Module) -> bool:
-    """Returns whether a module of the graph has other parameters than that of the file."""
+    """Returns whether a module of the graph has other parameters than the module of the file."""
     if is_packed(module) or type(module).__name__.startswith("Quantized"):
         return any(True for _ in own.parameters())
     return any(
@@ -342,13 +347,13 @@ def _differs(module: nn.Module, own: nn.Module) -> bool:
 
 
 def _keeps_layout(node: ir.Node) -> bool:
-    """Returns whether ONNX Runtime fails at a node, or computes it wrongly, once it has moved channels to the end."""
+    """Returns whether ONNX Runtime fails at a node, or computes it wrongly, after it has moved channels to the end."""
     if node.op_type == "Resize":
         return node.attributes.get_string("mode", "nearest") == "cubic" or "axes" in node.attributes
     return node.op_type == "Pad" and len(node.inputs) > 3 and node.inputs[3] is not None
 
 
 def _clips(step: Step, own: Operator, pair: Pair) -> bool:
-    """Returns whether the maximum of a Clip is below that of the pair after it by more than half a step."""
+    """Returns whether the maximum of a Clip is below that of the following pair by more than half a step."""
     end = step.constants.get(2, own.node.get("max"))
     return end is not None and pair.largest > float(np.asarray(end).reshape(-1)[0]) + pair.scale / 2

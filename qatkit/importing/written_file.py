@@ -1,6 +1,6 @@
 """Edits an ONNX file: finds its values by their original names, and inserts nodes between them.
 
-Every new name is derived from that of the value or node that it serves, with a number if the file has it already.
+Every new name is derived from the value or node to which it belongs, with a number if the name is taken.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from qatkit_verify.errors import ConfigError
 _OTHER_FLOATS = (ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 _PAIRS = ("QuantizeLinear", "DequantizeLinear")
 _SIXTEEN, _STANDARD_16 = (ir.DataType.INT16, ir.DataType.UINT16), 21
-_SIZES = ("Shape", "Size")  # they read no value, so the bytes serve them as well
+_SIZES = ("Shape", "Size")  # they read only the shape, so quantized values are as good
 _PASSING = ("Identity", "Dropout")
-_LONGEST = 100  # characters of a name that is derived from another
+_LONGEST = 100  # characters of a derived name
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A quantize and a dequantize.
+    """A QuantizeLinear and a DequantizeLinear.
 
     Attributes:
-        scale, zero_point, dtype: of its type of 8 or 16 bits.
-        ends: values that are clipped to before, where they are not the type's own ends.
+        scale, zero_point, dtype: the encoding, in a type of 8 or 16 bits.
+        ends: the values to which the input is clipped first; None if they are those of the type.
     """
 
     scale: float
@@ -46,29 +46,29 @@ class Pair:
 
     @property
     def largest(self) -> float:
-        """The largest value that it can give."""
+        """The largest value that the pair can return."""
         return (int(np.iinfo(self.dtype).max) - self.zero_point) * self.scale
 
 
-BARRIER = "barrier"  # an operator that no fusion of ONNX Runtime looks through
+BARRIER = "barrier"  # an operator that no fusion of ONNX Runtime crosses
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A pool of single positions, which returns its input, and which ONNX Runtime moves no Transpose through.
+    """A pool with windows of one position, which returns its input and stops Transposes that ONNX Runtime moves.
 
     Attributes:
-        axes: of its positions.
+        axes: the axes of the positions.
     """
 
     axes: int
 
 
-Chain = tuple[Pair | Layout | str, ...]  # what lies between two operators, in the order in which it runs
+Chain = tuple[Pair | Layout | str, ...]  # everything between two operators, in the order of execution
 
 
 def refused(file: Path, reason: str) -> ConfigError:
-    """Returns the error of a module that can't be written back."""
+    """Returns the error for a module that cannot be written back."""
     return ConfigError("onnx", file, reason=reason)
 
 
@@ -76,22 +76,20 @@ class WrittenFile:
     """A copy of the file of an imported model, in memory.
 
     Args:
-        model: what was imported.
-        opset: that the file needs at least.
+        model: the imported model.
+        opset: the lowest opset that the edited file may have.
 
     Raises:
-        ConfigError: the file can't be read again, or has no form in that opset.
+        ConfigError: the file cannot be read again, or cannot be converted to that opset.
     """
 
     def __init__(self, model: ImportedModel, opset: int) -> None:
         self.path, self.model = model.file, _at(model.file, read(model.file), opset)
         self.graph = self.model.graph
-        for node in (
-            self.graph
-        ):  # the names by which reports and overrides call them; the audit reads them in the file
+        for node in self.graph:  # the names in reports and overrides, which the audit reads from the file
             node.name = name_of(node)
         if any(value.type is None for value in self.graph.outputs):
-            infer_shapes(self.model)  # onnx's checker asks for their types
+            infer_shapes(self.model)  # onnx's checker needs the types
         self._taken = _names(self.graph)
         for name, value in model.fixed.items():
             self._fix(name, value)
@@ -106,10 +104,9 @@ class WrittenFile:
         self._links: dict[tuple[int, Chain], ir.Value] = {}
 
     def name(self, wanted: str) -> str:
-        """Returns `wanted`, with a number appended if it is taken, and reserves it; very long names keep both
-        ends.
+        """Returns `wanted`, with a number appended if it is taken, and reserves it; long names lose their middle.
 
-        TensorFlow's converters join the names of all operators that became one, in hundreds of characters.
+        TensorFlow's converters join the names of all operators that became one node, to hundreds of characters.
         """
         if len(wanted) > _LONGEST:
             wanted = f"{wanted[: _LONGEST // 2]}...{wanted[-_LONGEST // 2 :]}"
@@ -120,7 +117,7 @@ class WrittenFile:
         return free
 
     def value(self, name: str) -> ir.Value:
-        """Returns the value that had this name in the file; its name may be another by now."""
+        """Returns the value that had this name in the original file; it may have been renamed since."""
         return self.values[name]
 
     def maker(self, name: str) -> ir.Node:
@@ -128,7 +125,7 @@ class WrittenFile:
         value = self.values.get(name) or self._inside.get(name)
         node = None if value is None else value.producer()
         if node is None:
-            raise refused(self.path, f"no node makes '{name}', or several in branches")
+            raise refused(self.path, f"'{name}' is computed by no node, or by several nodes in branches")
         return node
 
     def constant(self, array: Any, name: str) -> ir.Value:
@@ -149,7 +146,7 @@ class WrittenFile:
         base: str,
         attributes: Iterable[ir.Attr] = (),
     ) -> ir.Value:
-        """Returns the output of a new node after a value or node; for an input or constant it comes first."""
+        """Inserts a node after a value or node, or first if that is an input or constant; returns its output."""
         name = self.name(f"{base}_{kind}")
         domain = self._domain_of_pair(inputs) if kind in _PAIRS else ""
         new = ir.Node(domain, kind, list(inputs), list(attributes), name=name, num_outputs=1)
@@ -163,7 +160,7 @@ class WrittenFile:
         return new.outputs[0]
 
     def _domain_of_pair(self, inputs: Sequence[ir.Value | None]) -> str:
-        """Returns the domain for an operator of a pair: ONNX Runtime's own for 16 bits before opset 21, else ""."""
+        """Returns the domain of a pair's operators: ONNX Runtime's own for 16 bits before opset 21, otherwise ""."""
         zero = inputs[2] if len(inputs) > 2 else None
         if zero is None or zero.dtype not in _SIXTEEN or self.model.opset_imports.get("", 1) >= _STANDARD_16:
             return ""
@@ -171,7 +168,7 @@ class WrittenFile:
         return MICROSOFT
 
     def link(self, value: ir.Value, chain: Chain) -> ir.Value:
-        """Returns `value` after pairs and barriers, each of which is written once."""
+        """Returns `value` after the pairs and barriers of a chain, which are shared by all its readers."""
         if chain and (kind := _other_float(value)) is not None:
             return self._converted(value, kind, chain)
         for count in range(1, len(chain) + 1):
@@ -182,9 +179,9 @@ class WrittenFile:
         return self._links[id(value), chain] if chain else value
 
     def _converted(self, value: ir.Value, kind: ir.DataType, chain: Chain) -> ir.Value:
-        """Writes a chain on floats of another width than float32, which scales do not have.
+        """Writes a chain for a value of another float type than float32, the type of the scales.
 
-        The chain goes before the Cast that makes them, or between two Casts.
+        The chain is inserted before the Cast that makes the value, or between two new Casts.
         """
         maker = value.producer()
         if maker is not None and maker.op_type == "Cast" and len(value.uses()) + value.is_graph_output() < 2:
@@ -232,7 +229,7 @@ class WrittenFile:
         return self.node(whole, "DequantizeLinear", [whole, *second], base)
 
     def bypass(self, old: ir.Value, new: ir.Value) -> None:
-        """Lets `new`, which had one reader, take the place and the name of `old`, whose node goes."""
+        """Replaces `old` by `new`, which gets its name, and removes the node of `old`, the only reader of `new`."""
         name, node = str(old.name), old.producer()
         assert node is not None
         ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
@@ -266,7 +263,7 @@ class WrittenFile:
         self.graph.register_initializer(value)
 
     def _inline(self, taken: dict[str, int]) -> None:
-        """Puts the branch that a constant condition names in the place of its If."""
+        """Replaces an If with a constant condition by the branch that it takes."""
         while node := next((n for n in self.graph if n.op_type == "If" and _first(n) in taken), None):
             branch = node.attributes[("then_branch", "else_branch")[taken[_first(node)]]].as_graph()
             for value in list(branch.initializers.values()):
@@ -282,7 +279,7 @@ class WrittenFile:
             self.graph.remove(node, safe=True)
 
     def _named(self, before: ir.Node, old: ir.Value, new: ir.Value) -> ir.Value:
-        """Returns an Identity of `new`, which is the output of the graph that `old` was."""
+        """Returns an Identity of `new`, which replaces `old` as an output of the graph."""
         named = ir.Node("", "Identity", [new], num_outputs=1)
         self.graph.insert_before(before, named)
         result, name = named.outputs[0], str(old.name)
@@ -292,7 +289,7 @@ class WrittenFile:
 
 
 def _at(path: Path, model: ir.Model, opset: int) -> ir.Model:
-    """Returns the model at an opset, if its own is lower."""
+    """Returns the model, upgraded to an opset if its own is lower."""
     own = model.opset_imports.get("", 1)
     if own >= opset:
         return model
@@ -306,7 +303,7 @@ def _at(path: Path, model: ir.Model, opset: int) -> ir.Model:
 
 
 def _names(graph: ir.Graph) -> set[str]:
-    """Returns all names of nodes and values, in branches and bodies too."""
+    """Returns all names of nodes and values, including branches and loop bodies."""
     found = {str(value.name) for value in (*graph.inputs, *graph.initializers.values())}
     for node in ir.traversal.RecursiveGraphIterator(graph):
         found |= {str(node.name), *(str(value.name) for value in node.outputs)}
@@ -318,14 +315,14 @@ def _names(graph: ir.Graph) -> set[str]:
 
 
 def _in_branches(graph: ir.Graph) -> dict[str, ir.Value]:
-    """Returns the values, by name, that only one branch or body makes."""
+    """Returns, by name, the values that exactly one branch or loop body makes."""
     made = [value for node in ir.traversal.RecursiveGraphIterator(graph) for value in node.outputs]
     count = Counter(value.name for value in made)
     return {str(value.name): value for value in made if count[value.name] == 1}
 
 
 def _other_float(value: ir.Value) -> ir.DataType | None:
-    """Returns the type of floats that are no float32, as far as the file or a Cast says."""
+    """Returns the float type of a value if it is not float32, as far as the file or a Cast shows."""
     maker = value.producer()
     kind = value.dtype
     if kind is None and maker is not None and maker.op_type == "Cast":

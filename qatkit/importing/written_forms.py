@@ -1,12 +1,12 @@
-"""Writes nodes of the file in the form that `qatkit.export` uses: their region, node by node.
+"""Writes nodes of the file in the form that `qatkit.export` uses: the nodes of their region.
 
     HardSwish, HardSigmoid in 8 bits    Add(x, 3), quantized at 6/255, read at 1/255 (and Mul)
     SiLU after a pair                   com.microsoft.QuickGelu, with a function of standard operators
-    ConvTranspose with such weights     Conv, DepthToSpace (or Reshape and Transpose), Slice
+    ConvTranspose in 8 bits             Conv, DepthToSpace (or Reshape and Transpose), Slice
     ReduceMean of images in 8 bits      GlobalAveragePool (and Flatten)
 
-Of the first, ONNX Runtime has an int8 kernel only for this form; of a SiLU in parts it would give each part a
-DequantizeLinear of its own and fuse neither; of ConvTranspose and ReduceMean it has none.
+ONNX Runtime has an int8 kernel for the first two only in this form, and none for ConvTranspose and ReduceMean. It would
+give each part of a SiLU its own DequantizeLinear, and would then not fuse them.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from qatkit.importing.written_file import WrittenFile, refused
 from qatkit.importing.written_packed import PackedWeights
 from qatkit.importing.written_weights import array_of
 
-_IR_VERSION = 8  # the first with functions
+_IR_VERSION = 8  # the first IR version with functions
 _END = 2**63 - 1
 
 
 def has_another_form(regions: Regions, path: str, edges: Sequence[Edge]) -> bool:
-    """Returns whether a node of the file must be rewritten because its own operators differ from its region."""
+    """Returns whether a node of the file must be rewritten because its region has other operators."""
     nodes = regions.nodes[path]
     modules = [module_of(n) for n in nodes if n.op == "call_module"]
     if any(isinstance(module, QuantizedHardSigmoid) for module in modules):
         return True
-    # With 16 bits there is a pair between a HardSigmoid and the Mul of its HardSwish.
+    # With 16 bits there is a pair between the HardSigmoid and the Mul of a HardSwish.
     if any(op_class(n) == "hardsigmoid" for n in nodes) and regions.loses(path):
         return True
     if any(isinstance(module, (Quantized, WeightOnly)) for module in modules) and _is_transposed(
@@ -65,7 +65,7 @@ def _is_transposed(regions: Regions, path: str) -> bool:
 
 
 class Form:
-    """Writes the region of one node of the file in front of it, and takes its place."""
+    """Writes the region of one node of the file in place of the node."""
 
     def __init__(self, file: WrittenFile, packed: PackedWeights, regions: Regions, step: Step) -> None:
         self.file, self.packed, self.regions, self.step = file, packed, regions, step
@@ -79,7 +79,7 @@ class Form:
         """Replaces the node.
 
         Args:
-            inputs: by place (`Edge.place`), the values that the region reads, after their chains.
+            inputs: the values that the region reads, after their chains, by `Edge.place`.
         """
         self.made: dict[fx.Node, ir.Value] = {}
         self.inputs = inputs
@@ -101,7 +101,7 @@ class Form:
         return self.file.link(self.made[source], chain)
 
     def _new(self, kind: str, inputs: Sequence[ir.Value | None], **attributes: Any) -> ir.Value:
-        """Returns a node right before the old one, whose name the first of its operator gets."""
+        """Inserts a node before the old one and returns its output; the first of the same operator gets its name."""
         items = [ir.convenience.convert_attribute(k, v) for k, v in attributes.items()]
         name = self.file.name(f"{self.node.name or self.base}_{kind}")
         new = ir.Node("", kind, list(inputs), items, name=name, num_outputs=1)
@@ -141,7 +141,9 @@ class Form:
             return self._new("Transpose", given, perm=[int(cast(int, a)) for a in node.args[1:]])
         if name == "getitem":
             return self._slice(node, given[0])
-        raise refused(self.file.path, f"node '{self.step.name}': {name} in 8 bits has no form in the file")
+        raise refused(
+            self.file.path, f"node '{self.step.name}' needs {name} in 8 bits, which has no form in the file"
+        )
 
     def _constant(self, array: Any, what: str) -> ir.Value:
         return self.file.constant(np.asarray(array), f"{self.base}_{what}")
@@ -205,7 +207,7 @@ class Form:
         return self._new("Concat", [ends[0], self._constant(between, "between"), ends[1]], axis=0)
 
     def _slice(self, node: fx.Node, x: ir.Value) -> ir.Value:
-        """Returns a part of some axes; its end is counted from the end, which holds for any size."""
+        """Returns a slice of some axes; its end is counted from the end of the axis, so that any size works."""
         parts = cast("tuple[slice, ...]", node.args[1])
         sizes = shape(node.all_input_nodes[0])
         found = []

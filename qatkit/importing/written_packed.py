@@ -1,9 +1,9 @@
 """Writes packed weights of a converted module (`qatkit.graph.convert.weight_only_modules`) in the nodes of a file.
 
-    MatMul, Gemm, 4 bits or fewer     com.microsoft MatMulNBits in its place, with the bias that it has
-    Conv, MatMul, Gemm of 8 bits      the float weight is unpacked by operators of constants, which ONNX Runtime
+    MatMul, Gemm, 4 bits or fewer     becomes com.microsoft MatMulNBits, with its bias
+    Conv; MatMul, Gemm of 8 bits      gets a float weight that operators unpack from constants, which ONNX Runtime
                                       computes once, when it loads the file
-    Gather of a constant table        Gathers of packed rows, scales and zero points, unpacked afterwards
+    Gather of a constant table        becomes Gathers of packed rows, scales and zero points, which are then unpacked
 
 Source: the definition of MatMulNBits in onnxruntime's docs/ContribOperators.md.
 """
@@ -26,8 +26,8 @@ from qatkit.importing.written_file import refused
 from qatkit.importing.written_weights import WrittenWeights, array_of, held_by
 
 _PRODUCTS = ("Conv", "Gemm", "MatMul")
-_UNIT = 2  # its place in what `_stored` gives
-_FLOAT, _INT32 = 1, 6  # of onnx.TensorProto
+_UNIT = 2  # the index of the units in the result of `_stored`
+_FLOAT, _INT32 = 1, 6  # the numbers of the types in onnx.TensorProto
 
 
 def is_packed(module: nn.Module | None) -> TypeGuard[WeightOnly | PackedEmbedding]:
@@ -39,7 +39,7 @@ class PackedWeights:
     """Writes packed weights into the nodes of a file.
 
     Args:
-        weights: of the same file, whose constants are stored once.
+        weights: the writer of unpacked weights of the same file, which stores equal constants once.
     """
 
     def __init__(self, weights: WrittenWeights) -> None:
@@ -49,7 +49,7 @@ class PackedWeights:
         """Gives the node of `step` the weight of the converted module.
 
         Raises:
-            ConfigError: a module that has no form in this node.
+            ConfigError: the node cannot have the module's weight.
         """
         node = self.file.maker(next(name for name in step.outputs if name))
         if isinstance(module, PackedEmbedding):
@@ -57,18 +57,18 @@ class PackedWeights:
             return
         if node.op_type not in _PRODUCTS or node.domain not in ("", "ai.onnx"):
             raise refused(
-                self.file.path, f"node '{step.name}': {node.op_type} with a packed weight has no form"
+                self.file.path, f"node '{step.name}' is a {node.op_type}, which cannot have a packed weight"
             )
         held = held_by(cast(ir.Value, node.inputs[1]))
         if held is not None and held.dtype != np.float32:
-            raise refused(self.file.path, f"node '{step.name}' computes in {held.dtype}; expected float32")
+            raise refused(self.file.path, f"node '{step.name}' computes in {held.dtype} instead of float32")
         if module.multiplies_packed:
             self._packed_product(node, module)
         else:
             self._float_product(step, node, module)
 
     def operands(self, module: WeightOnly, shape: Sequence[int], name: str) -> ir.Value:
-        """Returns the float weight, in the layout of torch and of this shape, computed only from constants."""
+        """Returns the float weight in torch's layout and this shape, as nodes that compute it from constants."""
         held, scale, zero = self._operands(module, name)
         rows = self._rows(module, held, scale, zero, name, scale)
         return self._reshaped(rows, shape, name)
@@ -100,16 +100,16 @@ class PackedWeights:
         if linear and not (node.op_type == "Gemm" and node.attributes.get_int("transB", 0) == 1):
             weight = self.file.node(weight, "Transpose", [weight], name, [ir.AttrInt64s("perm", [1, 0])])
         if linear and bias is not None:
-            node.op_type = "Gemm"  # to which a BatchNorm after a MatMul gave a bias
+            node.op_type = "Gemm"  # a MatMul that got its bias from a BatchNorm
         for attribute in ("alpha", "beta"):
-            node.attributes.pop(attribute, None)  # the weights have them
+            node.attributes.pop(attribute, None)  # they are folded into the weights
         given = [weight] if bias is None else [weight, bias]
         node.resize_inputs(1 + len(given))
         for place, value in enumerate(given):
             node.replace_input_with(1 + place, value)
 
     def _bias(self, node: ir.Node, module: WeightOnly) -> ir.Value | None:
-        """Returns the bias [out]: that of the file where it has the same values."""
+        """Returns the bias [out]; that of the file if it has the same values."""
         if module.bias is None:
             return None
         wanted = array_of(module.bias)
@@ -127,7 +127,7 @@ class PackedWeights:
         flat = last = self._reshaped(places, [-1], base)
         found = self._stored(module, table_name)
         for place, value in enumerate(found):
-            if value is None or (place == _UNIT and value.shape == (1, 1)):  # one for all rows
+            if value is None or (place == _UNIT and value.shape == (1, 1)):  # one value for all rows
                 continue
             found[place] = last = self.file.node(last, "Gather", [value, flat], base)
         held, own, unit, zero = found
@@ -140,8 +140,8 @@ class PackedWeights:
         self._becomes(node, "Reshape", [rows, sizes], {})
 
     def _stored(self, module: WeightOnly | PackedEmbedding, name: str) -> list[ir.Value | None]:
-        """Bytes [out, blocks, bytes of a block], scales [out, blocks] as they are held, their units, and zero points
-        [out, bytes], the latter two where there are.
+        """Returns constants: bytes [out, blocks, bytes per block], scales [out, blocks] as they are stored, the units
+        of the scales and the zero points [out, bytes]; None for those that the weight lacks.
         """
         held = {
             "quantized": module.weight,
@@ -157,7 +157,7 @@ class PackedWeights:
     def _operands(
         self, module: WeightOnly | PackedEmbedding, name: str
     ) -> tuple[ir.Value, ir.Value, ir.Value | None]:
-        """Returns bytes, scales in float32, and zero points where there are any."""
+        """Returns bytes, scales in float32, and zero points or None."""
         held, scale, unit, zero = self._stored(module, name)
         assert held is not None and scale is not None
         return held, self._decoded(module, scale, unit, name, None), zero
@@ -170,7 +170,7 @@ class PackedWeights:
         base: str,
         after: ir.Value | None,
     ) -> ir.Value:
-        """Scales in float32 of those that are held (`qatkit.quant.held_scales`)."""
+        """Returns scales in float32, decoded from stored ones (`qatkit.quant.held_scales`)."""
         if module.weight_scale.dtype == torch.float32:
             return scale
         found = self.file.node(after, "Cast", [scale], base, [ir.AttrInt64("to", _FLOAT)])
@@ -185,7 +185,7 @@ class PackedWeights:
         base: str,
         after: ir.Value,
     ) -> ir.Value:
-        """Returns float32 rows [n, inputs] of packed rows, scales and zero points, after the node of `after`."""
+        """Returns rows [n, inputs] in float32 from packed rows, scales and zero points, after the node of `after`."""
         _, blocks, size = module.weight.shape
         each, bits = 8 // module.bits, module.bits
         width = size * each
@@ -208,7 +208,7 @@ class PackedWeights:
     def _integers(
         self, held: ir.Value, bits: int, shape: Sequence[int], base: str, after: ir.Value | None
     ) -> ir.Value:
-        """Returns the integers of bytes, float32 of this shape."""
+        """Returns the integers that bytes hold, as float32 in this shape."""
         if bits == 8:
             return self.file.node(after, "Cast", [held], base, [ir.AttrInt64("to", _FLOAT)])
         places = self.file.node(after, "Cast", [held], base, [ir.AttrInt64("to", _INT32)])
@@ -234,7 +234,7 @@ class PackedWeights:
     def _becomes(
         self, node: ir.Node, kind: str, given: Sequence[ir.Value | None], settings: dict[str, int]
     ) -> None:
-        """Makes another operator of a node, with the same output."""
+        """Changes the operator, inputs and attributes of a node; its output stays."""
         node.op_type = kind
         node.attributes.clear()
         for name, number in settings.items():

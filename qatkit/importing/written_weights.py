@@ -1,12 +1,12 @@
-"""Writes weights of a converted module as initializers of the file: bytes and their scales, or new floats.
+"""Writes weights of a converted module as initializers of the file: integers and scales, or new floats.
 
-    Conv, Gemm, MatMul           int8 before a DequantizeLinear, the bias int32 before another
-    BatchNormalization only      a depthwise Conv
-    Gather of a constant table   Gather of bytes, Cast, Mul with a Gather of scales
-    LSTM, GRU, RNN               int8 before Cast and Mul, which ONNX Runtime computes once
-    float operators              new values where training or a fold changed them
+    Conv, Gemm, MatMul                  int8 with a DequantizeLinear; the bias in int32 with another one
+    BatchNormalization without a Conv   becomes a depthwise Conv
+    Gather of a constant table          Gather of int8 rows, Cast, Mul with a Gather of scales
+    LSTM, GRU, RNN                      int8 with Cast and Mul, which ONNX Runtime computes once
+    float operators                     new values if training or folding changed them
 
-Each weight is in the layout that the node reads. Equal bytes are stored once.
+Each weight is in the layout that the node reads. Equal constants are stored once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from qatkit.importing.operators.table import Array
 from qatkit.importing.program import Original, Step
 from qatkit.importing.written_file import WrittenFile, refused
 
-_FLOAT = 1  # of onnx.TensorProto
+_FLOAT = 1  # the number of the type in onnx.TensorProto
 _BYTE = 255
 _PRODUCTS = ("Conv", "Gemm", "MatMul", "BatchNormalization")
 
@@ -43,7 +43,7 @@ class WrittenWeights:
         """Gives the node of `step` the weights of the converted module.
 
         Raises:
-            ConfigError: a module that has no form in this node.
+            ConfigError: the node cannot have the module's weights.
         """
         node = self.file.maker(next(name for name in step.outputs if name))
         if isinstance(module, Quantized):
@@ -56,7 +56,7 @@ class WrittenWeights:
             self._floats(step, node, module)
 
     def stored(self, array: Array, name: str) -> ir.Value:
-        """Returns an initializer with these values; the one that has them already where there is one."""
+        """Returns an initializer with these values; an existing one if it has the same values."""
         key = str(array.dtype), array.shape, array.tobytes()
         if key not in self._stored:
             self._stored[key] = self.file.constant(array, name)
@@ -65,11 +65,13 @@ class WrittenWeights:
     def operands(
         self, module: Quantized, weight: Array, scale: Array, axis: int, names: tuple[str, str]
     ) -> list[ir.Value]:
-        """Returns the values of weight and, where there is one, bias of a product.
+        """Returns the dequantized weight and, if the module has one, bias of a product.
 
         Args:
-            weight, scale: in the layout of the node; scales of rank 0 or 1, along `axis`.
-            names: of weight and bias.
+            module: the converted module.
+            weight, scale: the integers and scales in the layout of the node; scales have rank 0 or 1, along `axis`.
+            axis: the axis of the scales.
+            names: the names of weight and bias.
         """
         count = scale.size if scale.ndim else weight.shape[axis]
         zero = array_of(module.weight_zero_point)
@@ -91,7 +93,7 @@ class WrittenWeights:
             factor = self.file.constant(own, f"{names[1]}_scale")
             along = [ir.AttrInt64("axis", 0)] if own.ndim else []
             given = [bias, factor]
-            if module.bias_multiplier is not None:  # 0 by definition only for an int32 bias
+            if module.bias_multiplier is not None:  # only an int32 bias has zero_point 0 by definition
                 zeros = np.zeros_like(own, array_of(module.bias).dtype)
                 given.append(self.stored(zeros, f"{names[1]}_zero_point"))
             found.append(self.file.node(None, "DequantizeLinear", given, names[1], along))
@@ -100,17 +102,17 @@ class WrittenWeights:
     def _product(self, step: Step, node: ir.Node, module: Quantized) -> None:
         if node.op_type not in _PRODUCTS or node.domain not in ("", "ai.onnx"):
             raise refused(
-                self.file.path, f"node '{step.name}': {node.op_type} with an int8 weight has no form"
+                self.file.path, f"node '{step.name}' is a {node.op_type}, which cannot have an int8 weight"
             )
         held = held_by(cast(ir.Value, node.inputs[1]))
         if held is not None and held.dtype != np.float32:
-            raise refused(self.file.path, f"node '{step.name}' computes in {held.dtype}; expected float32")
+            raise refused(self.file.path, f"node '{step.name}' computes in {held.dtype} instead of float32")
         weight, scale = array_of(module.weight), array_of(module.weight_scale)
         axis, alone = 0, node.op_type == "BatchNormalization"
         if module.is_linear and not (node.op_type == "Gemm" and node.attributes.get_int("transB", 0) == 1):
             weight, axis = np.ascontiguousarray(weight.T), 1
         sizes = (math.prod(step.shape(1)), 1) + (1,) * (weight.ndim - 2) if alone else step.shape(1)
-        weight = weight[tuple(slice(size) for size in sizes)]  # without channels that kernels wanted
+        weight = weight[tuple(slice(size) for size in sizes)]  # without channels that were padded for kernels
         scale = scale[: weight.shape[axis]] if scale.ndim else scale
         bias = node.inputs[2] if len(node.inputs) > 2 and not alone else None
         names = (
@@ -119,15 +121,15 @@ class WrittenWeights:
         )
         found = self.operands(module, weight, scale, axis, names)
         if axis == 1 and module.input_steps > _BYTE:
-            # Else 1.32 makes a MatMulNBits of it, whose default rounds the 16 bits to 8.
+            # Otherwise ONNX Runtime 1.32 turns it into a MatMulNBits, which by default rounds the 16 bits to 8.
             found[0] = self.file.node(found[0], "Sum", [found[0]], names[0])
         if alone:
             _as_depthwise(node, len(weight), weight.ndim - 2)
-        elif node.op_type == "MatMul" and len(found) > 1:  # a BatchNorm after it gave it a bias
+        elif node.op_type == "MatMul" and len(found) > 1:  # the bias comes from a BatchNorm after it
             node.op_type = "Gemm"
         if node.op_type == "Gemm":
             for name in ("alpha", "beta"):
-                node.attributes.pop(name, None)  # the weights have them
+                node.attributes.pop(name, None)  # they are folded into the weights
         node.resize_inputs(1 + len(found))
         for place, value in enumerate(found):
             node.replace_input_with(1 + place, value)
@@ -137,7 +139,7 @@ class WrittenWeights:
         name, base, output = str(table.name), str(node.outputs[0].name), node.outputs[0]
         whole = self.stored(array_of(module.weight), f"{name}_quantized")
         if module.weight_zero_point is not None:
-            raise refused(self.file.path, f"node '{node.name}': a table with zero points has no form")
+            raise refused(self.file.path, f"node '{node.name}' cannot have a table with zero points")
         scale = self.stored(array_of(module.weight_scale), f"{name}_scale")
         scales = self.file.node(node, "Gather", [scale, rows], f"{base}_scale")
         node.replace_input_with(0, whole)
@@ -152,7 +154,7 @@ class WrittenWeights:
         self._take_name(output, found, f"{name}_rows")
 
     def _take_name(self, old: ir.Value, new: ir.Value, other: str) -> None:
-        """Gives `new` the name of `old`, which gets another."""
+        """Gives `new` the name of `old`, and `old` the name `other`."""
         name = str(old.name)
         old.name = self.file.name(other)
         new.name = name
@@ -160,7 +162,7 @@ class WrittenWeights:
 
     def _recurrent(self, node: ir.Node, module: QuantizedRecurrent) -> None:
         if "_zero_point" in module.tails:
-            raise refused(self.file.path, f"node '{node.name}': weights with zero points have no form")
+            raise refused(self.file.path, f"node '{node.name}' cannot have weights with zero points")
         for place, name in ((1, "weight_ih_l0"), (2, "weight_hh_l0")):
             base = str(cast(ir.Value, node.inputs[place]).name)
             whole = self.stored(array_of(getattr(module, name)), f"{base}_quantized")
@@ -172,7 +174,7 @@ class WrittenWeights:
             self._float(node, 3, array_of(cast(Tensor, module.bias_l0)), None)
 
     def _floats(self, step: Step, node: ir.Node, module: nn.Module) -> None:
-        """Writes new values where the module's differ from the file's."""
+        """Writes new float values where those of the module differ from the file."""
         found = _float_inputs(node, module)
         if node.op_type == "ConvTranspose" and not isinstance(module, nn.modules.conv._ConvTransposeNd):
             found = self._transposed(step, node, found)
@@ -180,7 +182,7 @@ class WrittenWeights:
             self._float(node, place, array, step.original(place))
 
     def _transposed(self, step: Step, node: ir.Node, found: Mapping[int, Array]) -> dict[int, Array]:
-        """Returns weight and bias of a transposed convolution from those of its convolution for all phases."""
+        """Returns the weight and bias of a transposed convolution from the convolution that computes its phases."""
         kernel = step.shape(1)[2:]
         stride = list(node.attributes.get_ints("strides", [1] * len(kernel)))
         groups = node.attributes.get_int("group", 1)
@@ -189,7 +191,7 @@ class WrittenWeights:
             phases = found[2].reshape(-1, math.prod(stride))
             if (phases != phases[:, :1]).any():
                 raise refused(
-                    self.file.path, f"node '{step.name}': a bias of each phase has no form in the file"
+                    self.file.path, f"node '{step.name}' cannot have a different bias for each phase"
                 )
             turned[2] = np.ascontiguousarray(phases[:, 0])
         return turned
@@ -204,7 +206,9 @@ class WrittenWeights:
             return
         shape = array.shape if known is None else known.shape
         if [size for size in shape if size != 1] != [size for size in array.shape if size != 1]:
-            told = f"node '{_name(node)}': values {list(array.shape)} have no form in an input {list(shape)}"
+            told = (
+                f"node '{_name(node)}' has an input {list(shape)} that cannot hold values {list(array.shape)}"
+            )
             raise refused(self.file.path, told)
         base = f"{_name(node)}.input_{place}" if old is None else str(old.name)
         if place >= len(node.inputs):
@@ -217,13 +221,13 @@ def _name(node: ir.Node) -> str:
 
 
 def held_by(value: ir.Value) -> Array | None:
-    """Returns what a constant holds; None for another value."""
+    """Returns the values of a constant; None if the value is not constant."""
     tensor = ir.convenience.get_const_tensor(value)
     return None if tensor is None else tensor.numpy()
 
 
 def _float_inputs(node: ir.Node, module: Any) -> Mapping[int, Array]:
-    """Returns the parameters of a float module by the inputs of its node."""
+    """Returns the parameters of a float module by the index of the node's input."""
     if isinstance(module, nn.Linear):
         weight, bias = array_of(module.weight), module.bias
         turned = weight if node.op_type == "Gemm" and node.attributes.get_int("transB", 0) == 1 else weight.T
@@ -264,7 +268,7 @@ def _recurrent_inputs(module: nn.RNNBase) -> dict[int, Array]:
 
 
 def _as_depthwise(node: ir.Node, channels: int, rank: int) -> None:
-    """Turns a BatchNormalization into the Conv that the graph has for it."""
+    """Turns a BatchNormalization into the depthwise Conv that the graph has instead."""
     node.op_type = "Conv"
     node.attributes.clear()
     node.attributes.add(ir.AttrInt64("group", channels))

@@ -105,16 +105,17 @@ class Backend:
             found = getattr(self, part).granularity
             blocks = part == "weight" and self.weights_alone and isinstance(found, PerBlock)
             if found not in known and not blocks:
-                allowed = f"{' or '.join(map(str, known))}, which int8 kernels know (backend=weight_only has blocks)"
+                kinds = " or ".join(map(str, known))
+                allowed = f"{kinds}, since int8 kernels need it (backend=weight_only allows blocks)"
                 raise ConfigError(f"backend={self.name}: {part}.granularity", found, allowed)
         if (self.weight.form is None) != (self.activation.form is None):
-            allowed = "integers with an activation of integers, or number formats for both"
+            allowed = "an integer type if the activation has one, or a number format for both"
             raise ConfigError(f"backend={self.name}: weight.dtype", self.weight.dtype, allowed)
         if self.aligned and not self.activation.symmetric:  # the scale of a ReLU's output starts at zero
-            allowed = "a symmetric activation with aligned scales"
+            allowed = "true with aligned scales"
             raise ConfigError(f"backend={self.name}: activation.symmetric", False, allowed)
         if self.weight.scale_dtype != "float32" and not self.weights_alone:
-            allowed = "float32, which int8 kernels take (backend=weight_only has others)"
+            allowed = "float32, since int8 kernels need it (backend=weight_only allows others)"
             raise ConfigError(f"backend={self.name}: weight.scale_dtype", self.weight.scale_dtype, allowed)
 
     @property

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 # The reason of an operator that computes in float although its weights are bytes in the file.
 WEIGHT_ONLY = "weight-only int8"
 # Reasons of operators that compute in float between pairs; none is a mistake in the file.
-SIXTEEN_BITS = "it takes or gives 16-bit integers, which ONNX Runtime rounds to and computes in float"
+SIXTEEN_BITS = "it reads or makes 16-bit values, which ONNX Runtime computes in float and rounds"
 NARROW_BIAS = (
-    "its bias has fewer than 32 bits, which no kernel of ONNX Runtime adds: bias_dtype=int32 has kernels"
+    "its bias has fewer than 32 bits, for which ONNX Runtime has no kernel (it has one for bias_dtype=int32)"
 )
 COMPUTED_IN_FLOAT = (SIXTEEN_BITS, NARROW_BIAS)
 RECURRENT_WEIGHTS = f"{WEIGHT_ONLY}: ONNX Runtime has no int8 kernel for it"
@@ -139,11 +139,10 @@ class QuantSpec:
             raise ValueError(f"granularity={self.granularity!r}: expected {allowed}")
         if not self.any_scale and (self.form is not None or self.scale_dtype == "uint8"):
             value = self.dtype if self.form is not None else f"scale_dtype={self.scale_dtype}"
-            allowed = f"float with {value}, whose scales are numbers of their own"
+            allowed = f"float with {value}, which has its own type of scales"
             raise ValueError(f"scale_type={self.scale_type}: expected {allowed}")
         if self.guards_pairs and not self.symmetric:
-            weights = f"asymmetric {self.dtype} weights, which no guard keeps from saturating"
-            allowed = f"false, or true (7 bits), with {weights}"
+            allowed = f"false or true (7 bits), since auto cannot guard asymmetric {self.dtype} weights"
             raise ConfigError("backend.reduce_range", "auto", allowed)
 
     @property

@@ -151,7 +151,9 @@ def test_one_scale_for_all_stays() -> None:
     graph = prepared(model, images, replace(WEIGHT_ONLY, weight=spec))
     result = AWQ()(graph, [images])
     assert result.changed == 0
-    assert result.skipped == [("0", "not scaled: one scale serves its weight, which factors would spread")]
+    assert result.skipped == [
+        ("0", "not scaled: its weight has one scale, and factors would widen its range")
+    ]
 
 
 def test_weights_that_gain_nothing_stay() -> None:

@@ -188,14 +188,14 @@ def test_one_image_far_beyond_the_ranges_does_not_move_the_bias() -> None:
 def test_what_cannot_be_corrected_says_why() -> None:
     model, images = _skewed("twice")
     assert targets(calibrated(model, images))[1] == [
-        (site, "bias not corrected: its bias serves several calls") for site in ("conv", "conv_1")
+        (site, "bias not corrected: several calls share its bias") for site in ("conv", "conv_1")
     ]
     two = nn.Sequential(nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 12))
     two[2].bias = two[0].bias
     assert [site for site, _ in targets(calibrated(two.eval(), noise(4, 12)))[1]] == ["0", "2"]
     model, images = _skewed("chain")
     alive = calibrated(model, images, batch_norm="freeze")
-    reason = "bias not corrected: it has a BatchNorm of its own (schedule.batch_norm=fold folds it)"
+    reason = "bias not corrected: its BatchNorm is not folded (schedule.batch_norm=fold folds it)"
     assert targets(alive)[1] == [("conv1", reason), ("conv2", reason)]
     bare = nn.Sequential(nn.Linear(12, 5, bias=False))
     assert targets(calibrated(bare, noise(4, 12)))[1] == [("0", "bias not corrected: it has no bias")]

@@ -218,7 +218,7 @@ def test_what_is_kept_of_something_else_is_not_taken(fault: str, tmp_path: Path)
         stored = first_block.read_bytes()
         first_block.write_bytes(stored[: len(stored) // 2])
     algorithm(plain, [images])
-    pattern = re.escape(str(first_block)) + ".*its blocks are done again"
+    pattern = re.escape(str(first_block)) + ".*its blocks are computed again"
     with pytest.warns(UserWarning, match=pattern), working(progress=False, seed=0, file=file):
         algorithm(graph, [images])
     assert all(
@@ -230,7 +230,7 @@ def test_what_is_kept_of_something_else_is_not_taken(fault: str, tmp_path: Path)
 def test_what_stays_says_why() -> None:
     reasons = dict(AdaRound().notes(calibrated(*_small("twice"))))
     assert set(reasons) == {"conv", "conv_1"}
-    assert set(reasons.values()) == {"rounding not learned: its weight serves several calls"}
+    assert set(reasons.values()) == {"rounding not learned: several calls share its weight"}
     alive = calibrated(*_small("chain"), batch_norm="freeze")
     assert [where for where, _ in SequentialMSE().notes(alive)] == ["conv1", "conv2"]
     model = Mlp().eval()

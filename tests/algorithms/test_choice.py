@@ -154,12 +154,12 @@ def test_the_command_line_chooses_and_sets(typed: Sequence[str], expected: dict[
         ),
         (
             _entry(Stageless),
-            f"algorithm.mine.target={__name__}.Stageless: expected an algorithm whose stage is one of fused, prepared",
+            f"algorithm.mine.target={__name__}.Stageless: expected an algorithm with one of the stages fused, prepared",
         ),
         (
             _entry(Calibrated, images=0),
             f"algorithm.mine.target={__name__}.Calibrated: "
-            f"expected an algorithm of the stage calibrated that says how many",
+            f"expected an algorithm whose field `images` is at least 1, because its stage is calibrated",
         ),
         (
             _entry(Config),

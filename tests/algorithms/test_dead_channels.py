@@ -23,9 +23,15 @@ def _with_dead_channels() -> nn.Module:
 def test_dead_outputs_and_unread_inputs_are_counted() -> None:
     graph = prepared(_with_dead_channels(), noise(2, 3, 12, 12))
     assert dead_channels(graph) == [
-        ("conv1", "dead: 2 of 8 output channels are constant (weights of zero)"),
-        ("conv2", "dead: 1 of 16 output channels are constant (weights of zero)"),
-        ("conv2", "dead: 2 of 8 input channels are read by no output (weights of zero)"),
+        (
+            "conv1",
+            "dead channels: all weights of 2 of 8 output channels are zero, so that these are constant",
+        ),
+        (
+            "conv2",
+            "dead channels: all weights of 1 of 16 output channels are zero, so that these are constant",
+        ),
+        ("conv2", "dead channels: all weights of 2 of 8 input channels are zero, so that these are not read"),
     ]
     assert dead_channels(prepared(settle(Chain(), 3, 12, 12), noise(2, 3, 12, 12))) == []
 
@@ -37,7 +43,10 @@ def test_batch_norm_counts_as_part_of_the_weight() -> None:
     for batch_norm in ("fold", "train"):
         graph = prepared(model, noise(2, 3, 12, 12), batch_norm=batch_norm)
         assert dead_channels(graph) == [
-            ("conv1", "dead: 1 of 8 output channels are constant (weights of zero)")
+            (
+                "conv1",
+                "dead channels: all weights of 1 of 8 output channels are zero, so that these are constant",
+            )
         ]
 
 
@@ -53,6 +62,6 @@ def test_a_module_notes_them_and_convert_repairs_their_bias() -> None:
     # The bias of a channel without weights has no scale to fit; what it adds is there all the same.
     assert (
         "conv1",
-        "scale of 2 channels raised: their bias would not fit int32; nothing is lost",
+        "the scale of 2 channels was raised so that the bias fits int32; no output changes",
     ) in converted.skipped
     torch.testing.assert_close(converted.graph(images), module.graph(images), rtol=1e-5, atol=1e-5)

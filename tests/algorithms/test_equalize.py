@@ -166,7 +166,8 @@ def test_relu6_ends_a_pair_unless_it_may_become_a_relu() -> None:
     assert result.skipped == [
         (
             "first",
-            "not equalized: a ReLU6 has one bound for all channels (algorithm.equalize.relu6=relu makes it a ReLU)",
+            "not equalized: a ReLU6 has one bound for all channels "
+            "(algorithm.equalize.relu6=relu turns it into a ReLU)",
         )
     ]
     changed = _opened(model, example)
@@ -185,7 +186,7 @@ def test_relu6_ends_a_pair_unless_it_may_become_a_relu() -> None:
             "residual",
             "freeze",
             "conv1",
-            "conv1 has a BatchNorm of its own (schedule.batch_norm=fold folds it)",
+            "the BatchNorm of conv1 is not folded (schedule.batch_norm=fold folds it)",
         ),
         ("block", "fold", "fc1", "act (gelu) does not scale channel by channel"),
         (

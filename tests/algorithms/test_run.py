@@ -63,8 +63,14 @@ def test_a_corrected_run_reports_resumes_and_exports_again(tmp_path: Path) -> No
     config = _config(folder, algorithm)
     assert pipeline.train(config) == 0
     skipped = [tuple(line) for line in json.loads((folder / "report.json").read_text())["skipped"]]
-    assert ("conv2", "dead: 1 of 8 output channels are constant (weights of zero)") in skipped
-    assert ("conv2", "scale of 1 channels raised: their bias would not fit int32; nothing is lost") in skipped
+    assert (
+        "conv2",
+        "dead channels: all weights of 1 of 8 output channels are zero, so that these are constant",
+    ) in skipped
+    assert (
+        "conv2",
+        "the scale of 1 channel was raised so that the bias fits int32; no output changes",
+    ) in skipped
 
     uncorrected = QATModule(Net(), torch.zeros(2, 3, 8, 8), algorithms=[Equalize(relu6="relu")])
     stored = torch.load(folder / "last.ckpt", weights_only=True)["state_dict"]

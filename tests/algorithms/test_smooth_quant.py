@@ -240,7 +240,7 @@ class Shared(nn.Module):
     [
         (Tied, "norm is called more than once, or something else reads its weight or bias"),
         (Shared, "add (add) does not scale channel by channel"),
-        (lambda: nn.Sequential(nn.LayerNorm((3, 6)), nn.Linear(6, 2)), "0 has a weight of its own for every place"),
+        (lambda: nn.Sequential(nn.LayerNorm((3, 6)), nn.Linear(6, 2)), "0 has a separate weight for every position"),
         (lambda: nn.Sequential(nn.LayerNorm(6, elementwise_affine=False), nn.Linear(6, 2)), "0 has no weight"),
         (
             lambda: nn.Sequential(nn.LayerNorm(6), nn.utils.parametrizations.weight_norm(nn.Linear(6, 2))),
@@ -294,7 +294,10 @@ def test_a_weight_with_one_scale_is_not_spread() -> None:
     overrides = {"wide": OverrideConfig(weight_granularity="per_tensor")}
     graph = prepared(model, images[:2], overrides=overrides).eval()
     result = SmoothQuant(strength=1.0)(graph, [images])
-    assert ("wide", "not smoothed: one scale serves its weight, which factors would spread") in result.skipped
+    assert (
+        "wide",
+        "not smoothed: its weight has one scale, and factors would widen its range",
+    ) in result.skipped
     assert result.changed == 1
 
 

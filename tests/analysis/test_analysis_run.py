@@ -205,7 +205,7 @@ FOUND = Analysis(
             "both": Outcome(100, 69.0, 0.89, 1.1e-1, 0.8, 9.9),
         },
         [ClassRow("cat <1>", 10, 90.0, 50.0), ClassRow("dog", 10, 90.0, 90.0)],
-        "weights alone lose 1.00 points (30.0 dB); activations alone lose 10.00 points (10.0 dB): "
+        "only weights quantized: 1.00 points lost (30.0 dB); only activations quantized: 10.00 points lost (10.0 dB); "
         "most of the outputs' error comes from the activations",
     ),
     sensitivity=[

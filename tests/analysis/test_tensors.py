@@ -265,7 +265,7 @@ def test_what_cannot_be_run_is_a_note(tmp_path: Path) -> None:
 
     found = compared(tmp_path / "m.onnx", widen)
     assert len(found.rows) > 5 and found.rows[0].runtime is None
-    assert len(found.notes) == 1 and found.notes[0].startswith("not compared in ONNX Runtime (")
+    assert len(found.notes) == 1 and found.notes[0].startswith("tensors were not compared in ONNX Runtime (")
 
 
 def test_a_range_that_is_fixed_is_no_suspect() -> None:

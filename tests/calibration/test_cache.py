@@ -65,14 +65,14 @@ def test_another_model_other_data_or_another_method_is_refused(kept: tuple[fx.Gr
     for part in ("data", "method"):
         with pytest.raises(
             ConfigError,
-            match=f"calibration.cache=.*statistics of this model.*\\({part} . there, other here\\)",
+            match=f"calibration.cache=.*the file is from another model.*\\({part} is ., not other\\)",
         ):
             restore(path, fresh, {**key(fresh), part: "other"})
     for other in (graph(Residual), graph()):
         if isinstance(other.get_submodule("conv1"), nn.Module):
             with torch.no_grad():
                 next(other.parameters()).add_(1e-3)
-        with pytest.raises(ConfigError, match=r"statistics of this model.*\(model \w+ there, \w+ here\)"):
+        with pytest.raises(ConfigError, match=r"the file is from another model.*\(model is \w+, not \w+\)"):
             restore(path, other, key(other))
     assert all(not q.observer.seen for q in fake_quantizers(fresh).values() if q.observer is not None)
 

@@ -136,10 +136,10 @@ def test_what_the_command_line_says_needs_no_torch(
         (quantized, "a float model; this one is quantized already", {"onnx_ir", "onnxruntime"}),
         (
             lambda path: by_hand(path, kind=TensorProto.UINT8),
-            "a model of one input, float32 images [N, C, H, W] of 1 or 3 channels; its input 'input' is uint8 [",
+            "a model with one input, float32 images [N, C, H, W] of 1 or 3 channels; the input 'input' is uint8 [",
             {"onnxruntime"},
         ),
-        (with_branches, "a model with its Conv, Gemm and MatMul in the main graph", set()),
+        (with_branches, "a model with its Conv, Gemm and MatMul nodes in the main graph", set()),
         (refused, "a model that ONNX Runtime runs (", set()),
     ],
     ids=["missing", "damaged", "truncated", "quantized", "bytes", "branches", "refused"],

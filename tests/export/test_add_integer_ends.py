@@ -132,10 +132,11 @@ def test_what_has_no_integer_ends_is_refused_and_nothing_written(tmp_path: Path)
     part = ship(settle(Residual(), 3, 12, 12), noise(4, 3, 12, 12), "io_part",
                 overrides={"stem": OverrideConfig(float=True)})  # fmt: skip
     with pytest.raises(
-        ConfigError, match=r"export\.io=uint8: expected float32: its input is not quantized, Conv"
+        ConfigError,
+        match=r"export\.io=uint8: expected float32, because Conv reads the model's input in float",
     ):
         to_integer_io(part.path, target, MEAN, STD, (-1.0, 1.0))
     flat = ship(Mlp().eval(), noise(4, 12), "io_mlp")
-    with pytest.raises(ConfigError, match="no batch of images with 3 channels"):
+    with pytest.raises(ConfigError, match="is not a batch of images with 3 channels"):
         to_integer_io(flat.path, target, MEAN, STD, (-1.0, 1.0))
     assert not target.exists()

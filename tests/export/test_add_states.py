@@ -129,8 +129,8 @@ def test_what_hears_more_than_its_states_falls_short(tmp_path: Path) -> None:
     ("make", "axes", "told"),
     [
         (lambda: nn.Sequential(nn.Linear(BANDS, CLASSES)), FRAMES, "the model has no LSTM, GRU or RNN"),
-        (lambda: Spotter("GRU", backwards=True), FRAMES, "reads from the end of a recording"),
-        (lambda: Spotter("GRU"), "none", "one axis beside the batch has to be free"),
+        (lambda: Spotter("GRU", backwards=True), FRAMES, "reads a recording from its end"),
+        (lambda: Spotter("GRU"), "none", "exactly one free axis in addition to the batch"),
     ],
 )
 def test_a_file_without_open_states_is_refused(make, axes, told: str, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

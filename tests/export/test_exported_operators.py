@@ -248,16 +248,22 @@ class Doubtful(nn.Module):
 REFUSED: dict[str, tuple[nn.Module, str]] = {
     "no form": (
         Call(torch.lgamma),
-        r"model\.name=1: torch's exporter knows no form in ONNX for prims\.lgamma\.default",
+        r"model\.name=1: torch's exporter cannot translate prims\.lgamma\.default to ONNX",
     ),
-    "places": (Pooled(), r"model\.name=1: the indices of aten\.adaptive_max_pool2d\.default have no form in ONNX"),
-    "branch": (Doubtful(), r"model\.name=1: torch's exporter refuses it: Could not guard on data-dependent .*"),
-    "complex": (Call(fft.fft2), r"model\.name=1: an output with complex numbers, which ONNX has no type for; .*"),
+    "places": (
+        Pooled(),
+        r"model\.name=1: ONNX has no operator for the indices that aten\.adaptive_max_pool2d\.default returns",
+    ),
+    "branch": (Doubtful(), r"model\.name=1: torch's exporter failed: Could not guard on data-dependent .*"),
+    "complex": (Call(fft.fft2), r"model\.name=1: this output is complex, and ONNX has no complex types; .*"),
     "one batch": (
         Call(lambda x: torch.kron(x[:, :, :2, :2], torch.ones(1, 1, 2, 2))),
-        r"export\.dynamic_batch=True: an operator of this model takes batches of 2 alone; false writes .*",
+        r"export\.dynamic_batch=True: an operator of this model works only with batches of 2; set it to false .*",
     ),
-    "projection": (Call(last_state, rnn=nn.LSTM(8, 5, proj_size=3)), r"model\.name=1\.layers\.rnn: an LSTM with .*"),
+    "projection": (
+        Call(last_state, rnn=nn.LSTM(8, 5, proj_size=3)),
+        r"model\.name=1\.layers\.rnn: this LSTM has proj_size, for which ONNX has no operator",
+    ),
 }  # fmt: skip
 
 

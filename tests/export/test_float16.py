@@ -203,5 +203,5 @@ def test_the_report_counts_what_stays_float32(tmp_path: Path) -> None:
     assert quantize_file.quantize(config) == 0
     notes = json.loads((tmp_path / "run" / "report.json").read_text())["notes"]
     (said,) = [note for note in notes if note.startswith("float16: ")]
-    assert " operators stay float32, whose values float16 can't hold: " in said
+    assert " operators stay float32 because float16 cannot hold the values: " in said
     assert int(said.split()[1]) >= 6

@@ -147,13 +147,13 @@ class ByKeyword(NoStatistics):
 @pytest.mark.parametrize(
     ("kind", "skipped"),
     [
-        (NormFirst, [("bn", "its input is no Conv or Linear")]),
+        (NormFirst, [("bn", "its input is not the output of a Conv or Linear")]),
         (TwoReaders, [("bn", "the output of conv has other readers")]),
         (
             SharedConv,
             [("bn1", "conv is called more than once"), ("bn2", "conv_1 is called more than once")],
         ),
-        (NoStatistics, [("bn", "it keeps no running statistics")]),
+        (NoStatistics, [("bn", "it has no running statistics")]),
         (SharedNorm, []),
     ],
     ids=lambda v: v.__name__ if isinstance(v, type) else "",

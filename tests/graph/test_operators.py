@@ -147,7 +147,11 @@ def test_a_class_of_ones_own_is_aligned_as_it_says() -> None:
     ("name", "facts", "said"),
     [
         ("max_pool", {"colour": "red"}, "colour='red' of operator max_pool: expected one of"),
-        ("max_pool", {"values": "new"}, "values='new' of operator max_pool: 'kept', as the table has it"),
+        (
+            "max_pool",
+            {"values": "new"},
+            "values='new' of operator max_pool: expected 'kept', the value in the table",
+        ),
         (
             "own",
             {"values": "some"},
@@ -157,12 +161,12 @@ def test_a_class_of_ones_own_is_aligned_as_it_says() -> None:
         (
             "max_pool",
             {"modules": ("torch.nn.BlurPol",)},
-            "'torch.nn.BlurPol' of operator max_pool: a type or function",
+            "'torch.nn.BlurPol' of operator max_pool: expected a type or function",
         ),
         (
             "max_pool",
             {"functions": "my.clip"},
-            "functions='my.clip' of operator max_pool: several, as a tuple",
+            "functions='my.clip' of operator max_pool: expected a tuple",
         ),
     ],
 )

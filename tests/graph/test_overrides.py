@@ -109,7 +109,9 @@ def test_auto_keeps_a_backends_own_bits_and_overrides_win() -> None:
 
 
 def test_reduce_range_needs_a_weight() -> None:
-    with pytest.raises(ConfigError, match="its weight settings have no effect: it has no quantized weight"):
+    with pytest.raises(
+        ConfigError, match="its weight settings have no effect: the operator has no quantized weight"
+    ):
         prepared(Chain(), IMAGES, overrides={"relu": OverrideConfig(reduce_range=True)})
 
 
@@ -154,11 +156,27 @@ def test_everything_in_float_leaves_nothing_to_quantize() -> None:
 @pytest.mark.parametrize(
     ("pattern", "override", "message"),
     [
-        ("relu", OverrideConfig(activation_dtype="int8"), "its range is that of conv1, name that instead"),
-        ("relu6", OverrideConfig(activation_symmetric=True), "its range is that of conv2, name that instead"),
-        ("relu*", OverrideConfig(activation_dtype="int8"), "its range is that of conv1, name that instead"),
-        ("relu", OverrideConfig(weight_granularity="per_tensor"), "it has no quantized weight"),
-        ("conv1", OverrideConfig(activation_symmetric=True), "its range starts at zero"),
+        (
+            "relu",
+            OverrideConfig(activation_dtype="int8"),
+            "the range is that of conv1; name that operator instead",
+        ),
+        (
+            "relu6",
+            OverrideConfig(activation_symmetric=True),
+            "the range is that of conv2; name that operator instead",
+        ),
+        (
+            "relu*",
+            OverrideConfig(activation_dtype="int8"),
+            "the range is that of conv1; name that operator instead",
+        ),
+        ("relu", OverrideConfig(weight_granularity="per_tensor"), "the operator has no quantized weight"),
+        (
+            "conv1",
+            OverrideConfig(activation_symmetric=True),
+            "the activation after it makes the range start at zero",
+        ),
     ],
 )
 def test_a_setting_without_effect_is_refused(pattern: str, override: OverrideConfig, message: str) -> None:
@@ -171,10 +189,10 @@ def test_a_setting_without_effect_is_refused(pattern: str, override: OverrideCon
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
-        ("pool", "its range is that of stem, name that instead"),
-        ("flatten", "its range is that of avgpool, name that instead"),
-        ("relu_1", "its range is that of conv1, name that instead"),
-        ("fc", "its output is not quantized"),
+        ("pool", "the range is that of stem; name that operator instead"),
+        ("flatten", "the range is that of avgpool; name that operator instead"),
+        ("relu_1", "the range is that of conv1; name that operator instead"),
+        ("fc", "the output is not quantized"),
     ],
 )
 def test_what_only_moves_values_names_where_its_range_comes_from(pattern: str, message: str) -> None:
@@ -184,7 +202,9 @@ def test_what_only_moves_values_names_where_its_range_comes_from(pattern: str, m
 
 def test_the_range_of_the_input_is_nobodys() -> None:
     model = torch.nn.Sequential(torch.nn.MaxPool2d(2), torch.nn.Conv2d(3, 4, 1))
-    with pytest.raises(ConfigError, match="its range is the model's input's, which no override changes"):
+    with pytest.raises(
+        ConfigError, match="the range is that of the model's input, which no override can change"
+    ):
         prepared(model, IMAGES, overrides={"0": OverrideConfig(activation_dtype="int8")})
 
 

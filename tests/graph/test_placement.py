@@ -216,5 +216,5 @@ def test_every_operator_of_a_transformer() -> None:
 def test_an_operator_with_a_float_input_is_reported() -> None:
     x = noise(2, 4, 8, 8)
     result = prepare_qat(stub(fuse(FloatAdd(), x).graph, x).graph, FBGEMM, x)
-    assert result.skipped == [("add", "add with a float input: sin")]
+    assert result.skipped == [("add", "add stays float because of a float input: sin")]
     assert result.changed == 5

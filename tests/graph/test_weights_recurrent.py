@@ -198,10 +198,10 @@ def test_a_large_one_is_a_quarter_and_costs_nothing_at_run_time(tmp_path: Any) -
     ("backend", "overrides", "settings", "said"),
     [
         (FBGEMM, {}, {}, "weight-only int8: ONNX Runtime has no int8 kernel for it"),
-        (TENSORRT, {}, {}, "LSTM stays float: its backend"),
+        (TENSORRT, {}, {}, "LSTM stays float: the backend does not support it"),
         (FBGEMM, {"op/lstm": OverrideConfig(float=True)}, {}, "float by override 'op/lstm'"),
         (FBGEMM, {"rnn": OverrideConfig(float=True)}, {}, "float by override 'rnn'"),
-        (FBGEMM, {}, {"proj_size": 4}, "LSTM stays float: ONNX's has no projection (proj_size)"),
+        (FBGEMM, {}, {"proj_size": 4}, "LSTM stays float: the LSTM of ONNX has no projection (proj_size)"),
     ],
 )
 def test_what_becomes_of_it_is_said(backend: Any, overrides: Any, settings: Any, said: str) -> None:

@@ -205,14 +205,14 @@ def one(dtype: str = "uint8", zero: int = 0, scale: Any = 0.05) -> Encoding:
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"nothing": one(), "else": one()}, "no tensor of the model is named in it (did you mean "),
+        ({"nothing": one(), "else": one()}, "the file names no tensor of the model (did you mean "),
         (
             {"input": one(), "features/relu:1": one()},
             "the model has no tensor 'features/relu:1' (did you mean features/relu:0",
         ),
         (
             {"input": one("uint16"), "features/relu:0": one("uint16")},
-            "2 of its encodings do not fit the backend: 'input' and its like need activation_dtype:uint16; set "
+            "2 encodings do not fit the backend ('input' needs activation_dtype:uint16); set "
             "backend.activation_dtype=uint16",
         ),
         (
@@ -264,19 +264,21 @@ def test_what_is_not_used_is_said(tmp_path: Path) -> None:
     }
     _, found = again(network(tmp_path / "net.onnx"), given)
     assert found.unused == {
-        "features/first:0": "its range is that of 'features/relu:0'",
-        "output": "no quantizer stands there",
+        "features/first:0": "the tensor has the range of 'features/relu:0'",
+        "output": "the tensor has no quantizer",
         "somewhere": "the model has no such tensor",
     }
     assert found.notes("e.json")[0] == (
-        "encodings: 1 activations and 0 weights are fixed by e.json; the 1 of biases follow from these"
+        "encodings: e.json sets the scales of 1 activation and 0 weights; the scales of biases follow from these"
     )
 
 
 def test_an_encoding_before_a_relu_does_not_undo_it(tmp_path: Path) -> None:
     given = {"features/first:0": one("uint8", 100), "input": one()}
     written, found = again(network(tmp_path / "net.onnx"), given)
-    assert found.unused == {"features/first:0": "its range ends where that of the ReLU behind it does"}
+    assert found.unused == {
+        "features/first:0": "the range has to start at zero like that of the ReLU after it"
+    }
     assert encodings_of(written.path).activations["features/relu:0"].zero_point == 0
 
 

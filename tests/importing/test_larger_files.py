@@ -51,7 +51,7 @@ def _shared(path: Path) -> Path:
     ("make", "reason"),
     [
         (_computed, "weights that the float file computes from smaller constants"),
-        (_shared, "weights that operators left in float read as well, so that both stay"),
+        (_shared, "weights that float operators read as well, so both copies are needed"),
     ],
 )
 def test_a_larger_file_has_its_reason(make: object, reason: str, tmp_path: Path) -> None:
@@ -62,6 +62,6 @@ def test_a_larger_file_has_its_reason(make: object, reason: str, tmp_path: Path)
     integers = _kinds(done.path, onnx.TensorProto.INT8)
     told = why_larger(file, done.path)
     assert more > 0 and integers > 128 * 128 and told is not None
-    assert told.startswith(f"the INT8 file is {more / 1e3:.0f} kB larger than the float one: ")
-    assert f"{integers / 1e3:.0f} kB are the integers of {reason}" in told
+    assert told.startswith(f"the INT8 file is {more / 1e3:.0f} kB larger than the float file: ")
+    assert f"{integers / 1e3:.0f} kB hold integers of {reason}" in told
     assert why_larger(done.path, file) is None

@@ -37,21 +37,27 @@ def test_states_are_named_by_their_inputs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"states": {"hh": "hN"}}, r"hh: hN: expected an input of gru.onnx; it has no 'hh' \(did you mean h"),
-        ({"states": {"h": "hn"}}, r"h: hn: expected an output of gru.onnx; it has no 'hn' \(did you mean hN"),
+        (
+            {"states": {"hh": "hN"}},
+            r"hh: hN: expected an input of gru.onnx; there is no 'hh' \(did you mean h",
+        ),
+        (
+            {"states": {"h": "hn"}},
+            r"h: hn: expected an output of gru.onnx; there is no 'hn' \(did you mean hN",
+        ),
         (
             {"states": {"h": "hN"}, "fix": {"h": [[0.0] * 8]}},
-            "input 'h' is fixed .* and takes the output 'hN'",
+            "h: hN: model.kwargs.fix already sets the input 'h'; remove it there or here",
         ),
-        ({"states": {"h": "y"}}, r"input 'h' is float32 \[n, 8\], and the output 'y' float32 \[n, 1\]"),
+        ({"states": {"h": "y"}}, r"input 'h' is float32 \[n, 8\], but the output 'y' is float32 \[n, 1\]"),
         (
             {"states": {"h": "hN", "x": "hN"}},
-            r"input 'x' is float32 \[n, 6\], and the output 'hN' float32 \[n, 8\]",
+            r"input 'x' is float32 \[n, 6\], but the output 'hN' is float32 \[n, 8\]",
         ),
         ({"states": {"h": "hN"}, "fix": {"x": [[0.0] * 6]}}, "every input of gru.onnx is a state or fixed"),
         ({"states": ["h"]}, r"model.kwargs.states=\['h'\]: expected \{INPUT: OUTPUT\}"),
         ({"states": {}}, r"expected \{INPUT: OUTPUT\}"),
-        ({"states": {"h": 3}}, "expected an output of gru.onnx; it has no '3'"),
+        ({"states": {"h": 3}}, "expected an output of gru.onnx; there is no '3'"),
     ],
 )
 def test_what_can_not_be_a_state_is_refused(kwargs: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -62,8 +68,8 @@ def test_what_can_not_be_a_state_is_refused(kwargs: dict[str, Any], message: str
 @pytest.mark.parametrize(
     ("shape", "kind", "message"),
     [
-        ((2, "n", 8), TensorProto.FLOAT, r"is float32 \[n, 8\], and the output 'hN' float32 \[2, n, 8\]"),
-        (("n", 8), TensorProto.DOUBLE, r"is float32 \[n, 8\], and the output 'hN' float64 \[n, 8\]"),
+        ((2, "n", 8), TensorProto.FLOAT, r"is float32 \[n, 8\], but the output 'hN' is float32 \[2, n, 8\]"),
+        (("n", 8), TensorProto.DOUBLE, r"is float32 \[n, 8\], but the output 'hN' is float64 \[n, 8\]"),
     ],
 )
 def test_a_state_keeps_its_type_and_its_axes(
@@ -82,7 +88,7 @@ def test_one_output_is_no_state_of_two_inputs(tmp_path: Path) -> None:
     second.CopyFrom(model.graph.input[1])
     second.name = "h2"
     onnx.save(model, str(path))
-    with pytest.raises(ConfigError, match="the inputs 'h' and 'h2' both take the output 'hN'"):
+    with pytest.raises(ConfigError, match="the inputs 'h' and 'h2' take the same output 'hN'"):
         _states(path, states={"h": "hN", "h2": "hN"})
 
 

@@ -310,6 +310,6 @@ def test_tables_and_gates_with_zero_points_are_refused(operator: str, tmp_path: 
     constants["v"] = draw.normal(0, 1, (8, 3)).astype(np.float32)
     nodes.append(helper.make_node("MatMul", ["e", "v"], ["y"], "/product"))
     source = save(tmp_path / "m.onnx", nodes, inputs, ["y"], constants)
-    with pytest.raises(ConfigError, match=r"zero points (has|have) no form"):
+    with pytest.raises(ConfigError, match=r"cannot have (a table|weights) with zero points"):
         write(source, feeds, backend=_asymmetric("int8"))
     assert not list(tmp_path.glob("*int8*"))

@@ -70,7 +70,7 @@ def test_branch_that_the_input_chooses_is_refused(tmp_path: Path) -> None:
     ]
     constants = {"three": np.array(3), "eight": np.array(8)}
     source = save(tmp_path / "float.onnx", nodes, {"x": (FLOAT, ["n", 3, 8, 8])}, ["y"], constants)
-    reason = r"node 'else_branch/Conv' has other weights in a branch of 'choice', which the input chooses"
+    reason = r"node 'else_branch/Conv' is in a branch that 'choice' chooses by the input, and its weights have changed"
     with pytest.raises(ConfigError, match=reason):
         write(source, {"x": torch.randn(2, 3, 8, 8)})
     assert not (tmp_path / "float_int8.onnx").exists()
@@ -276,7 +276,7 @@ def test_weights_in_float16_are_refused(tmp_path: Path) -> None:
     y = net.conv("x", 16, 3)
     halves = {name: value.astype(np.float16) for name, value in net.constants.items()}
     source = save(tmp_path / "float.onnx", net.nodes, {"x": (FLOAT16, ["n", 3, 8, 8])}, [y], halves)
-    with pytest.raises(ConfigError, match="node '/Conv_0' computes in float16; expected float32"):
+    with pytest.raises(ConfigError, match="node '/Conv_0' computes in float16 instead of float32"):
         write(source, {"x": torch.randn(2, 3, 8, 8)})
 
 
@@ -285,7 +285,7 @@ def test_graph_of_another_file_is_refused(tmp_path: Path) -> None:
     written = write(source, feeds)
     (tmp_path / "other").mkdir()
     other, _ = saved(GEMMS, tmp_path / "other")
-    with pytest.raises(ConfigError, match="of the converted graph is part of no node of the file"):
+    with pytest.raises(ConfigError, match="of the converted graph belongs to no node of the file"):
         write_back(import_onnx(other), written.converted, tmp_path / "y.onnx")
     assert not (tmp_path / "y.onnx").exists()
 

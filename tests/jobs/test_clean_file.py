@@ -107,7 +107,9 @@ def test_a_file_that_gives_other_values_is_not_written(tmp_path: Path) -> None:
       r = RandomNormalLike (x)
       y = Add (x, r) }"""
     net = save(tmp_path / "net.onnx", text)
-    with pytest.raises(ConfigError, match=r"output 'y' of the cleaned file differs .*; nothing is written"):
+    with pytest.raises(
+        ConfigError, match=r"output 'y' is at .* of the original file's, .*nothing was written"
+    ):
         quantize(run_of(net))
     assert [path.name for path in tmp_path.rglob("*")] == ["net.onnx"]
 
@@ -180,7 +182,7 @@ def test_a_key_encrypts_the_cleaned_file(net: Path, tmp_path: Path) -> None:
         ({"fix_shapes": 3}, "clean.fix_shapes=3: expected sizes by name"),
         (
             {"fix_shapes": {"bach": 1}},
-            r"clean.fix_shapes.bach=1: expected a name of a size .*\(did you mean batch",
+            r"clean.fix_shapes.bach=1: expected the name of a size .*\(did you mean batch",
         ),
         ({"custom_ops": ["none.so"]}, r"clean.custom_ops\[0\]=none.so: expected a library"),
         ({"inputs": "none.npz"}, "clean.inputs=none.npz: expected an .npz file"),
@@ -195,7 +197,7 @@ def test_a_mistake_is_one_line(asked: dict[str, Any], message: str, net: Path, t
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"no model", "the file can't be read as ONNX|holds no operator"),
+        (b"no model", "the file can't be read as ONNX|has no operators"),
         (None, "expected an ONNX file that exists"),
     ],
 )

@@ -142,8 +142,8 @@ def test_a_run_takes_over_the_scales_of_another_tool(tmp_path: Path) -> None:
     source = network(tmp_path / "net.onnx")
     assert quantize(given(tmp_path / "out", source)) == 0
     notes = " ".join(report_of(tmp_path / "out")["notes"])
-    assert "encodings: 4 activations and 3 weights are fixed by " in notes
-    assert "encodings not used, since no quantizer stands there: output" in notes
+    assert " sets the scales of 4 activations and 3 weights" in notes
+    assert "encodings not used, because the tensor has no quantizer: output" in notes
     listed = json.loads((SAMPLES / "per_channel.1.0.0.json").read_text())
     wanted = {one["name"]: np.float32(one["scale"]) for one in listed["param_encodings"]}
     held = constants(tmp_path / "out" / "model.static.onnx")
@@ -168,7 +168,7 @@ def test_a_pytorch_run_comes_back_and_so_does_its_cache(tmp_path: Path) -> None:
         again = constants(tmp_path / name / "model.int8.onnx")
         assert again.keys() == constants(file).keys()
         assert [n for n, one in constants(file).items() if one.tobytes() != again[n].tobytes()] == []
-        assert "weights are fixed by" in " ".join(report_of(tmp_path / name)["notes"])
+        assert "sets the scales of" in " ".join(report_of(tmp_path / name)["notes"])
     config.calibration.encodings = f"{PAIRS}"
     config = replace(config, output_dir=f"{tmp_path / 'fourth'}")
     with pytest.raises(ConfigError, match=r"^calibration.(cache|encodings)="):

@@ -129,7 +129,9 @@ def test_an_operator_with_wrong_weights_stays_float(
     config.backend.reduce_range = True  # `auto` writes the integers of a matrix again
     assert quantize_file.by_tools(config) == 0
     report = json.loads((tmp_path / "run" / "report.json").read_text())
-    assert report["notes"] == [f"{mode}: 1 operator stays float, whose weights would come out wrong: {node}"]
+    assert report["notes"] == [
+        f"{mode}: 1 operator stays float because the converted weights would be wrong: {node}"
+    ]
     target = tmp_path / "run" / made(mode)
     before, after = stored(source), stored(target)
     assert any(np.array_equal(after[weight], one) for one in (before[weight], before[weight].T))

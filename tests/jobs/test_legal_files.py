@@ -153,6 +153,6 @@ def test_a_circle_is_named(tmp_path: Path) -> None:
     path = by_hand(tmp_path / "file.onnx", nodes=nodes)
     with pytest.raises(
         ConfigError,
-        match=r"the graph has a circle: node '(sum|relu)' \((Add|Relu)\) reads a result of its own",
+        match=r"the graph has a cycle: node '(sum|relu)' \((Add|Relu)\) depends on its own output",
     ):
         quantize_file.quantize(settings(path, "dynamic", tmp_path / "run"))

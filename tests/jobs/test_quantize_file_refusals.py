@@ -122,7 +122,7 @@ def made_with(**changes: Any) -> Callable[[Path], object]:
 EXTRA = helper.make_tensor_value_info("mask", TensorProto.FLOAT, ["N", 3])
 
 
-INPUT = "a model of one input, float32 images [N, C, H, W] of 1 or 3 channels"
+INPUT = "a model with one input, float32 images [N, C, H, W] of 1 or 3 channels"
 
 
 def spoiled(path: Path) -> None:
@@ -149,25 +149,25 @@ def batch_inside(path: Path) -> None:
 BAD_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (missing, "a float ONNX file that exists"),
     "text": (text, "the file can't be read as ONNX ("),
-    "empty": (empty, "an ONNX file with a graph; this one holds no operator"),
-    "lost weights": (lost_weights, "its external data is missing: weights.bin"),
-    "short weights": (short_weights, "its external data weights.bin ends before all values of "),
-    "too large": (too_large, "a model of at most 2 GB, external data included"),
-    "quantized": (quantized, "a float model; this one is quantized already (it has DequantizeLinear)"),
-    "dynamic": (dynamically_quantized, "a float model; this one is quantized already (it has DynamicQuantizeLinear)"),
-    "not finite": (spoiled, "finite weights; 'w' of 'conv' (Conv) holds NaN or infinity"),
+    "empty": (empty, "an ONNX file with a graph; this one has no operators"),
+    "lost weights": (lost_weights, "the file weights.bin with its external data is missing"),
+    "short weights": (short_weights, "the file weights.bin with its external data ends before the last value of "),
+    "too large": (too_large, "a model of at most 2 GB, including external data"),
+    "quantized": (quantized, "a float model; this one is quantized already (it contains DequantizeLinear)"),
+    "dynamic": (dynamically_quantized, "this one is quantized already (it contains DynamicQuantizeLinear)"),
+    "not finite": (spoiled, "a model with finite weights; the weight 'w' of 'conv' (Conv) contains NaN or infinity"),
     "a batch inside": (batch_inside, "a model that runs on images [2, 3, 8, 8] ("),
-    "nothing to quantize": (no_operator, "a model with an operator to quantize: Conv, Gemm, MatMul, LSTM"),
+    "nothing to quantize": (no_operator, "a model that has operators to quantize (Conv, Gemm, MatMul, LSTM"),
     "unknown operator": (unknown_operator, "a model that ONNX Runtime runs ("),
     "unknown operator in a branch": (unknown_operator_in_a_branch, "a model that ONNX Runtime runs (This is"),
     "no upgrade": (no_upgrade, "a file of opset 7 to "),
-    "a branch": (with_branches, "a model with its Conv, Gemm and MatMul in the main graph; its If holds some"),
-    "two inputs": (made_with(inputs=[EXTRA]), f"{INPUT}; it has input, mask"),
+    "a branch": (with_branches, "Conv, Gemm and MatMul nodes in the main graph; this one has some in If"),
+    "two inputs": (made_with(inputs=[EXTRA]), f"{INPUT}; this one has the inputs input, mask"),
     "rank": (made_with(shape=["N", 192]),
-             f"{INPUT}; its input 'input' is float32 [?, 192] (data=arrays takes any inputs)"),
+             f"{INPUT}; the input 'input' is float32 [?, 192] (data=arrays supports any inputs)"),
     "channels": (made_with(shape=["N", 8, 8, 3]),
-                 f"{INPUT}; its input 'input' is float32 [?, 8, 8, 3] (data.layout=nhwc is for such a file)"),
-    "bytes": (made_with(kind=TensorProto.UINT8), f"{INPUT}; its input 'input' is uint8 [?, 3, 8, 8]"),
+                 f"{INPUT}; the input 'input' is float32 [?, 8, 8, 3] (data.layout=nhwc supports it)"),
+    "bytes": (made_with(kind=TensorProto.UINT8), f"{INPUT}; the input 'input' is uint8 [?, 3, 8, 8]"),
     "classes": (made_with(classes=7), "logits [N, 10], one for each class of the data; it gives [2, 7]"),
 }  # fmt: skip
 
@@ -212,16 +212,16 @@ def test_an_unknown_operator_is_named_with_its_domain_and_node(
 
 
 BAD_SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "size": ({}, {"data": {"image_size": 16}}, "data.image_size=16: expected null or 8, the input of "),
+    "size": ({}, {"data": {"image_size": 16}}, "data.image_size=16: expected null or 8, the input size of "),
     "sides": (
         {"shape": ["N", 3, 8, 16]},
         {"data": {"image_size": [16, 8]}},
-        "data.image_size=[16, 8]: expected null or [8, 16], the input of ",
+        "data.image_size=[16, 8]: expected null or [8, 16], the input size of ",
     ),
     "one side": (
         {"shape": ["N", 3, 8, "W"]},
         {"data": {"image_size": [9, 20]}},
-        "data.image_size=[9, 20]: expected null or [8, 20], the input of ",
+        "data.image_size=[9, 20]: expected null or [8, 20], the input size of ",
     ),
     "layout": ({}, {"data": {"layout": "nhwc"}}, "onnx="),
     "channels": ({}, {"data": {"mean": [0.5], "std": [0.5]}}, "data.mean=[0.5]: expected 3 numbers: "),

@@ -45,7 +45,9 @@ def test_the_report_says_it_computes_in_float(finished: Path) -> None:
     audit = reported["audit"]
     assert audit["int8_macs"] == 0 < audit["macs"] and not audit["problems"]
     kinds = {n["precision"]: n["reason"] for n in audit["nodes"] if n["op"] in ("Conv", "Gemm", "FusedConv")}
-    assert list(kinds) == ["float"] and "16-bit integers, which ONNX Runtime rounds to" in kinds["float"]
+    assert (
+        list(kinds) == ["float"] and "16-bit values, which ONNX Runtime computes in float" in kinds["float"]
+    )
     assert any("activations have 16 bits" in note for note in reported["notes"])
     page = (finished / "report.html").read_text()
     assert "W4A16, ONNX Runtime" in page

@@ -7,7 +7,7 @@ import pytest
 import torch
 from chain import noise
 
-from qatkit.quant import weight_fake_quantize
+from qatkit.quant import weight_quantizer_state
 from qatkit.quant.granularity import Granularity, PerBlock, PerChannel, PerTensor
 from qatkit.quant.qat_layers import QATEmbedding
 from qatkit.quant.spec import QuantSpec
@@ -37,7 +37,7 @@ def test_pieces_of_a_weight_give_what_the_whole_gives(
     weight = noise(10, 48)
     whole = quantizer(weight, granularity, fixed=fixed)
     values, integers = whole(weight)[0], whole.integers(weight, None, torch.ones(())).weight
-    monkeypatch.setattr(weight_fake_quantize, "_PIECE", 3 * 48)
+    monkeypatch.setattr(weight_quantizer_state, "_PIECE", 3 * 48)
     parts = quantizer(weight, granularity, fixed=fixed)
     assert len(parts.pieces(weight)) == (1 if granularity == PerTensor() else 4)
     made = torch.cat([parts.of_rows(rows)(weight[rows])[0] for rows in parts.pieces(weight)])

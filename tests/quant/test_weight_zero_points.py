@@ -230,8 +230,8 @@ def test_a_runtime_without_zero_points_of_channels_is_refused(monkeypatch: pytes
 
 def test_learned_scales_have_no_zero_point(monkeypatch: pytest.MonkeyPatch) -> None:
     message = (
-        "quantizer.weight=qatkit.quant.learned.lsq.LSQWeightFakeQuantize: expected a quantizer of weights with zero "
-        "points, such as qatkit.quant.weight_fake_quantize.WeightFakeQuantize"
+        "quantizer.weight=qatkit.quant.learned.lsq.LSQWeightFakeQuantize: expected a quantizer that supports "
+        "weights with zero points, such as qatkit.quant.weight_fake_quantize.WeightFakeQuantize"
     )
     with pytest.raises(ConfigError) as refused:
         LSQWeightFakeQuantize(WIDE, (6, 32))

@@ -26,12 +26,16 @@ class BlockAlgorithm(Algorithm):
     stays: ClassVar[str]
     tables: ClassVar[bool] = False
     images: int = setting(
-        256, "of the calibration images, whose activations between two blocks are kept", COUNT
+        256, "number of calibration images whose activations between two blocks are stored", COUNT
     )
     batch_size: int = setting(
-        4, "images kept together; a step takes several such lots of small tensors", COUNT
+        4,
+        "number of images that are stored together; a step may use several such batches of small tensors",
+        COUNT,
     )
-    memory: int = setting(2048, "MiB of activations in memory; what is more is in temporary files", COUNT)
+    memory: int = setting(
+        2048, "largest size of activations in memory, in MiB; the rest is stored in temporary files", COUNT
+    )
 
     def notes(self, graph_module: fx.GraphModule) -> list[tuple[str, str]]:
         """Returns (site, reason) of the quantized operators that it cannot change."""
@@ -46,9 +50,11 @@ class LearnedRounding(BlockAlgorithm):
 
     expensive: ClassVar[bool] = True
     stays: ClassVar[str] = "rounding not learned"
-    steps: int = setting(100, "of Adam a block", COUNT)
-    lr: float = setting(0.03, "of the variable behind each rounding", POSITIVE)
+    steps: int = setting(100, "number of Adam steps per block", COUNT)
+    lr: float = setting(0.03, "learning rate of the variables that choose the roundings", POSITIVE)
     strength: float = setting(
-        10.0, "of the pull to up or down, in shares of the error at the start", Range(0)
+        10.0,
+        "weight of the term that pushes roundings to up or down, relative to the initial error",
+        Range(0),
     )
-    warm: float = setting(0.2, "share of the steps before that", Range(0, 1))
+    warm: float = setting(0.2, "share of the steps before this term is used", Range(0, 1))

@@ -123,14 +123,16 @@ class Journal:
             content = plain.read_bytes()
         try:
             stored = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-            reason = "" if stored["key"] == self._key else "is of another model, data or setting"
+            reason = (
+                "" if stored["key"] == self._key else "the file belongs to another model, data or setting"
+            )
             found: Found = stored["found"]
             if stored["digest"] != fingerprint(found):
-                reason = "is damaged"
+                reason = "the file is damaged"
         except Exception as error:  # any content is possible
-            reason = f"can't be read ({type(error).__name__})"
+            reason = f"the file cannot be read ({type(error).__name__})"
         if reason:
-            warnings.warn(f"{path}: {reason}; its blocks are done again", stacklevel=3)
+            warnings.warn(f"{path}: {reason}; its blocks are computed again", stacklevel=3)
             return None
         return found
 

@@ -75,9 +75,9 @@ def changeable(
         if isinstance(module, Computed) and module.program("weight") is not None:
             return "its weight is computed from other parameters"
         if module.bn is not None:
-            return "it has a BatchNorm of its own (schedule.batch_norm=fold folds it)"
+            return "its BatchNorm is not folded (schedule.batch_norm=fold folds it)"
         if reads[id(module.weight)] - len(tied.get(id(module.weight), ())) > 1:
-            return "its weight serves several calls"
+            return "several calls share its weight"
         return None
 
     chosen, skipped = sorted_out(graph_module, reason)
@@ -100,6 +100,6 @@ def rounded(algorithm: object, operators: dict[str, QATOperator]) -> int:
     if not count:
         name = type(algorithm).__name__
         warnings.warn(
-            f"{name}: no rounding better than the nearest was found; nothing is changed", stacklevel=3
+            f"{name} found no better rounding than to the nearest and changed nothing", stacklevel=3
         )
     return count

@@ -1,14 +1,15 @@
-"""Services for a given ONNX file that keep its function, in the order in which they run.
+"""Changes to a given ONNX file that keep its function, in the order in which they run.
 
-    float32.py     float16 tensors become float32
-    opset.py       another opset
-    fix_shapes.py  open axes get sizes
-    fold.py        constants folded, what does nothing removed, duplicates merged; join.py: joined with convolutions
-    layout.py      channels first or last at the file's ends
-    unshare.py     an initializer for each reader
-    shapes.py      types and shapes of all tensors
-    names.py       names of plain characters
+    float32.py     converts float16 tensors to float32
+    opset.py       converts to another opset
+    fix_shapes.py  fixes the sizes of open axes
+    fold.py        folds constants, removes no-ops, merges duplicates; join.py: folds operators into convolutions
+    layout.py      puts channels first or last in inputs and outputs
+    unshare.py     copies an initializer for each reader
+    shapes.py      infers types and shapes of all tensors
+    names.py       gives names of plain characters
 
-`run.py` calls them. `drawn.py` makes inputs, on which `proof.py` compares the file with what it was; `store.py` writes
-it, large ones with external data. A service returns lines that say what it changed, none where it changed nothing.
+`run.py` calls these services. `drawn.py` makes inputs, on which `proof.py` compares the file with the original.
+`store.py` writes it, with external data if it is large. Each service returns lines that say what it changed; an empty
+list means that it changed nothing.
 """

@@ -1,4 +1,4 @@
-"""Inputs on which a file and its cleaned form are compared: given, or drawn with sizes that the file runs on."""
+"""Inputs for comparing a file with its cleaned form: given in a file, or random with sizes that the model accepts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _HIGHEST = (3, 1)  # below which integers are drawn; 1: all are 0
 
 
 class Port(NamedTuple):
-    """An input: its name, its type and its axes, a number or a name or None each."""
+    """The name, type and axes of an input; each axis is a number, a name or None."""
 
     name: str
     dtype: np.dtype[Any]
@@ -33,15 +33,13 @@ def ports(model: ir.Model) -> list[Port]:
     """Returns the inputs of a model.
 
     Raises:
-        ConfigError: one is no tensor of numbers with known axes.
+        ConfigError: an input is not a tensor of numbers of known rank.
     """
     found = []
     for value in model.graph.inputs:
         kind = value.type
         if not isinstance(kind, ir.TensorType) or kind.dtype == ir.DataType.STRING or value.shape is None:
-            reason = (
-                f"input '{value.name}' is no tensor of numbers with known axes, so the file can't be compared"
-            )
+            reason = f"input '{value.name}' is not a tensor of numbers of known rank, so the file cannot be compared"
             raise ConfigError("onnx", value.name, reason=reason)
         shape = tuple(size if isinstance(size, int) else size_name(size) for size in value.shape)
         found.append(Port(str(value.name), np.dtype(kind.dtype.numpy()), shape))
@@ -49,10 +47,10 @@ def ports(model: ir.Model) -> list[Port]:
 
 
 def drawn(session: ort.InferenceSession, wanted: Sequence[Port]) -> list[Feeds]:
-    """Returns two sets of inputs that a file runs on, the second with a batch of two where the first axis is open.
+    """Returns two sets of random inputs that a model accepts; the second has a batch of two if the first axis is open.
 
     Raises:
-        ConfigError: it runs on none of the sizes that are tried.
+        ConfigError: the model accepts none of the sizes that are tried.
     """
     failure: Exception | None = None
     for size, highest in product(_SIZES, _HIGHEST):
@@ -62,14 +60,16 @@ def drawn(session: ort.InferenceSession, wanted: Sequence[Port]) -> list[Feeds]:
             return [feeds, *_second(session, wanted, size, highest)]
         failure = failure or found
     assert failure is not None
-    reason = f"the file runs on no inputs that were drawn ({one_line(failure)}); {KEY}=FILE.npz gives some"
+    reason = (
+        f"the model accepts none of the random inputs ({one_line(failure)}); give inputs with {KEY}=FILE.npz"
+    )
     raise ConfigError(KEY, None, reason=reason)
 
 
 def _second(
     session: ort.InferenceSession, wanted: Sequence[Port], size: int, highest: int
 ) -> Iterator[Feeds]:
-    """Yields further inputs of another batch; of the same where the file does not take it."""
+    """Yields a set of inputs with another batch size, or with the same one if the model accepts no other."""
     for batch in (2, 1):
         feeds = _feeds(wanted, 1, size, highest, batch)
         if _failure(session, feeds) is None:
@@ -112,23 +112,27 @@ def given(path: Path, wanted: Sequence[Port]) -> Feeds:
     """Returns the inputs in an .npz file.
 
     Raises:
-        ConfigError: it can't be read, lacks an input, or holds one of another type or other sizes.
+        ConfigError: the file cannot be read, lacks an input, or holds an input of another type or shape.
     """
     try:
         with np.load(path) as held:
             found = {name: held[name] for name in held.files}
     except (OSError, ValueError) as error:
-        raise ConfigError(KEY, path, f"an .npz file of inputs by name ({one_line(error)})") from error
+        raise ConfigError(
+            KEY, path, f"an .npz file that holds the inputs by name ({one_line(error)})"
+        ) from error
     for port in wanted:
         array = found.get(port.name)
         if array is None:
-            raise ConfigError(KEY, path, f"all inputs of the file; '{port.name}' is missing")
+            raise ConfigError(
+                KEY, path, f"an .npz file with all inputs of the model; '{port.name}' is missing"
+            )
         fits = len(array.shape) == len(port.shape) and all(
             not isinstance(own, int) or size == own for size, own in zip(array.shape, port.shape, strict=True)
         )
         if array.dtype != port.dtype or not fits:
             sizes = ", ".join("?" if size is None else str(size) for size in port.shape)
             held_text = f"{array.dtype} {list(array.shape)}"
-            allowed = f"'{port.name}' as {port.dtype} [{sizes}]; the file holds {held_text}"
+            allowed = f"an array '{port.name}' of {port.dtype} [{sizes}]; the file holds {held_text}"
             raise ConfigError(KEY, path, allowed)
     return {port.name: found[port.name] for port in wanted}

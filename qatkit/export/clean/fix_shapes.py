@@ -1,4 +1,4 @@
-"""Fixes the sizes of open axes of a file's inputs, by the name of the size or by the axis."""
+"""Fixes the sizes of open axes of a file's inputs, by the name of the size or by the number of the axis."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Place = tuple[str, int]  # an input and one of its axes
 
 
 def fix_shapes(model: ir.Model, asked: Mapping[str, Any]) -> list[str]:
-    """Fixes sizes in the inputs, and wherever the same names of sizes stand.
+    """Fixes sizes in the inputs, and everywhere else where the file uses the same name for a size.
 
     Raises:
-        ConfigError: a name of neither a size nor an input, an axis that the input lacks, or another size than the
-            file has.
+        ConfigError: a name is neither a size nor an input, an input lacks the axis, or the file already has a
+            different size there.
     """
     if not isinstance(asked, Mapping):
         raise ConfigError(KEY, asked, "sizes by name ({batch: 1}) or by input ({input: {2: 224}})")
@@ -37,12 +37,12 @@ def fix_shapes(model: ir.Model, asked: Mapping[str, Any]) -> list[str]:
         for place, size in _places(key, given, inputs, symbols):
             found = _present(inputs, place, key)
             if isinstance(found, int) and found != size:
-                reason = f"axis {place[1]} of input '{place[0]}' has {found} in the file, not {size}"
+                reason = f"axis {place[1]} of input '{place[0]}' has size {found} in the file, not {size}"
                 raise ConfigError(f"{KEY}.{key}", given, reason=reason)
             placed[place] = size
             symbol = size_name(found)
             if symbol and named.setdefault(symbol, size) != size:
-                reason = f"'{symbol}' is one size, and gets {named[symbol]} and {size}"
+                reason = f"the size '{symbol}' gets two values, {named[symbol]} and {size}; give one"
                 raise ConfigError(f"{KEY}.{key}", given, reason=reason)
     return [*_fix_named(model, named), *_fix_placed(inputs, placed)]
 
@@ -50,7 +50,7 @@ def fix_shapes(model: ir.Model, asked: Mapping[str, Any]) -> list[str]:
 def _places(
     key: str, given: Any, inputs: Mapping[str, ir.Value], symbols: set[str]
 ) -> Iterator[tuple[Place, int]]:
-    """Yields the axes that one entry of the setting names."""
+    """Yields the axes that one entry of the setting names, with their sizes."""
     found = _PLACED.fullmatch(key)
     if key in inputs and isinstance(given, Mapping):
         for axis, size in given.items():
@@ -58,17 +58,21 @@ def _places(
     elif key in inputs and isinstance(given, (list, tuple)):
         rank = len(inputs[key].shape or ())
         if len(given) != rank:
-            raise ConfigError(f"{KEY}.{key}", list(given), f"{rank} sizes, one for each axis of the input")
+            raise ConfigError(
+                f"{KEY}.{key}", list(given), f"a list of {rank}, one size for each axis of the input"
+            )
         for axis, size in enumerate(given):
             yield (key, axis), _size(key, size)
     elif found and found[1] in inputs:
         yield (found[1], int(found[2])), _size(key, given)
     elif key in inputs:
-        raise ConfigError(f"{KEY}.{key}", given, "sizes by axis ({2: 224}) or of all axes ([1, 3, 224, 224])")
+        raise ConfigError(
+            f"{KEY}.{key}", given, "sizes by axis ({2: 224}), or a list for all axes ([1, 3, 224, 224])"
+        )
     else:
         known = [*sorted(symbols), *inputs]
         listed = ", ".join(known) or "none"
-        allowed = f"a name of a size or an input of the file ({listed}){did_you_mean(key, known)}"
+        allowed = f"the name of a size or an input of the file ({listed}){did_you_mean(key, known)}"
         raise ConfigError(f"{KEY}.{key}", given, allowed)
 
 
@@ -76,7 +80,7 @@ def _axis(key: str, axis: Any) -> int:
     try:
         return int(axis)
     except (TypeError, ValueError):
-        raise ConfigError(f"{KEY}.{key}", axis, "the number of an axis, from 0 on") from None
+        raise ConfigError(f"{KEY}.{key}", axis, "the number of an axis, starting at 0") from None
 
 
 def _size(key: str, size: Any) -> int:
@@ -90,13 +94,18 @@ def _present(inputs: Mapping[str, ir.Value], place: Place, key: str) -> int | ir
     name, axis = place
     shape = inputs[name].shape
     if shape is None or not 0 <= axis < len(shape):
-        rank = "no known axes" if shape is None else f"axes 0 to {len(shape) - 1}"
+        if shape is None:
+            rank = "no known axes"
+        elif len(shape) == 1:
+            rank = "only axis 0"
+        else:
+            rank = f"axes 0 to {len(shape) - 1}" if shape else "no axes"
         raise ConfigError(f"{KEY}.{key}", axis, f"an axis of input '{name}', which has {rank}")
     return shape[axis]
 
 
 def _fix_named(model: ir.Model, named: Mapping[str, int]) -> list[str]:
-    """Puts sizes in the place of their names, throughout the file."""
+    """Replaces names of sizes by numbers throughout the file."""
     counts = dict.fromkeys(named, 0)
     for graph in graphs(model.graph):
         for value in values(graph):
@@ -106,7 +115,7 @@ def _fix_named(model: ir.Model, named: Mapping[str, int]) -> list[str]:
                 if shape is not None and name is not None and name in named:
                     value.shape = shape = _with(shape, axis, named[name])
                     counts[name] += 1
-    return [f"{name} = {size} (in {counts[name]} places)" for name, size in named.items()]
+    return [f"{name} = {size} (places changed: {counts[name]})" for name, size in named.items()]
 
 
 def _fix_placed(inputs: Mapping[str, ir.Value], placed: Mapping[Place, int]) -> list[str]:

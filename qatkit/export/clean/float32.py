@@ -1,4 +1,4 @@
-"""A float16 file in float32: weights, constants, casts and both ends."""
+"""Converts a float16 file to float32: weights, constants, casts, inputs and outputs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TYPES = ("to", "dtype")  # attributes that hold an element type
 def to_float32(model: ir.Model) -> list[str]:
     """Replaces float16 by float32 throughout the model."""
     infer(model)  # since casts are known by their types
-    counts = {"tensors stored": 0, "types": 0, "casts": 0}
+    counts = {"stored tensors": 0, "types": 0, "casts": 0}
     for graph in graphs(model.graph):
         for value in values(graph):
             if value.dtype == _HALF:
@@ -25,17 +25,17 @@ def to_float32(model: ir.Model) -> list[str]:
             if value.const_value is not None and value.const_value.dtype == _HALF:
                 value.const_value = _widened(value.const_value)
                 value.type = ir.TensorType(_FLOAT)
-                counts["tensors stored"] += 1
+                counts["stored tensors"] += 1
         for node in graph:
             for attribute in list(node.attributes.values()):
                 counts["casts"] += _widen(node, attribute)
     removed = sum(_drop_casts(graph) for graph in graphs(model.graph))
-    changed = [f"{count} {what} to float32" for what, count in counts.items() if count]
-    return changed + ([f"{removed} Cast removed"] if removed else [])
+    changed = [f"{what} changed to float32: {count}" for what, count in counts.items() if count]
+    return changed + ([f"Cast nodes removed: {removed}"] if removed else [])
 
 
 def _as_float(kind: ir.TypeProtocol | None) -> ir.TypeProtocol:
-    """Returns the same type of float32 elements, also of a sequence or an optional tensor."""
+    """Returns the same type with float32 elements; sequences and optional tensors are converted too."""
     if isinstance(kind, (ir.SequenceType, ir.OptionalType)):
         return type(kind)(_as_float(kind.elem_type))
     return ir.TensorType(_FLOAT)
@@ -46,7 +46,7 @@ def _widened(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
 
 
 def _widen(node: ir.Node, attribute: ir.Attr) -> bool:
-    """Changes an attribute that holds float16 or names it."""
+    """Changes an attribute that holds float16 values, or names float16 as a type; returns whether it did."""
     if attribute.type == ir.AttributeType.TENSOR and attribute.as_tensor().dtype == _HALF:
         node.attributes.add(ir.AttrTensor(attribute.name, _widened(attribute.as_tensor())))
         return True
@@ -61,7 +61,7 @@ def _widen(node: ir.Node, attribute: ir.Attr) -> bool:
 
 
 def _drop_casts(graph: ir.Graph) -> int:
-    """Removes casts from float32 to float32; one between both ends of the file stays."""
+    """Removes casts from float32 to float32, except one between an input and an output of the file."""
     dropped = 0
     for node in list(graph):
         source = node.inputs[0] if node.op_type == "Cast" and not node.domain else None

@@ -1,8 +1,8 @@
 """Folds constants, removes no-op nodes and merges duplicates by ONNX Runtime's basic optimizer and onnx_ir.
 
-The optimizer is the one that prepares files for its quantization tools (`qatkit.export.for_ort_tools`). Left out are
-those of its passes that replace ONNX's operators by ones of its own, that round otherwise where all is to be exact, and
-that move the pairs of a quantized file.
+The optimizer is the one that prepares files for ONNX Runtime's quantization tools (`qatkit.export.for_ort_tools`).
+Three kinds of its passes are left out: those that replace ONNX operators by ONNX Runtime's own, those that move the
+QuantizeLinear and DequantizeLinear nodes of a quantized file and, with `exact`, those that change rounding.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ROUNDING = (
     "GemmSumFusion",
     "MatMulAddFusion",
     "MatMul_BatchNormalization_Fusion",
-    "TransposeOptimizer",  # sums then run in another order
+    "TransposeOptimizer",  # it changes the order of sums
 )
 _OF_PAIRS = (
     "QDQPropagationTransformer",
@@ -44,16 +44,16 @@ _QUANTIZED = ("QuantizeLinear", "DequantizeLinear")
 
 
 def fold(model: ir.Model, folder: Path, *, exact: bool, threads: int) -> tuple[ir.Model, list[str]]:
-    """Returns the folded model, whose large weights may lie in `folder`, and what was removed.
+    """Returns the folded model, whose large weights may be stored in `folder`, and lines about what was removed.
 
     Args:
         model: of any opset.
-        folder: a temporary one, which is there as long as the model is used.
-        exact: whether all passes are left out that round otherwise.
-        threads: of ONNX Runtime.
+        folder: a temporary folder that exists as long as the model is used.
+        exact: whether to leave out all passes that change rounding.
+        threads: number of ONNX Runtime's threads.
 
     Raises:
-        ConfigError: ONNX Runtime can't load the model.
+        ConfigError: ONNX Runtime cannot load the model.
     """
     before = _kinds(model)
     with quiet():
@@ -65,7 +65,7 @@ def fold(model: ir.Model, folder: Path, *, exact: bool, threads: int) -> tuple[i
     found.metadata_props.update(model.metadata_props)
     found.ir_version = max(found.ir_version, model.ir_version)
     if {node.domain for node in nodes(found)} - {node.domain for node in nodes(model)}:
-        found = model  # a later ONNX Runtime has other passes that make operators of its own
+        found = model  # a newer ONNX Runtime may have further passes that insert its own operators
         _clear(found)
     return found, _lines(before, _kinds(found))
 
@@ -102,7 +102,7 @@ def _kinds(model: ir.Model) -> Counter[str]:
 
 
 def _lines(before: Counter[str], after: Counter[str]) -> list[str]:
-    """Returns nodes and initializers before and after, and the types whose number changed."""
+    """Returns lines about the numbers of nodes and initializers, and the types of node whose number changed."""
     totals = [(one.total() - one[""], one[""]) for one in (before, after)]
     changed = {kind: after[kind] - before[kind] for kind in sorted({*before, *after}) if kind}
     kinds = ", ".join(f"{kind} {count:+}" for kind, count in changed.items() if count)

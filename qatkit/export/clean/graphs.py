@@ -10,7 +10,7 @@ from qatkit.export.rewrite import subgraphs
 
 
 def graphs(graph: ir.Graph) -> Iterator[ir.Graph]:
-    """Yields a graph, then the branches and bodies below it."""
+    """Yields a graph, then the branches and loop bodies in it."""
     yield graph
     for node in graph:
         for inner in subgraphs(node):
@@ -28,7 +28,7 @@ def values(graph: ir.Graph) -> Iterator[ir.Value]:
 
 
 def nodes(model: ir.Model) -> Iterator[ir.Node]:
-    """Yields all nodes, those of branches and bodies, too."""
+    """Yields all nodes, including those of branches and loop bodies."""
     for graph in graphs(model.graph):
         yield from graph
 
@@ -39,5 +39,5 @@ def taken_names(model: ir.Model) -> set[str | None]:
 
 
 def size_name(size: int | ir.SymbolicDim) -> str | None:
-    """Returns the name of an open size; None of a number, and of one that exporters write for any size."""
+    """Returns the name of an open size; None for a number, or a placeholder that exporters write for any size."""
     return None if isinstance(size, int) or size.value in (None, "", "?") else size.value

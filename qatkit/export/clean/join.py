@@ -16,12 +16,11 @@ from qatkit.verify.graph_view import constant, operand
 
 
 def join(model: ir.Model, *, exact: bool) -> None:
-    """Multiplies a number into the weights of the Conv that reads the product, and adds a vector that follows a
-    ConvTranspose to its bias.
+    """Folds a constant factor before a Conv into its weights, and a vector added after a ConvTranspose into its bias.
 
     Args:
-        model: which is changed.
-        exact: whether all factors are powers of two, and nothing is added.
+        model: changed in place.
+        exact: whether to fold only factors that are powers of two, and no sums.
     """
     for graph in graphs(model.graph):
         for node in list(graph):
@@ -36,14 +35,14 @@ def join(model: ir.Model, *, exact: bool) -> None:
 
 
 def _passes(node: ir.Node) -> bool:
-    """Returns whether a node gives its only input as it is."""
+    """Returns whether a node returns its only input unchanged."""
     return (node.op_type == "Split" and len(node.outputs) == 1) or (
         node.op_type == "Concat" and len(node.inputs) == 1
     )
 
 
 def _drop(graph: ir.Graph, node: ir.Node) -> None:
-    """Removes a node whose readers get its first input instead; one that makes an output stays."""
+    """Removes a node and connects its readers to its first input; a node that makes an output of the file stays."""
     source, made = node.inputs[0], node.outputs[0]
     if source is not None and not made.is_graph_output():
         made.replace_all_uses_with(source)
@@ -51,7 +50,7 @@ def _drop(graph: ir.Graph, node: ir.Node) -> None:
 
 
 def _constant_beside(node: ir.Node) -> tuple[ir.Value | None, NDArray[np.floating] | None]:
-    """Returns the computed operand of a node with two, and the constant one; None where there is no such pair."""
+    """Returns the computed and the constant operand of a binary node; None each if it has no such operands."""
     for index in (0, 1):
         held = constant(operand(node, index))
         other = operand(node, 1 - index)
@@ -87,7 +86,7 @@ def _join_factor(model: ir.Model, graph: ir.Graph, conv: ir.Node, exact: bool) -
 
 
 def _scales_exactly(weight: NDArray[np.floating], number: np.floating) -> bool:
-    """Returns whether no weight leaves the range in which a power of two keeps all digits."""
+    """Returns whether multiplication by a power of two is exact for all weights (no overflow, no subnormals)."""
     scaled = weight * number
     smallest = np.finfo(weight.dtype).tiny
     return bool(np.isfinite(scaled).all() and (np.abs(scaled[scaled != 0]) >= smallest).all())

@@ -1,4 +1,4 @@
-"""Puts channels first or last at a file's ends, by a new Transpose or an existing one."""
+"""Puts the channels of inputs and outputs first or last, by a new Transpose or by changing an existing one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LAYOUTS = ("nchw", "nhwc")
 
 
 def permutation(layout: str, rank: int) -> tuple[int, ...]:
-    """Returns the axes of the old tensor in the order of the new one, which has this layout."""
+    """Returns the axes of the old tensor in the order of the new tensor, which has layout `layout`."""
     return (0, *range(2, rank), 1) if layout == "nhwc" else (0, rank - 1, *range(1, rank - 1))
 
 
@@ -23,7 +23,7 @@ def change_layout(model: ir.Model, asked: Mapping[str, str]) -> list[str]:
     """Transposes inputs and outputs.
 
     Raises:
-        ConfigError: a name of neither, a word that is no layout, or a tensor of fewer than 3 axes.
+        ConfigError: a name is neither an input nor an output, a layout is unknown, or a tensor has fewer than 3 axes.
     """
     if not isinstance(asked, Mapping):
         raise ConfigError(KEY, asked, "layouts by name ({input: nhwc})")
@@ -36,11 +36,11 @@ def change_layout(model: ir.Model, asked: Mapping[str, str]) -> list[str]:
         value = inputs.get(name) or outputs.get(name)
         if value is None:
             known = [*inputs, *outputs]
-            allowed = f"inputs or outputs of the file ({', '.join(known)}){did_you_mean(name, known)}"
+            allowed = f"an input or output of the file ({', '.join(known)}){did_you_mean(name, known)}"
             raise ConfigError(KEY, name, allowed)
         if value.shape is None or len(value.shape) < 3:
             raise ConfigError(
-                f"{KEY}.{name}", layout, "a tensor of 3 axes or more, whose shape the file gives"
+                f"{KEY}.{name}", layout, f"null, because the file gives '{name}' no shape of 3 axes or more"
             )
         change = _change_input if name in inputs else _change_output
         lines.append(f"{name} is {layout}{change(model, value, permutation(layout, len(value.shape)))}")
@@ -60,7 +60,7 @@ def _ordered(shape: ir.Shape, order: Sequence[int]) -> ir.Shape:
 
 
 def _transposes(node: ir.Node, rank: int) -> list[int] | None:
-    """Returns the order of a Transpose; None of another node."""
+    """Returns the permutation of a Transpose; None for any other node."""
     if node.op_type != "Transpose" or node.domain:
         return None
     found = node.attributes.get("perm")
@@ -68,7 +68,7 @@ def _transposes(node: ir.Node, rank: int) -> list[int] | None:
 
 
 def _change_input(model: ir.Model, value: ir.Value, order: tuple[int, ...]) -> str:
-    """Gives an input the axes of another layout; readers get the old one."""
+    """Changes the layout of an input; its readers still get the old layout."""
     assert value.shape is not None
     graph, old, back = model.graph, value.shape, _inverse(order)
     value.shape = _ordered(old, order)
@@ -90,7 +90,7 @@ def _change_input(model: ir.Model, value: ir.Value, order: tuple[int, ...]) -> s
 
 
 def _change_output(model: ir.Model, value: ir.Value, order: tuple[int, ...]) -> str:
-    """Gives an output the axes of another layout; other readers get the old one."""
+    """Changes the layout of an output; other readers of the tensor still get the old layout."""
     assert value.shape is not None
     graph, old, name = model.graph, value.shape, str(value.name)
     node = value.producer()
@@ -102,7 +102,7 @@ def _change_output(model: ir.Model, value: ir.Value, order: tuple[int, ...]) -> 
         return " (1 Transpose joined)"
     place = next(i for i, output in enumerate(graph.outputs) if output is value)
     if value.is_graph_input() or value.is_initializer():
-        raise ConfigError(f"{KEY}.{name}", name, "an output that a node makes")
+        raise ConfigError(f"{KEY}.{name}", name, "an output that a node of the file computes")
     value.name = free_name(f"{name}_before", taken_names(model))
     after = _transposed(model, value, order, _ordered(old, order), name)
     graph.append(after)
@@ -125,7 +125,7 @@ def _transposed(
 
 
 def _drop_identity(graph: ir.Graph, node: ir.Node) -> None:
-    """Removes a Transpose that keeps all axes where they are, unless it joins both ends of the file."""
+    """Removes a Transpose that changes nothing, unless it connects an input of the file directly to an output."""
     source, made = node.inputs[0], node.outputs[0]
     if source is None or not _is_identity(node.attributes["perm"].as_ints()):
         return

@@ -15,8 +15,8 @@ def safe_names(model: ir.Model, *, ends: bool) -> list[str]:
     """Gives nodes and tensors safe names.
 
     Args:
-        model: whose names change.
-        ends: whether its inputs and outputs get them as well.
+        model: changed in place.
+        ends: whether to rename inputs and outputs as well.
     """
     kept = {value.name for value in (*model.graph.inputs, *model.graph.outputs)}
     tensors = _tensors(model)
@@ -28,13 +28,15 @@ def safe_names(model: ir.Model, *, ends: bool) -> list[str]:
             continue
         if (name := _free(str(value.name), present)) != value.name:
             renamed.append((value, name))
-    for number, (value, _) in enumerate(renamed):  # so that no name is for a moment another one's
+    for number, (value, _) in enumerate(
+        renamed
+    ):  # temporary names, so that a new name never collides with an old one
         value.name = f"\0{number}"
     for value, name in renamed:
         value.name = name
     nodes = _rename_nodes(model)
-    lines = [f"{len(renamed)} tensors"] if renamed else []
-    return lines + ([f"{nodes} nodes"] if nodes else [])
+    lines = [f"{len(renamed)} {'tensor' if len(renamed) == 1 else 'tensors'} renamed"] if renamed else []
+    return lines + ([f"{nodes} {'node' if nodes == 1 else 'nodes'} renamed"] if nodes else [])
 
 
 def _tensors(model: ir.Model) -> list[ir.Value]:
@@ -54,7 +56,7 @@ def _rename_nodes(model: ir.Model) -> int:
 
 
 def _free(name: str, present: set[str | None]) -> str:
-    """Returns a safe name that is not present yet, and is from now on."""
+    """Returns a safe name that is not in `present`, and adds it there."""
     plain = _OTHERS.sub("_", name) or "_"
     free, number = plain, 1
     while free in present:

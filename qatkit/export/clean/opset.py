@@ -1,4 +1,4 @@
-"""Converts to another opset: up, and down to 18, by onnx's converter; to 13 to 17 by the project's own rules."""
+"""Converts to another opset: upwards, and down to 18, by onnx's converter; down to 13 to 17 by our own rules."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from qatkit.export.quiet import quiet
 from qatkit_verify.errors import ConfigError, one_line
 
 KEY = "clean.opset"
-_RULES_FROM, _RULES_TO = 18, 13  # what the project's rules lower, and how far
+_RULES_FROM, _RULES_TO = 18, 13  # the opsets between which our own rules lower a file
 _CONVERTERS_OWN = (
     "Resize",
     "Upsample",
-)  # whose older forms place pixels otherwise, which the converter overlooks
+)  # their older forms place pixels differently, which the converter ignores
 
 
 def to_opset(path: Path, model: ir.Model, opset: int) -> tuple[ir.Model, list[str]]:
     """Returns the model at an opset.
 
     Args:
-        path: of the file, for messages.
+        path: the file, for messages.
         model: of any opset.
         opset: the requested opset.
 
     Raises:
-        ConfigError: an operator has no form there, or the weights are too large for the converter.
+        ConfigError: an operator does not exist in the opset, or the weights are too large for the converter.
     """
     before = model.opset_imports.get("", model.opset_imports.get("ai.onnx", 0))
     if before == opset:
         return model, []
     if weight_bytes(model) >= LARGE:
         raise ConfigError(
-            KEY, opset, f"null for weights of more than {LARGE >> 30} GiB, which onnx's converter copies"
+            KEY, opset, f"null, because onnx's converter cannot copy weights of more than {LARGE >> 30} GiB"
         )
     ir.external_data.load_to_model(model)
     with quiet():
@@ -60,7 +60,7 @@ def _lowered(path: Path, model: ir.Model, before: int, opset: int) -> ir.Model:
         try:
             return ir.from_proto(version_converter.convert_version(ir.to_proto(model), opset))
         except Exception as error:
-            reason = f"the file has no form in this opset ({one_line(error)})"
+            reason = f"onnx cannot convert the file to this opset ({one_line(error)})"
             raise ConfigError(KEY, opset, reason=reason) from error
     if before < _RULES_FROM:
         model = _raised(path, model, before, _RULES_FROM)

@@ -19,19 +19,22 @@ from qatkit_verify.feeds import numpy_type
 from qatkit_verify.session import open_session
 
 EQUAL = float("inf")
-ROUNDED = 80.0  # dB, where operators were joined or replaced: float32 rounds at 140 and networks amplify that
-OF_HALVES = 30.0  # dB, from float16 to float32: float16 rounds at 70
+ROUNDED = (
+    80.0  # dB, where operators were joined or replaced: float32 rounding is 140 dB, and networks amplify it
+)
+OF_HALVES = 30.0  # dB, from float16 to float32: float16 rounding is 70 dB
 
 
 @dataclass(frozen=True)
 class Proof:
-    """A comparison of two files.
+    """A comparison of the outputs of two files.
 
     Attributes:
-        outputs: dB of the worst set of inputs by output; infinite: every value is equal.
+        outputs: the signal-to-noise ratio of each output in dB, for the worst set of inputs; infinite if all values
+            are equal.
         inputs: the shapes of each set of inputs.
-        bound: that every output had to meet.
-        drawn: whether the inputs were drawn.
+        bound: the ratio in dB that every output had to reach.
+        drawn: whether the inputs were random.
     """
 
     outputs: dict[str, float]
@@ -40,15 +43,16 @@ class Proof:
     drawn: bool
 
     def lines(self) -> list[str]:
-        """Returns what was compared, for people."""
-        source = "drawn" if self.drawn else "given"
+        """Returns the result in words."""
+        source = "random" if self.drawn else "given"
         sets = "; ".join(", ".join(f"{name} {shape}" for name, shape in one.items()) for one in self.inputs)
         worst = min(self.outputs.values(), default=EQUAL)
         if worst == EQUAL:
-            return [f"all {len(self.outputs)} outputs are equal in every value, on {source} inputs ({sets})"]
+            outputs = "the output is" if len(self.outputs) == 1 else f"all {len(self.outputs)} outputs are"
+            return [f"{outputs} equal in every value, on {source} inputs ({sets})"]
         equal = sum(ratio == EQUAL for ratio in self.outputs.values())
-        told = f"{equal} of {len(self.outputs)} outputs are equal, the worst is {worst:.1f} dB (bound {self.bound:.0f})"
-        return [f"{told}, on {source} inputs ({sets})"]
+        told = f"{equal} of {len(self.outputs)} outputs equal in every value, the worst at {worst:.1f} dB"
+        return [f"{told} (bound {self.bound:.0f} dB), on {source} inputs ({sets})"]
 
 
 def prove(
@@ -65,17 +69,17 @@ def prove(
     """Runs both files on the same inputs, one file after the other.
 
     Args:
-        before: the file as it was.
+        before: the original file.
         after: the cleaned file.
-        wanted: the inputs of `before`, with sizes that were fixed.
-        layout: of inputs and outputs that were transposed, by their former names.
-        names: of inputs and outputs in `after`, by their former names.
-        bound: dB; infinite where every value has to be equal.
-        inputs: an .npz file; None: they are drawn.
-        threads: of ONNX Runtime.
+        wanted: the inputs of `before`, with the sizes that were fixed.
+        layout: the new layouts of inputs and outputs that were transposed, by their former names.
+        names: the names of inputs and outputs in `after`, by their former names.
+        bound: the signal-to-noise ratio in dB that every output must reach; infinite if all values must be equal.
+        inputs: an .npz file; None for random inputs.
+        threads: number of ONNX Runtime's threads.
 
     Raises:
-        ConfigError: an output differs by more, or the file does not run.
+        ConfigError: an output is below the bound, or a file does not run.
     """
     session = open_session(before, threads=threads, optimize=False, options=UNPACKED)
     sets = drawn(session, wanted) if inputs is None else [given(Path(inputs), wanted)]
@@ -95,18 +99,16 @@ def prove(
             ratios[name] = min(ratios[name], _ratio(_placed(name, old, layout), now))
     for name, ratio in ratios.items():
         if ratio < bound:
-            least = "all values equal" if bound == EQUAL else f"at least {bound:.0f} dB"
-            reason = (
-                f"output '{name}' of the cleaned file differs from the file's by {ratio:.1f} dB ({least})"
-            )
-            hint = " (clean.fold=exact joins no operators)" if bound == ROUNDED else ""
-            raise ConfigError("clean", after.name, reason=f"{reason}; nothing is written{hint}")
+            least = "equal in every value" if bound == EQUAL else f"at least {bound:.0f} dB"
+            reason = f"output '{name}' is at {ratio:.1f} dB of the original file's, and should be {least}"
+            hint = "; try clean.fold=exact, which joins no operators" if bound == ROUNDED else ""
+            raise ConfigError("clean", after.name, reason=f"{reason}, so nothing was written{hint}")
     shapes = [{name: list(value.shape) for name, value in feeds.items()} for feeds in sets]
     return Proof(ratios, shapes, bound, inputs is None)
 
 
 def _placed(name: str, value: Any, layout: Mapping[str, str]) -> Any:
-    """Returns an array in the layout that its input or output has now."""
+    """Returns an array in the new layout of its input or output."""
     asked = layout.get(name)
     return (
         value if asked is None else np.ascontiguousarray(np.transpose(value, permutation(asked, value.ndim)))
@@ -114,7 +116,7 @@ def _placed(name: str, value: Any, layout: Mapping[str, str]) -> Any:
 
 
 def _ratio(wanted: Any, got: Any) -> float:
-    """Returns the dB of an output; of whole numbers and texts minus infinity where one differs."""
+    """Returns the signal-to-noise ratio of an output in dB; minus infinity if integers or strings differ."""
     if isinstance(wanted, (list, tuple)):
         same = isinstance(got, (list, tuple)) and len(wanted) == len(got)
         return min(map(_ratio, wanted, got), default=EQUAL) if same else -EQUAL

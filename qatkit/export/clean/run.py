@@ -1,4 +1,4 @@
-"""Runs all requested services on a file, checks the result and stores it in a folder."""
+"""Runs the requested services on a file, checks the result and stores it in a folder."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from qatkit.export.clean.shapes import fill_shapes
 from qatkit.export.clean.store import check, store
 from qatkit.export.clean.unshare import unshare
 
-Row = tuple[str, str]  # a service, and what it changed
+Row = tuple[str, str]  # a service and a line about what it changed
 
 
 class Asked(NamedTuple):
-    """The services: settings of `clean`, with `fold` known."""
+    """The requested services: the settings of `clean`, with `fold` resolved."""
 
     fix_shapes: Mapping[str, Any]
     fold: str
@@ -56,10 +56,10 @@ class Cleaned:
     """A cleaned file.
 
     Attributes:
-        files: in a temporary folder; the model first.
+        files: the files in a temporary folder, the model first.
         rows: the services with their changes.
-        proof: that the function is the same, before operators were replaced by approximations.
-        error: the comparison with these; None if none were requested.
+        proof: the comparison with the original, before operators were replaced by approximations.
+        error: the comparison with the approximations; None if none were requested.
     """
 
     files: list[Path]
@@ -71,17 +71,17 @@ class Cleaned:
 
 
 def clean(source: Path, model: ir.Model, asked: Asked, target: Path, threads: int) -> Cleaned:
-    """Applies the services, and proves the result.
+    """Applies the services and compares the result with the original.
 
     Args:
         source: the file, with its external data next to it.
-        model: as it was read.
-        asked: the services.
-        target: where the cleaned file is stored, in a temporary folder.
-        threads: of ONNX Runtime.
+        model: the model as it was read.
+        asked: the requested services.
+        target: the path of the cleaned file, in a temporary folder.
+        threads: number of ONNX Runtime's threads.
 
     Raises:
-        ConfigError: a service does not fit the file, or the result does not compute the same as the file.
+        ConfigError: a service does not fit the file, or the result does not compute the same outputs.
     """
     beside = _has_external(model)
     count = sum(1 for _ in nodes(model))
@@ -114,7 +114,7 @@ def clean(source: Path, model: ir.Model, asked: Asked, target: Path, threads: in
         fill_shapes(model)
         files, error = stored(-EQUAL)
         worst = min(error.outputs.values(), default=EQUAL)
-        rows += [*changed, (changed[-1][0], f"the worst output is {worst:.1f} dB from the file's")]
+        rows += [*changed, (changed[-1][0], f"the worst output is at {worst:.1f} dB of the original's")]
     sizes = (source.stat().st_size, sum(path.stat().st_size for path in files))
     return Cleaned(files, rows, found, error, (count, sum(1 for _ in nodes(model))), sizes)
 
@@ -125,7 +125,7 @@ def _prepared(
     """Changes types, opset and sizes.
 
     Returns:
-        The model, its inputs with sizes that were fixed and the types of the file, and what was changed.
+        The model, its inputs (with the sizes that were fixed, and the types of the original), and the changes.
     """
     rows: list[Row] = [("float32", line) for line in (to_float32(model) if asked.float32 else ())]
     if asked.opset is not None:

@@ -1,4 +1,4 @@
-"""Infers types and shapes of all tensors again after changes."""
+"""Infers the types and shapes of all tensors again after changes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from onnx_ir.passes import common
 from qatkit.export.clean.graphs import graphs
 from qatkit.export.quiet import quiet
 
-_IN_MEMORY = 1 << 30  # bytes; symbolic inference takes copies of all weights
+_IN_MEMORY = 1 << 30  # bytes; symbolic inference copies all weights
 
 
 def fill_shapes(model: ir.Model) -> list[str]:
-    """Infers types and shapes by onnx and, where tensors are left without, by ONNX Runtime's symbolic inference."""
+    """Infers types and shapes by onnx, then what is missing by ONNX Runtime's symbolic inference."""
     before = _known(model)
     for graph in graphs(model.graph):
         for node in graph:
@@ -46,7 +46,7 @@ def _fill_symbolic(model: ir.Model) -> None:
             path = Path(folder) / "model.onnx"
             ir.save(model, path)
             found = SymbolicShapeInference.infer_shapes(onnx.load(str(path)), auto_merge=True)
-    except Exception:  # it knows fewer operators than onnx, and may lack sympy
+    except Exception:  # it knows fewer operators than onnx, and sympy may not be installed
         return
     told = {info.name: info for info in found.graph.value_info}
     for node in model.graph:

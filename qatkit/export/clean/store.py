@@ -13,11 +13,10 @@ from qatkit_verify.session import open_session
 
 LARGE = (
     1 << 30
-)  # bytes of weights, from which they are stored next to the file; a message holds less than 2^31
-# Packed weights are a copy, and the kernels that read them add in another order than those that are given the same
-# values as no constant.
+)  # bytes of weights from which they are stored next to the file; a protobuf message holds less than 2^31
+# Packed weights are a copy, and kernels with packed weights add in another order than kernels with computed weights.
 UNPACKED = {"session.disable_prepacking": "1"}
-OLDEST_IR = 4  # before it, initializers are inputs, too
+OLDEST_IR = 4  # before it, initializers are also inputs
 
 
 def weight_bytes(model: ir.Model) -> int:
@@ -27,19 +26,19 @@ def weight_bytes(model: ir.Model) -> int:
 
 
 def store(model: ir.Model, path: Path, *, beside: bool = False) -> list[Path]:
-    """Writes a model; weights in a file next to it are written one after the other.
+    """Writes a model; weights that go into a second file are written one at a time.
 
     Args:
-        model: its weights may lie in other files.
-        path: of the file.
-        beside: whether weights are stored in PATH.data whatever their size.
+        model: the model; its weights may be in other files.
+        path: the path of the file.
+        beside: whether to store weights in PATH.data whatever their size.
 
     Returns:
         The files that were written.
     """
     model.ir_version = max(model.ir_version, OLDEST_IR)
     if not beside and weight_bytes(model) < LARGE:
-        ir.external_data.load_to_model(model)  # else the file would name those of a temporary folder
+        ir.external_data.load_to_model(model)  # otherwise the file would refer to a temporary folder
         ir.save(model, path)
         return [path]
     data = path.with_name(f"{path.name}.data")
@@ -48,10 +47,10 @@ def store(model: ir.Model, path: Path, *, beside: bool = False) -> list[Path]:
 
 
 def check(path: Path, source: Path) -> None:
-    """Holds that onnx's checker and ONNX Runtime take a file.
+    """Checks that onnx's checker and ONNX Runtime accept a file.
 
     Raises:
-        ConfigError: the checker does not, though it took the source, or ONNX Runtime does not.
+        ConfigError: ONNX Runtime refuses it, or the checker does although it accepts the source.
     """
     open_session(path, threads=1, options=UNPACKED)
     try:
@@ -60,7 +59,7 @@ def check(path: Path, source: Path) -> None:
         try:
             onnx.checker.check_model(str(source))
         except Exception:
-            return  # a file that the checker never took
+            return  # the checker does not accept the original either
         raise ConfigError(
             "clean", source, reason=f"onnx's checker refuses the cleaned file ({one_line(error)})"
         ) from error

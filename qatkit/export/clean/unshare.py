@@ -1,4 +1,4 @@
-"""An initializer for each node that reads it."""
+"""Copies shared initializers, so that each has one reader."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from qatkit.export.hidden_names import free_name
 
 
 def unshare(model: ir.Model) -> list[str]:
-    """Copies initializers that several places read; one that is an output as well keeps its name for that."""
+    """Copies initializers with several readers; if one is also an output of the file, the original stays the output."""
     taken, copies = taken_names(model), 0
     for graph in graphs(model.graph):
         for value in list(graph.initializers.values()):
@@ -21,4 +21,4 @@ def unshare(model: ir.Model) -> list[str]:
                 name = free_name(f"{value.name}_copy", taken)
                 node.replace_input_with(index, copied(graph, value.const_value, name))
                 copies += 1
-    return [f"{copies} copies of initializers"] if copies else []
+    return [f"{copies} {'copy' if copies == 1 else 'copies'} of initializers"] if copies else []

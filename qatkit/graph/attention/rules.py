@@ -48,9 +48,9 @@ def open_dot_product(node: fx.Node) -> str | None:
         reason = (
             "its dropout or scale is computed"
             if computed
-            else "the size of its input is not known, give an example"
+            else "the size of its input is not known; give an example"
         )
-        return f"attention stays float{', its dropout is off' if rate else ''}: {reason}"
+        return f"attention stays float{' and its dropout is off' if rate else ''}: {reason}"
     graph, path = node.graph, f"{site(node)}_drop"
     with graph.inserting_before(node):
         if given.get("enable_gqa"):
@@ -123,7 +123,7 @@ def open_window_attention(node: fx.Node) -> str | None:
     given = {"logit_scale": None} | arguments(node, cast(Callable[..., Any], node.target))
     shape = shape_of(given["input"])
     if shape is None:
-        return "attention stays float: the size of its input is not known, give an example"
+        return "attention stays float: the size of its input is not known; give an example"
     qkv_weight, proj_weight = parameter_of(given["qkv_weight"]), parameter_of(given["proj_weight"])
     if qkv_weight is None or proj_weight is None:
         return "attention stays float: its weights are computed"
@@ -152,15 +152,15 @@ def open_relative_positions(node: fx.Node) -> str | None:
     sizes = [tuple(known(size) for size in given[key]) for key in ("q_thw", "k_thw")]
     tables = [given[f"rel_pos_{axis}"] for axis in "thw"]
     if any(isinstance(size, fx.Node) for size in sum(sizes, ())):
-        return "relative positions: the size of their input is not known, give an example"
+        return "relative positions stay float: the size of their input is not known; give an example"
     if any(parameter_of(table) is None for table in tables):
-        return "relative positions: their tables are computed"
+        return "relative positions stay float: their tables are computed"
     owner = cast(fx.GraphModule, node.graph.owning_module)
     path = str(tables[0].target).rpartition(".")[0] + ".relative"
     owner.add_submodule(path, nn.Module())
     node.meta["site"] = path
     _inline(node, RelativePositions(*sizes), path, [given["attn"], given["q"], *tables])
-    return "opened; its products of queries and tables of positions stay float"
+    return "the products of queries and position tables stay float; the rest is quantized"
 
 
 def open_shortcut(node: fx.Node) -> str | None:

@@ -58,9 +58,9 @@ class SelfAttention(nn.Module):
 def why_not(module: nn.MultiheadAttention) -> str | None:
     """Returns why a MultiheadAttention can't be replaced; None if it can."""
     if module.in_proj_weight is None:
-        return "keys and values of another width than the queries"
+        return "its keys and values have another width than the queries"
     if module.bias_k is not None or module.add_zero_attn:
-        return "add_bias_kv or add_zero_attn"
+        return "add_bias_kv or add_zero_attn is set"
     return None
 
 

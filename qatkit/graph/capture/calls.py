@@ -58,9 +58,9 @@ _HERE, _TORCH = str(Path(__file__).parent), str(Path(torch.__file__).parent)
 
 # Advice for a refusal.
 WITHOUT_VALUES = "write that line with torch functions of tensors (torch.where for a choice)"
-OUT_OF_PLACE = "use the form that makes a new tensor"
+OUT_OF_PLACE = "use the variant that returns a new tensor"
 WHOLE_BATCH = "compute the whole batch at once, without branches and loops over its size"
-IN_TRAINING = "draw them in training alone (if self.training), or make them an input"
+IN_TRAINING = "draw them only in training (if self.training), or make them an input"
 
 Call = tuple[str, Any, tuple[Any, ...], dict[str, Any]]
 

@@ -103,7 +103,7 @@ class FreeAxes:
         self.notes += [
             (
                 self._of(axis),
-                f"its size ({axis.name}) is a multiple of {axis.step}: {self.reasons[axis.places]}",
+                f"its size ({axis.name}) must be a multiple of {axis.step}: {self.reasons[axis.places]}",
             )
             for axis in found
             if axis.step > 1
@@ -141,7 +141,9 @@ class FreeAxes:
             batch = self.batch_axes[self.names.index(name)] if self.batches else None
             for axis in axes:
                 if not 0 <= axis < rank or axis == batch:
-                    allowed = f"axes from 0 to {rank - 1}, without that of the batch ({batch})"
+                    numbers = "0" if rank == 1 else f"0 to {rank - 1}"
+                    besides = "" if batch is None else f", except the batch axis {batch}"
+                    allowed = f"an axis of the input ({numbers}{besides})"
                     raise ConfigError(f"export.dynamic_axes.{name}", axis, allowed)
 
     def _candidates(self) -> Iterator[list[tuple[Place, ...]]]:
@@ -200,10 +202,10 @@ class FreeAxes:
         """Returns the axis at `places`, with a size far from the example's and one near it.
 
         Raises:
-            UntraceableError, _NotFreeError: the model takes no other size.
+            UntraceableError, _NotFreeError: the model accepts no other size.
         """
         size = self._size(places[0])
-        reason: Exception = _NotFreeError("the model takes no other size")
+        reason: Exception = _NotFreeError("the model accepts no other size")
         for other in _far(size, number, self.tensors[places[0][0]].ndim):
             axis = FreeAxis("", places, size, (other,), 1)
             try:
@@ -240,7 +242,7 @@ class FreeAxes:
                         break  # the size on the other side proves nothing
                     continue
                 return found
-        raise _NotFreeError(f"the model takes {far} beside {axis.size}, but no size near it")
+        raise _NotFreeError(f"the model accepts sizes {axis.size} and {far}, but none close to {axis.size}")
 
     def _merged(self, axes: Sequence[FreeAxis], *, compare: bool) -> Recording:
         """Returns the graph for the sizes of all runs: the example's, all far ones, all near ones.
@@ -277,11 +279,11 @@ class FreeAxes:
                 largest = max(relative_difference(*pair) for pair in answers)
             except Exception as error:  # as the model's
                 raise _NotFreeError(
-                    f"the graph fails with another size ({found}): {described(error)}"
+                    f"the graph fails at another size ({found}): {described(error)}"
                 ) from error
             if largest > _CLOSE:
                 raise _NotFreeError(
-                    f"the graph differs from the model by {largest:.2g} of the output ({found})"
+                    f"graph and model differ by {100 * largest:.2g} % of the output at another size ({found})"
                 )
             return
 
@@ -295,7 +297,7 @@ class FreeAxes:
         except Exception as error:  # whatever a forward raises
             if _of_weights(error):
                 raise _HasWeightsError from error
-            raise _NotFreeError(f"the model failed with another size ({described(error)})") from error
+            raise _NotFreeError(f"the model failed at another size ({described(error)})") from error
 
     def _inputs(self, sizes: Mapping[FreeAxis, int], batch: int | None) -> tuple[Tensor, ...]:
         tensors = self.tensors if batch is None else resized(self.tensors, batch, self.batch_axes)
@@ -321,7 +323,7 @@ class FreeAxes:
                 f"export.dynamic_axes.{self.names[i]}.{along}", self._size((i, along)), reason=reason
             )
         if not isinstance(error, _HasWeightsError):
-            self.notes.append((where, f"its size is fixed, {axis.size}: {reason}"))
+            self.notes.append((where, f"its size is fixed at {axis.size}: {reason}"))
 
 
 def _in_words(error: Exception) -> str:
@@ -340,7 +342,7 @@ class _HasWeightsError(_NotFreeError):
     """An axis of features, for which a layer has a fixed number of weights; it needs no note."""
 
     def __str__(self) -> str:
-        return "a layer has weights for this size alone"
+        return "a layer has weights only for this size"
 
 
 def _of_weights(error: Exception) -> bool:

@@ -136,7 +136,7 @@ def check_forms(one: fx.Graph, others: Sequence[fx.Graph]) -> None:
             for given, made in zip(before, after, strict=False)
         ):
             stack = node.meta.get("nn_module_stack") or {}
-            reason = f"{name.strip('_')} is written for one size of its input"
+            reason = f"{name.strip('_')} works only at one size of its input"
             raise UntraceableError(reason, node.meta["where"], next(reversed(stack), ""), "")
 
 

@@ -182,7 +182,7 @@ def _refuse_random(graph_module: fx.GraphModule, one: Recording) -> None:
     for node in graph_module.graph.nodes:
         if node in one.random:
             stack = node.meta.get("nn_module_stack") or {}
-            reason = "random numbers are drawn in inference mode: no file would compute the same twice"
+            reason = "random numbers are drawn in inference mode, so no two runs of a file would be equal"
             raise UntraceableError(reason, node.meta["where"], next(reversed(stack), ""), IN_TRAINING)
 
 

@@ -20,19 +20,22 @@ def notes_of(
     notes = [
         (
             code_at(place),
-            "draws random numbers in training, which is no part of the graph: fine-tuning goes without",
+            "draws random numbers in training, which the graph leaves out; fine-tuning does not draw them",
         )
         for place in random
     ]
     if one.dropped:
-        notes.append(("output", f"what is no tensor is left out: {', '.join(one.dropped)}"))
+        notes.append(("output", f"the graph leaves out what is not a tensor: {', '.join(one.dropped)}"))
     if "autocast" in one.contexts:
-        notes.append(("model", "enters torch.autocast: the graph is float32, before it is quantized"))
+        notes.append(
+            ("model", "uses torch.autocast, which the graph ignores: it is float32 before quantization")
+        )
     multiple = sizes[1] - sizes[0] if sizes else 1
     if multiple > 1:
-        notes.append(("input", f"the model takes batches that are multiples of {multiple}: so does the file"))
+        told = f"the model accepts only batches of a multiple of {multiple}, and so does the file"
+        notes.append(("input", told))
     if not sizes:
-        notes.append(("input", "the model takes the batch size of the example alone: so does the file"))
+        notes.append(("input", "the model accepts only the example's batch size, and so does the file"))
     return notes
 
 
@@ -42,9 +45,9 @@ def notes_of_state(graph_module: fx.GraphModule, one: Recording, kept: set[str])
     `kept` are the buffers that a call in training mode changes.
     """
     read = {str(node.target) for node in graph_module.graph.nodes if node.op == "get_attr"}
-    reason = "changes with every call of the model: the graph starts from what it holds now, each time"
+    reason = "changes with every call of the model; the graph always starts from its present value"
     found = [(name, reason) for name in sorted(read & one.changed)]
-    reason = "is changed in training, which is no part of the graph: fine-tuning keeps what it holds now"
+    reason = "changes in training, which the graph leaves out; fine-tuning keeps its present value"
     return found + [(name, reason) for name in sorted(read & kept - one.changed)]
 
 

@@ -130,9 +130,7 @@ def drop_reshaping(graph_module: fx.GraphModule, reshaping: set[str]) -> list[tu
         if node.op == "call_module" and node.target in reshaping:
             node.replace_all_uses_with(node.args[0])
             graph_module.graph.erase_node(node)
-    reason = (
-        "changes the shape of its input in training, which is no part of the graph: fine-tuning goes without"
-    )
+    reason = "changes the shape of its input in training, which the graph and fine-tuning leave out"
     return [(path, reason) for path in sorted(reshaping)]
 
 

@@ -35,7 +35,7 @@ _WITHOUT_GRADIENT = ("detach", "detach_", "data")
 _ROUNDING = 1e-4  # of the largest output: what two paths of one block may differ by in float32
 _NAMED = 4  # modules of a note
 _ALONE = (
-    "trains in the model's training mode alone, and is no part of the graph: fine-tuning leaves it as it is"
+    "is used only in the model's training mode, which the graph leaves out; fine-tuning does not change it"
 )
 
 
@@ -123,7 +123,7 @@ def notes_of_paths(model: nn.Module, paths: TrainingPaths, missing: Collection[s
     found = []
     for names, reason in (
         (by_far, _ALONE),
-        (inexact, f"{_ALONE}; what evaluates in its place differs by {largest:.1g} of the output"),
+        (inexact, f"{_ALONE}; the part used in evaluation differs by {100 * largest:.1g} % of the output"),
     ):
         groups = _groups(model, names)
         if groups:

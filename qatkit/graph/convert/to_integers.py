@@ -122,7 +122,7 @@ def _convert_operator(node: fx.Node, result: PassResult) -> None:
         return
     quantizer = quantizer_of(node.args[0])
     if quantizer is None:
-        raise ValueError(f"{site(node)}: its input carries no FakeQuantize")
+        raise ValueError(f"the input of {site(node)} has no FakeQuantize")
     after = quantizer_after(node)
     ours = _for_onnxruntime(node)
     output_scale = None if after is None else _pair(after)[0]
@@ -135,8 +135,13 @@ def _convert_operator(node: fx.Node, result: PassResult) -> None:
         input_steps=kind.high - kind.low,
     )
     if quantized.repaired:
-        lost = f"results move by at most {quantized.lost:.1e} of it" if quantized.lost else "nothing is lost"
-        reason = f"scale of {quantized.repaired} channels raised: their bias would not fit int32; {lost}"
+        lost = (
+            f"outputs change by at most {quantized.lost:.1e} of the bias"
+            if quantized.lost
+            else "no output changes"
+        )
+        raised = "1 channel" if quantized.repaired == 1 else f"{quantized.repaired} channels"
+        reason = f"the scale of {raised} was raised so that the bias fits int32; {lost}"
         result.skipped.append((site(node), reason))
     _tell_few_bits(node, quantized.weight_scale, quantized.spec, result)
     graph_module.set_submodule(str(node.target), quantized)
@@ -149,9 +154,7 @@ def _convert_operator(node: fx.Node, result: PassResult) -> None:
 def _tell_few_bits(node: fx.Node, scale: Tensor, spec: QuantSpec, result: PassResult) -> None:
     """Reports scales that their type holds in fewer bits than others."""
     if count := subnormal_scales(scale, spec):
-        reason = (
-            f"scale: {count} of {scale.numel()} are below 2^-14, where float16 has fewer bits, down to 2^-24"
-        )
+        reason = f"{count} of {scale.numel()} scales are below 2^-14, where float16 has fewer than 11 bits"
         result.skipped.append((site(node), reason))
 
 

@@ -100,7 +100,7 @@ def adjusted_scales(graph_module: fx.GraphModule) -> list[tuple[str, str]]:
         wanted, scale = fake.unbounded(weight), fake.scale(weight)
         if not torch.equal(wanted, scale):
             lines.append(
-                (site(node), f"{_moved(wanted, scale)} of its weight, whose shift would be out of bounds")
+                (site(node), f"{_moved(wanted, scale)} for its weight, to keep the shift within bounds")
             )
     return lines
 
@@ -109,10 +109,14 @@ def _activation_line(quantizer: FakeQuantize, name: str, others: Sequence[str]) 
     own = quantizer.own_scale()
     if own is None or torch.equal(own, quantizer.scale):
         return []
-    why = f"shared with {', '.join(others)}" if others else "so that shifts around it are within bounds"
+    why = (
+        f"because it is shared with {', '.join(others)}"
+        if others
+        else "to keep the shifts around it within bounds"
+    )
     return [(name, f"{_moved(own, quantizer.scale)}, {why}")]
 
 
 def _moved(before: Tensor, after: Tensor) -> str:
     first, last = (math.log2(float(one.max())) for one in (before, after))
-    return f"scale 2^{first:g} became 2^{last:g}"
+    return f"the scale was changed from 2^{first:g} to 2^{last:g}"

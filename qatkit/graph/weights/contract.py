@@ -91,9 +91,9 @@ def why_not(product: Contraction) -> str | None:
     if not product.summed:
         return ""
     if alone or lost:
-        return "it also sums over an axis of one operand alone"
+        return "it also sums over an axis that only one operand has"
     if not [c for c in product.x if c not in product.weight]:
-        return "every axis of its input is one of the weight's too"
+        return "every axis of its input is also an axis of the weight"
     return None
 
 

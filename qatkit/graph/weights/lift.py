@@ -22,7 +22,7 @@ from qatkit.graph.weights.held import open_held
 from qatkit.graph.weights.operator import OperatorBuilder
 from qatkit.graph.weights.rules import rule_of
 
-_NO_WEIGHT = "stays float: the operator of the file is no product with a constant matrix on its right"
+_NO_WEIGHT = "stays float: the operator of the file does not multiply by a constant matrix on its right"
 
 
 def lift_weights(graph_module: fx.GraphModule) -> PassResult:

@@ -66,7 +66,7 @@ def _linear(builder: OperatorBuilder, node: fx.Node) -> str | None:
     if bias is not None and builder.constants.tensor(bias) is None:
         return "its bias depends on the input, so it stays float"
     if value.ndim != 2:
-        return "its weight is no matrix, so it stays float"
+        return "its weight is not a matrix, so it stays float"
     _linear_call(builder, node, x, weight, bias)
     return None
 

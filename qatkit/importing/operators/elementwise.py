@@ -1,4 +1,4 @@
-"""Operators of single values: arithmetic, comparisons, activations, types."""
+"""Elementwise operators: arithmetic, comparisons, activations, casts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _BINARY: dict[str, Callable[[Any, Any], Tensor]] = {
     "BitwiseXor": lambda a, b: a ^ b,
 }
 
-# Operators that compute each value by itself, whatever the size of the tensor.
+# Operators that compute each value separately, whatever the size of the tensor.
 SINGLE_VALUES = (
     *_UNARY, *_BINARY, "Div", "Pow", "Mod", "BitShift", "Max", "Min", "Sum", "Mean", "Where", "Clip", "LeakyRelu",
     "PRelu", "Elu", "Celu", "Selu", "HardSigmoid", "ThresholdedRelu", "Shrink", "Gelu", "Swish", "Cast", "CastLike",
@@ -73,7 +73,7 @@ for _name, _both in _BINARY.items():
 
 @function("Div")
 def divide(node: Node, a: Value, b: Value) -> Tensor:
-    """Integers are divided towards zero."""
+    """Divides; integers are rounded towards zero."""
     first, second = _pair(a, b)
     whole = tensor(a).dtype if not isinstance(a, Tensor) else a.dtype
     if whole.is_floating_point:
@@ -95,14 +95,14 @@ def power(node: Node, a: Value, b: Value) -> Tensor:
 
 @function("Mod")
 def remainder(node: Node, a: Value, b: Value) -> Tensor:
-    """Returns the remainder; with `fmod=1` it has the sign of the dividend, else that of the divisor."""
+    """Returns the remainder; with `fmod=1` it has the sign of the dividend, otherwise that of the divisor."""
     first, second = _pair(a, b)
     return (torch.fmod if node.get("fmod", 0) else torch.remainder)(first, second)
 
 
 @function("BitShift")
 def shifted(node: Node, a: Value, b: Value) -> Tensor:
-    """Bits moved to the left or to the right."""
+    """Shifts bits to the left or to the right."""
     first, second = _pair(a, b)
     left = node.get("direction") == "LEFT"
     return torch.bitwise_left_shift(first, second) if left else torch.bitwise_right_shift(first, second)
@@ -160,7 +160,7 @@ def where(node: Node, condition: Value, a: Value, b: Value) -> Tensor:
 
 @function("Clip")
 def clip(node: Node, x: Value, low: Value = None, high: Value = None) -> Tensor:
-    """Bounds are attributes before opset 11; an infinite bound is none."""
+    """Clips; bounds are attributes before opset 11, and infinite bounds have no effect."""
     x = tensor(x)
     bounds = [node.get("min") if low is None else low, node.get("max") if high is None else high]
     known: list[Any] = [
@@ -206,7 +206,7 @@ def prelu_module(node: Node, constants: Sequence[Array | None]) -> nn.Module | N
 
 @function("PRelu")
 def prelu(node: Node, x: Value, slope: Value) -> Tensor:
-    """Slopes of any shape that broadcasts."""
+    """Applies PReLU with slopes of any shape that broadcasts."""
     x = tensor(x)
     return torch.where(x < 0, x * operand(slope, x), x)
 
@@ -242,7 +242,7 @@ def hard_sigmoid(node: Node, x: Value) -> Tensor:
 
 @function("ThresholdedRelu")
 def thresholded_relu(node: Node, x: Value) -> Tensor:
-    """Returns x where it is above alpha, else zero."""
+    """Returns x where it is above alpha, otherwise zero."""
     x = tensor(x)
     return torch.where(x > node.get("alpha", 1.0), x, torch.zeros_like(x))
 
@@ -286,7 +286,7 @@ def swish(node: Node, x: Value) -> Tensor:
 
 def _unknown_type(node: Node) -> str:
     kind = node.get("to")
-    return "" if kind in TYPES else f"Cast to type {kind} of ONNX has no form in PyTorch"
+    return "" if kind in TYPES else f"Cast to ONNX type {kind} has no PyTorch equivalent"
 
 
 @function("Cast", refuses=_unknown_type)
@@ -311,7 +311,7 @@ def is_infinite(node: Node, x: Value) -> Tensor:
 
 
 def drops(node: Node, constants: Sequence[Array | None]) -> bool:
-    """Returns whether a Dropout may drop values: in training mode, or if an input says so, by a ratio above 0."""
+    """Returns whether a Dropout may drop values: in training mode (or if that is an input) and with a ratio above 0."""
     if len(node.inputs) < 3 or not node.inputs[2]:
         return False
     ratio, training = constants[1], constants[2]
@@ -321,7 +321,7 @@ def drops(node: Node, constants: Sequence[Array | None]) -> bool:
 
 @function("Dropout")
 def dropout(node: Node, x: Value, *settings: Value) -> tuple[Value, Array]:
-    """Returns its input, and a mask that keeps all of it: Dropout outside of training."""
+    """Returns the input and a mask of ones, as Dropout does in inference mode."""
     return x, np.ones(sizes_of(x), np.bool_)
 
 

@@ -1,4 +1,4 @@
-"""Operators that gather values of a tensor by their places, or scatter them there."""
+"""Operators that gather values of a tensor by index, or scatter values by index."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def embedding(node: Node, constants: Sequence[Array | None]) -> nn.Module | None
 
 @function("Gather")
 def gather(node: Node, x: Value, places: Value) -> Tensor:
-    """Slices along an axis; a single place drops the axis."""
+    """Gathers slices along an axis; a single index removes the axis."""
     x = tensor(x, places if isinstance(places, Tensor) else None)
     axis = node.get("axis", 0) % x.ndim
     if isinstance(places, Tensor):
@@ -58,7 +58,7 @@ def gather_elements(node: Node, x: Value, places: Value) -> Tensor:
 
 @function("GatherND")
 def gather_nd(node: Node, x: Value, places: Value) -> Tensor:
-    """Slices by the leading axes, which the last axis of the places names."""
+    """Gathers slices; the last axis of the indices addresses the leading axes of x."""
     x = tensor(x)
     found, batch = tensor(places, x).long(), node.get("batch_dims", 0)
     index = list(torch.unbind(found, -1))
@@ -75,7 +75,7 @@ def gather_nd(node: Node, x: Value, places: Value) -> Tensor:
 def slices(
     node: Node, x: Value, starts: Value = None, ends: Value = None, axes: Value = None, steps: Value = None
 ) -> Tensor:
-    """Ranges of several axes; attributes before opset 10."""
+    """Slices along several axes; the ranges are attributes before opset 10."""
     x = tensor(x)
     low = list(node.get("starts")) if starts is None else ints(starts)
     high = list(node.get("ends")) if ends is None else ints(ends)
@@ -85,7 +85,7 @@ def slices(
     for axis, start, stop, step in zip(axes_of(along, x.ndim), low, high, strides, strict=True):
         size = x.shape[axis]
         first, last, stride = slice(start, stop if stop >= -size or step > 0 else None, step).indices(size)
-        if stride < 0:  # the same places from the other end
+        if stride < 0:  # the same indices, in ascending order
             count = max(0, -(-(first - last) // -stride))
             flipped.append(axis)
             first, stride = size - 1 - first, -stride
@@ -98,7 +98,7 @@ def slices(
 
 @function("ScatterElements", "Scatter")
 def scatter_elements(node: Node, x: Value, places: Value, updates: Value) -> Tensor:
-    """Scatters values to their places along an axis; they replace the old ones or are combined with them."""
+    """Scatters values by index along an axis; they replace the old values or are combined with them."""
     x, axis = tensor(x), node.get("axis", 0)
     index, source = _from_front(tensor(places, x).long(), x.shape[axis]), tensor(updates, x)
     kind = {"add": "sum", "mul": "prod", "max": "amax", "min": "amin"}.get(node.get("reduction", "none"))
@@ -109,12 +109,12 @@ def scatter_elements(node: Node, x: Value, places: Value, updates: Value) -> Ten
 
 def _unknown_reduction(node: Node) -> str:
     kind = node.get("reduction", "none")
-    return "" if kind in ("none", "add") else f"ScatterND with reduction={kind} has no form in PyTorch here"
+    return "" if kind in ("none", "add") else f"ScatterND with reduction={kind} has no PyTorch equivalent"
 
 
 @function("ScatterND", refuses=_unknown_reduction)
 def scatter_nd(node: Node, x: Value, places: Value, updates: Value) -> Tensor:
-    """Slices put to the places that the last axis of the indices names."""
+    """Scatters slices; the last axis of the indices addresses the leading axes of x."""
     x = tensor(x)
     index = tuple(torch.unbind(tensor(places, x).long(), -1))
     return torch.index_put(x, index, tensor(updates, x), accumulate=node.get("reduction", "none") == "add")
@@ -122,7 +122,7 @@ def scatter_nd(node: Node, x: Value, places: Value, updates: Value) -> Tensor:
 
 @function("OneHot", known=(1,))
 def one_hot(node: Node, places: Value, depth: Value, values: Value) -> Tensor:
-    """Sets one value at the index along a new axis and another elsewhere; indices out of range set none."""
+    """Sets one value at the index along a new axis, and another elsewhere and for indices out of range."""
     index, count, pair = tensor(places).long(), one_int(depth), tensor(values)
     axis = node.get("axis", -1) % (index.ndim + 1)
     numbers = torch.arange(count, device=index.device)
@@ -133,7 +133,7 @@ def one_hot(node: Node, places: Value, depth: Value, values: Value) -> Tensor:
 
 @function("NonZero")
 def nonzero(node: Node, x: Value) -> Tensor:
-    """Returns the places of all nonzero values, [axes, count]."""
+    """Returns the indices of all nonzero values, [axes, count]."""
     return torch.nonzero(tensor(x)).T
 
 

@@ -21,11 +21,11 @@ _TRANSPOSED_FUNCTIONS: Sequence[Any] = (F.conv_transpose1d, F.conv_transpose2d, 
 
 
 class Padded(nn.Module):
-    """A convolution after a padding that differs from side to side.
+    """A convolution with asymmetric padding.
 
     Args:
-        inner: without a padding of its own.
-        pads: begin of each axis, then ends; a name of `SAME` where the sizes decide.
+        inner: a convolution without padding.
+        pads: the padding at the begin of each axis, then at the ends; a name in `SAME` if it depends on sizes.
     """
 
     one_operator = True
@@ -47,7 +47,7 @@ class Padded(nn.Module):
 
 
 def _settings(node: Node, axes: int) -> dict[str, Any]:
-    """Returns stride, dilation and groups as torch takes them."""
+    """Returns stride, dilation and groups as arguments of torch's convolutions."""
     return {
         "stride": tuple(node.get("strides") or [1] * axes),
         "dilation": tuple(node.get("dilations") or [1] * axes),
@@ -71,7 +71,7 @@ def _with(made: Any, weight: Array, bias: Array | None) -> nn.Module:
 
 @module("Conv")
 def convolution(node: Node, constants: Sequence[Array | None]) -> nn.Module | None:
-    """Returns a torch convolution; zeros around the input are its own where both sides have as many."""
+    """Returns a torch convolution, in a `Padded` if the padding is asymmetric."""
     weight = constants[1]
     bias, known = _bias(node, constants, 2)
     if weight is None or not known or not 3 <= weight.ndim <= 5:
@@ -92,7 +92,7 @@ def convolution(node: Node, constants: Sequence[Array | None]) -> nn.Module | No
 
 
 def _bias(node: Node, constants: Sequence[Array | None], place: int) -> tuple[Array | None, bool]:
-    """Returns a bias and whether it is known; one that the node was not given is."""
+    """Returns a bias and whether it is known; a bias that the node does not have is known."""
     given = len(node.inputs) > place and bool(node.inputs[place])
     found = constants[place] if len(constants) > place else None
     return found, found is not None or not given
@@ -113,7 +113,7 @@ def computed_convolution(node: Node, x: Value, weight: Value, bias: Value = None
 
 
 class Cropped(nn.Module):
-    """A transposed convolution whose borders are cut off by different amounts."""
+    """A transposed convolution whose output is cropped asymmetrically."""
 
     one_operator = True
 
@@ -133,7 +133,7 @@ class Cropped(nn.Module):
 
 @module("ConvTranspose")
 def transposed_convolution(node: Node, constants: Sequence[Array | None]) -> nn.Module | None:
-    """Returns a torch transposed convolution, cut where its two sides lose different amounts."""
+    """Returns a torch transposed convolution, in a `Cropped` if its two sides are cropped by different amounts."""
     weight = constants[1]
     bias, known = _bias(node, constants, 2)
     if weight is None or not known or not 3 <= weight.ndim <= 5:
@@ -160,14 +160,14 @@ def transposed_convolution(node: Node, constants: Sequence[Array | None]) -> nn.
 def _transposed_pads(
     node: Node, axes: int, settings: dict[str, Any], kernel: Sequence[int]
 ) -> tuple[list[int], list[int]]:
-    """Returns what is cut off at begin and end of each axis, and what is added at the end."""
+    """Returns the crops at the begin and end of each axis, and the values added at the ends."""
     more = list(node.get("output_padding") or [0] * axes)
     if node.get("output_shape"):
-        raise UnsupportedError("ConvTranspose with output_shape has no form in PyTorch here")
+        raise UnsupportedError("ConvTranspose with output_shape has no PyTorch equivalent")
     auto = node.get("auto_pad", "NOTSET")
     if auto not in SAME:
         return list(node.get("pads") or [0] * (2 * axes)) if auto == "NOTSET" else [0] * (2 * axes), more
-    # The output is stride times the input: what lies beyond is cut off.
+    # The output size is stride times the input size; the rest is cropped.
     spans = [(k - 1) * d + 1 + o for k, d, o in zip(kernel, settings["dilation"], more, strict=True)]
     total = [max(span - stride, 0) for span, stride in zip(spans, settings["stride"], strict=True)]
     small = [size // 2 for size in total]
@@ -184,7 +184,7 @@ def computed_transposed_convolution(node: Node, x: Value, weight: Value, bias: V
     pads, more = _transposed_pads(node, axes, settings, w.shape[2:])
     if pads[:axes] != pads[axes:]:
         raise UnsupportedError(
-            "ConvTranspose with a computed weight and uneven pads has no form in PyTorch here"
+            "ConvTranspose with a computed weight and asymmetric pads has no PyTorch equivalent"
         )
     apply = _TRANSPOSED_FUNCTIONS[axes - 1]
     given = None if bias is None else tensor(bias)
@@ -195,7 +195,7 @@ def computed_transposed_convolution(node: Node, x: Value, weight: Value, bias: V
 
 
 def _linear(weight: Array, bias: Array | None) -> nn.Module:
-    """Returns a Linear of a weight [out, in]."""
+    """Returns a Linear with a weight [out, in]."""
     made = nn.Linear(weight.shape[1], weight.shape[0], bias is not None)
     return _with(made, weight, bias)
 
@@ -237,19 +237,19 @@ def matmul_module(node: Node, constants: Sequence[Array | None]) -> nn.Module | 
 
 @function("MatMul")
 def matmul(node: Node, a: Value, b: Value) -> Tensor:
-    """Multiplies matrices, broadcast as NumPy does."""
+    """Multiplies matrices with NumPy's broadcasting."""
     like = a if isinstance(a, Tensor) else b if isinstance(b, Tensor) else None
     return torch.matmul(tensor(a, like), tensor(b, like))
 
 
 def _turned_batch(node: Node) -> str:
     turned = node.get("transBatchA", 0) or node.get("transBatchB", 0)
-    return "FusedMatMul with a transposed batch has no form in PyTorch here" if turned else ""
+    return "FusedMatMul with a transposed batch has no PyTorch equivalent" if turned else ""
 
 
 @function("FusedMatMul", domain="com.microsoft", refuses=_turned_batch)
 def fused_matmul(node: Node, a: Value, b: Value) -> Tensor:
-    """Computes alpha·A·B, each transposed if the node says so."""
+    """Computes alpha·A·B, with A and B transposed if requested."""
     left, right = tensor(a), tensor(b)
     left = left.transpose(-1, -2) if node.get("transA", 0) else left
     right = right.transpose(-1, -2) if node.get("transB", 0) else right

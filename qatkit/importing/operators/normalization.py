@@ -1,4 +1,4 @@
-"""Normalizations, by statistics that are known or computed."""
+"""Normalization operators, with stored or computed statistics."""
 
 from __future__ import annotations
 
@@ -39,7 +39,11 @@ def batch_norm_module(node: Node, constants: Sequence[Array | None]) -> nn.Modul
 def _unknown(node: Node) -> str:
     if node.get("training_mode", 0):
         return "it is in training mode"
-    return "" if node.get("spatial", 1) else "BatchNormalization of each position has no form in PyTorch here"
+    return (
+        ""
+        if node.get("spatial", 1)
+        else "BatchNormalization with statistics for each position has no PyTorch equivalent"
+    )
 
 
 @function("BatchNormalization", refuses=_unknown)
@@ -59,7 +63,7 @@ def instance_norm(node: Node, x: Value, scale: Value, bias: Value) -> Tensor:
 
 @module("LayerNormalization")
 def layer_norm_module(node: Node, constants: Sequence[Array | None]) -> nn.Module | None:
-    """Returns a torch LayerNorm over the axes that the scale has."""
+    """Returns a torch LayerNorm over the axes of the scale."""
     scale = constants[1]
     bias = constants[2] if len(constants) > 2 else np.zeros_like(scale) if scale is not None else None
     rank, axis = node.ranks[0] if node.ranks else None, node.get("axis", -1)
@@ -75,12 +79,12 @@ def layer_norm_module(node: Node, constants: Sequence[Array | None]) -> nn.Modul
 
 def _with_mean(node: Node) -> str:
     several = sum(map(bool, node.outputs)) > 1
-    return "its mean as an output has no form in PyTorch here" if several else ""
+    return "its output of the mean has no PyTorch equivalent" if several else ""
 
 
 @function("LayerNormalization", refuses=_with_mean)
 def layer_norm(node: Node, x: Value, scale: Value, bias: Value = None) -> Tensor:
-    """Normalizes over all axes from one on, with a scale of any shape that broadcasts."""
+    """Normalizes over all axes from `axis` on, with a scale of any shape that broadcasts."""
     x = tensor(x)
     sizes = x.shape[node.get("axis", -1) % x.ndim :]
     normal = F.layer_norm(x, sizes, eps=node.get("epsilon", 1e-5)) * operand(scale, x)
@@ -102,7 +106,7 @@ def skip_layer_norm(
 
 @function("GroupNormalization")
 def group_norm(node: Node, x: Value, scale: Value, bias: Value) -> Tensor:
-    """Normalizes groups of channels, up to opset 20 with a scale per group, from 21 on with one per channel."""
+    """Normalizes groups of channels; the scale is per group up to opset 20, and per channel from 21 on."""
     x, groups = tensor(x), node.get("num_groups")
     gamma, beta = tensor(scale, x), tensor(bias, x)
     if node.version < 21:
@@ -114,7 +118,7 @@ def group_norm(node: Node, x: Value, scale: Value, bias: Value) -> Tensor:
 @function("RMSNormalization")
 @function("SimplifiedLayerNormalization")
 def rms_norm(node: Node, x: Value, scale: Value) -> Tensor:
-    """Divides by the root of the mean square over all axes from one on."""
+    """Divides by the root mean square over all axes from `axis` on."""
     x = tensor(x)
     axes = list(range(node.get("axis", -1) % x.ndim, x.ndim))
     root = torch.rsqrt(torch.mean(x * x, axes, keepdim=True) + node.get("epsilon", 1e-5))

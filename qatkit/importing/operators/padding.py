@@ -1,4 +1,4 @@
-"""Pads that sizes decide: `auto_pad` of convolutions and pools."""
+"""Computes pads that depend on sizes: `auto_pad` of convolutions and pools."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ SAME = ("SAME_UPPER", "SAME_LOWER")
 def same_pads(
     mode: str, sizes: Sequence[int], kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
 ) -> list[int]:
-    """Returns the begins, then the ends, with which the output has ceil(size / stride) positions.
+    """Returns the pads (begins, then ends) with which the output has ceil(size / stride) positions.
 
     Args:
-        mode: SAME_UPPER has the odd one at the end, SAME_LOWER at the beginning.
-        sizes: of the input's spatial axes.
+        mode: SAME_UPPER puts an odd element at the end, SAME_LOWER at the beginning.
+        sizes: the sizes of the input's spatial axes.
+        kernel, stride, dilation: one number per spatial axis.
     """
     begins, ends = [], []
     for size, k, s, d in zip(sizes, kernel, stride, dilation, strict=True):

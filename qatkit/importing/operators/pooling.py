@@ -1,4 +1,4 @@
-"""Pools: of windows, and of all positions."""
+"""Pooling operators, over windows and over all positions."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _window(node: Node, x: Tensor) -> tuple[list[int], list[int], list[int], lis
 
 
 def _count(size: int, kernel: int, stride: int, dilation: int, pads: int, ceil: bool) -> int:
-    """Returns how many windows fit."""
+    """Returns the number of windows along an axis."""
     span = size + pads - (kernel - 1) * dilation - 1
     return (-(-span // stride) if ceil else span // stride) + 1
 
@@ -49,18 +49,18 @@ def _for_torch(pads: Sequence[int]) -> list[int]:
 def _with_places(node: Node) -> str:
     several = sum(map(bool, node.outputs)) > 1
     return (
-        "its second output, the places of the largest values, has no form in PyTorch here" if several else ""
+        "its second output, the indices of the largest values, has no PyTorch equivalent" if several else ""
     )
 
 
 def _dilated(node: Node) -> str:
     dilated = any(size != 1 for size in node.get("dilations") or ())
-    return f"{node.op_type} with dilations has no form in PyTorch here" if dilated else ""
+    return f"{node.op_type} with dilations has no PyTorch equivalent" if dilated else ""
 
 
 @function("MaxPool", refuses=_with_places)
 def max_pool(node: Node, x: Value) -> Tensor:
-    """Pools by maximum; pads only at the end act like windows beyond it, as with `ceil_mode`."""
+    """Pools by maximum; pads only at the ends become `ceil_mode`, whose windows also reach beyond the input."""
     x = tensor(x)
     kernel, stride, dilation, pads = _window(node, x)
     axes, ceil = len(kernel), bool(node.get("ceil_mode", 0))
@@ -78,7 +78,7 @@ def max_pool(node: Node, x: Value) -> Tensor:
 
 @function("AveragePool", refuses=_dilated)
 def average_pool(node: Node, x: Value) -> Tensor:
-    """Pools by mean; padded positions count only with `count_include_pad`."""
+    """Pools by mean; padding counts only with `count_include_pad`."""
     x = tensor(x)
     kernel, stride, _, pads = _window(node, x)
     axes, ceil, whole = len(kernel), bool(node.get("ceil_mode", 0)), bool(node.get("count_include_pad", 0))
@@ -95,7 +95,7 @@ def average_pool(node: Node, x: Value) -> Tensor:
 
 @function("GlobalAveragePool")
 def global_average_pool(node: Node, x: Value) -> Tensor:
-    """Returns the mean over all positions, which stay as axes of size 1."""
+    """Returns the mean over all positions; the axes are kept with size 1."""
     x = tensor(x)
     if not 3 <= x.ndim <= 5:
         return torch.mean(x, list(range(2, x.ndim)), keepdim=True)
@@ -105,7 +105,7 @@ def global_average_pool(node: Node, x: Value) -> Tensor:
 
 @function("GlobalMaxPool")
 def global_max_pool(node: Node, x: Value) -> Tensor:
-    """Returns the largest value over all positions, which stay as axes of size 1."""
+    """Returns the largest value over all positions; the axes are kept with size 1."""
     x = tensor(x)
     return torch.amax(x, list(range(2, x.ndim)), keepdim=True)
 
@@ -116,7 +116,7 @@ def lp_pool(node: Node, x: Value) -> Tensor:
     x, p = tensor(x), node.get("p", 2)
     kernel, stride, _, pads = _window(node, x)
     axes = len(kernel)
-    if node.get("ceil_mode", 0):  # zeros as far as the last window reaches
+    if node.get("ceil_mode", 0):  # pads with zeros up to the end of the last window
         for axis, size in enumerate(x.shape[2:]):
             both = pads[axis] + pads[axis + axes]
             count = _count(size, kernel[axis], stride[axis], 1, both, True)

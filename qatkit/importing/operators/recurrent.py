@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from qatkit.importing.operators.table import Array, Node, UnsupportedError, Value, module
 from qatkit.importing.operators.values import tensor
 
-# Gates in torch's order, as places in ONNX's: LSTM i o f c, GRU z r h.
+# Gates in torch's order, as indices in ONNX's order: LSTM i o f c, GRU z r h.
 _GATES = {"LSTM": (0, 2, 3, 1), "GRU": (1, 0, 2), "RNN": (0,)}
 _KINDS: dict[str, type[Any]] = {"LSTM": nn.LSTM, "GRU": nn.GRU, "RNN": nn.RNN}
 _ACTIVATIONS = {"LSTM": ["sigmoid", "tanh", "tanh"], "GRU": ["sigmoid", "tanh"], "RNN": ["tanh"]}
@@ -22,13 +22,13 @@ class Recurrent(nn.Module):
     """A recurrent layer with the inputs and outputs of ONNX.
 
     Args:
-        inner: torch's layer, [time, batch, values].
-        reverse: it runs from the end; torch's runs forward on the sequence turned round.
-        batch_first: `layout=1`.
+        inner: torch's layer, for inputs [time, batch, values].
+        reverse: whether the layer runs backwards; torch's then runs forward on the reversed sequence.
+        batch_first: whether the node has `layout=1`.
     """
 
     one_operator = True
-    positional = True  # it takes all inputs of the node, constants too
+    positional = True  # forward takes all inputs of the node, including constants
 
     def __init__(self, inner: nn.RNNBase, reverse: bool, batch_first: bool) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Recurrent(nn.Module):
     ) -> tuple[Tensor, ...]:  # fmt: skip
         x = x.transpose(0, 1) if self.batch_first else x
         if isinstance(lengths, np.ndarray) and (lengths != x.shape[0]).any():
-            raise UnsupportedError("sequences shorter than the input have no form in PyTorch here")
+            raise UnsupportedError("sequences shorter than the input have no PyTorch equivalent")
         x = torch.flip(x, (0,)) if self.reverse else x
         lstm = isinstance(self.inner, nn.LSTM)
         state = self._state(x, h, c) if lstm else self._state(x, h)
@@ -56,7 +56,7 @@ class Recurrent(nn.Module):
 
     def _state(self, x: Tensor, *given: Value) -> tuple[Tensor, ...] | None:
         if all(value is None or (isinstance(value, np.ndarray) and not value.any()) for value in given):
-            return None  # zeros, which torch begins with
+            return None  # zeros, torch's default
         directions = 2 if self.inner.bidirectional else 1
         states = []
         for value in given:
@@ -70,31 +70,27 @@ class Recurrent(nn.Module):
 
 
 def why_not(node: Node, constants: Sequence[Array | None]) -> str:
-    """Returns why a recurrent node has no form as a torch module; "" where it has."""
+    """Returns why a recurrent node has no equivalent torch module, or "" if it has one."""
     kind = node.op_type
     names = [str(name).lower() for name in node.get("activations") or []]
     known = _ACTIVATIONS[kind]
     plain = not names or all(names[i : i + len(known)] == known for i in range(0, len(names), len(known)))
     relu = kind == "RNN" and bool(names) and set(names) == {"relu"}
     reasons = {
-        "weights that are computed": any(value is None for value in constants[1:3]),
-        "a bias that is computed": len(node.inputs) > 3 and bool(node.inputs[3]) and constants[3] is None,
+        "computed weights": any(value is None for value in constants[1:3]),
+        "a computed bias": len(node.inputs) > 3 and bool(node.inputs[3]) and constants[3] is None,
         "peepholes": len(node.inputs) > 7 and bool(node.inputs[7]),
         "a clip": bool(node.get("clip", 0)),
         "input_forget": bool(node.get("input_forget", 0)),
         f"activations {', '.join(names)}": not plain and not relu,
-        "lengths of its sequences": len(node.inputs) > 4
-        and bool(node.inputs[4])
-        and not _known(constants[4]),
+        "sequence lengths": len(node.inputs) > 4 and bool(node.inputs[4]) and not _known(constants[4]),
         "linear_before_reset=0": kind == "GRU" and not node.get("linear_before_reset", 0),
     }
     return next((f"{kind} with {reason}" for reason, found in reasons.items() if found), "")
 
 
 def _known(lengths: Array | None) -> bool:
-    """Returns whether the lengths are constant and equal; the length is compared with the input when the node
-    runs.
-    """
+    """Returns whether the lengths are constant and equal; when the node runs, they are compared with the input."""
     return lengths is not None and bool((lengths == lengths.reshape(-1)[:1]).all())
 
 
@@ -103,10 +99,10 @@ def recurrent(node: Node, constants: Sequence[Array | None]) -> nn.Module:
     """Returns a torch layer with the gates in torch's order.
 
     Raises:
-        UnsupportedError: a layer that torch does not have.
+        UnsupportedError: torch has no such layer.
     """
     if reason := why_not(node, constants):
-        raise UnsupportedError(f"{reason} has no form in PyTorch here")
+        raise UnsupportedError(f"{reason} has no PyTorch equivalent")
     kind, weight, hidden = node.op_type, constants[1], constants[2]
     assert weight is not None and hidden is not None
     size, direction = hidden.shape[2], node.get("direction", "forward")

@@ -26,7 +26,7 @@ _REDUCTIONS: dict[str, Callable[..., Tensor]] = {
 
 
 def _axes(node: Node, x: Tensor, given: Value) -> list[int] | None:
-    """Returns the axes to reduce; None where the node reduces nothing."""
+    """Returns the axes to reduce; None if the node reduces nothing."""
     axes = node.get("axes") if given is None else ints(given)
     if not axes:
         return None if node.get("noop_with_empty_axes", 0) else list(range(x.ndim))
@@ -35,7 +35,7 @@ def _axes(node: Node, x: Tensor, given: Value) -> list[int] | None:
 
 @function(*_REDUCTIONS, known=(1,))
 def reduce(node: Node, x: Value, axes: Value = None) -> Tensor:
-    """Reduces axes, which are an attribute, or an input in newer opsets."""
+    """Reduces axes, which are an attribute, or in newer opsets an input."""
     x = tensor(x)
     found = _axes(node, x, axes)
     if found is None:
@@ -47,7 +47,7 @@ def reduce(node: Node, x: Value, axes: Value = None) -> Tensor:
 
 @function("ReduceMean", known=(1,))
 def reduce_mean(node: Node, x: Value, axes: Value = None) -> Tensor:
-    """Averages; over the positions of an image it is a global pool, which has an 8-bit kernel."""
+    """Computes the mean; over the positions of an image as a global pool, which has an 8-bit kernel."""
     x = tensor(x)
     found, keep = _axes(node, x, axes), bool(node.get("keepdims", 1))
     if found is None or not x.ndim:
@@ -73,7 +73,7 @@ def reduce_prod(node: Node, x: Value, axes: Value = None) -> Tensor:
 
 @function("ArgMax", "ArgMin")
 def arg_extreme(node: Node, x: Value) -> Tensor:
-    """Returns the place of the largest or smallest value along an axis: the first, or the last of equal ones."""
+    """Returns the index of the largest or smallest value along an axis: the first or the last of equal values."""
     x, axis = tensor(x), node.get("axis", 0)
     find = torch.argmax if node.op_type == "ArgMax" else torch.argmin
     keep = bool(node.get("keepdims", 1))
@@ -84,7 +84,7 @@ def arg_extreme(node: Node, x: Value) -> Tensor:
 
 @function("TopK", known=(1,))
 def top_k(node: Node, x: Value, count: Value = None) -> tuple[Tensor, Tensor]:
-    """Returns the largest or smallest values along an axis and their places; the earlier of equal ones."""
+    """Returns the largest or smallest values along an axis and their indices; the earlier of equal values first."""
     x, axis = tensor(x), node.get("axis", -1)
     k = node.get("k") if count is None else one_int(count)
     values, places = torch.sort(x, dim=axis, descending=bool(node.get("largest", 1)), stable=True)
@@ -93,7 +93,7 @@ def top_k(node: Node, x: Value, count: Value = None) -> tuple[Tensor, Tensor]:
 
 @function("CumSum", known=(1,))
 def cumulative_sum(node: Node, x: Value, axis: Value) -> Tensor:
-    """Sums along an axis, from either end, with or without the value itself."""
+    """Returns running sums along an axis, from either end, including or excluding the value itself."""
     x, along = tensor(x), one_int(axis)
     values = torch.flip(x, (along,)) if node.get("reverse", 0) else x
     summed = torch.cumsum(values, along).to(x.dtype)
@@ -104,7 +104,7 @@ def cumulative_sum(node: Node, x: Value, axis: Value) -> Tensor:
 
 @function("Softmax", "LogSoftmax", "Hardmax")
 def softmax(node: Node, x: Value) -> Tensor:
-    """Applies Softmax, LogSoftmax or Hardmax, before opset 13 along all axes from one on, taken as one."""
+    """Applies Softmax, LogSoftmax or Hardmax; before opset 13 over all axes from `axis` on together."""
     x = tensor(x)
     old = node.version < 13
     axis = node.get("axis", 1 if old else -1) % x.ndim
@@ -124,7 +124,11 @@ def _softmax(node: Node, x: Tensor, axis: int) -> Tensor:
 
 def _unknown_norm(node: Node) -> str:
     p = node.get("p", 2)
-    return "" if p in (1, 2) else f"LpNormalization with p={p}: expected 1 or 2"
+    return (
+        ""
+        if p in (1, 2)
+        else f"LpNormalization with p={p} is not in the ONNX specification, which has p=1 and p=2"
+    )
 
 
 @function("LpNormalization", refuses=_unknown_norm)

@@ -1,4 +1,4 @@
-"""Resize and Upsample, in all coordinates and modes that ONNX has."""
+"""Resize and Upsample, in all coordinate systems and modes of ONNX."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _COORDINATES = (
 
 @function("Upsample", known=(1,))
 def upsample(node: Node, x: Value, scales: Value = None) -> Tensor:
-    """Resizes like the operator before opset 10, whose pixels begin at the corner."""
+    """Resizes like the operator before opset 10, with coordinates that start at the corner."""
     given = node.get("scales") if scales is None else np.asarray(tensor(scales).tolist())
     return _resized(node, tensor(x), list(map(float, given)), None, "asymmetric", "floor")
 
 
 def _unknown(node: Node) -> str:
     if node.get("keep_aspect_ratio_policy", "stretch") != "stretch":
-        return "Resize that keeps the aspect ratio has no form in PyTorch here"
+        return "Resize that keeps the aspect ratio has no PyTorch equivalent"
     if node.get("antialias", 0):
-        return "Resize with antialias has no form in PyTorch here"
+        return "Resize with antialias has no PyTorch equivalent"
     mode = node.get("coordinate_transformation_mode", "half_pixel")
-    return "" if mode in _COORDINATES else f"Resize with coordinates {mode} has no form in PyTorch here"
+    return "" if mode in _COORDINATES else f"Resize with coordinates {mode} has no PyTorch equivalent"
 
 
 @function("Resize", known=(1, 2, 3), refuses=_unknown)
@@ -88,7 +88,7 @@ def _resized(
 
 
 def _coordinates(size: int, target: int, factor: float, mode: str) -> Array:
-    """Returns where each output position lies in the input."""
+    """Returns the coordinate in the input of each output position."""
     place = np.arange(target, dtype=np.float64)
     if mode == "align_corners":
         return place * (size - 1) / (target - 1) if target > 1 else place * 0
@@ -117,7 +117,7 @@ def _nearest(size: int, target: int, factor: float, mode: str, rounding: str) ->
 
 
 def _torch_nearest(size: int, target: int, places: Array) -> bool:
-    """Returns whether nearest `F.interpolate` picks the same positions."""
+    """Returns whether `F.interpolate` with mode nearest picks the same positions."""
     return bool(np.array_equal(places, np.minimum(np.floor(np.arange(target) * (size / target)), size - 1)))
 
 

@@ -1,4 +1,4 @@
-"""Operators that return the size of a tensor, or rearrange its values without changing them."""
+"""Operators that return the shape of a tensor, or rearrange its values without changing them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch.nn import functional as F
 from qatkit.importing.operators.table import Array, Node, UnsupportedError, Value, function
 from qatkit.importing.operators.values import TYPES, array, axes_of, ints, one_int, sizes_of, tensor
 
-_PAD_MODES = ("constant", "reflect", "edge", "wrap")  # as NumPy calls them too
+_PAD_MODES = ("constant", "reflect", "edge", "wrap")  # NumPy uses the same names
 
 
 @function("Shape")
 def shape(node: Node, x: Value) -> Array:
-    """Returns the sizes of a tensor, from one axis to another."""
+    """Returns the sizes of a tensor from axis `start` to axis `end`."""
     sizes = sizes_of(x)
     return np.asarray(sizes[node.get("start", 0) : node.get("end", None)], dtype=np.int64)
 
@@ -30,12 +30,12 @@ def size(node: Node, x: Value) -> Array:
 
 @function("Constant")
 def constant(node: Node) -> Array:
-    """Returns a constant, in any of its attributes."""
+    """Returns a constant, whichever attribute holds it."""
     for key in ("value", "value_float", "value_floats", "value_int", "value_ints"):
         if key in node.attributes:
             kind = None if key == "value" else np.int64 if "int" in key else np.float32
             return array(np.asarray(node.get(key), dtype=kind))
-    raise UnsupportedError("its constant is a string or sparse, which has no form in PyTorch")
+    raise UnsupportedError("its constant is a string or sparse, and has no PyTorch equivalent")
 
 
 @function("ConstantOfShape", known=(0,))
@@ -47,7 +47,7 @@ def constant_of_shape(node: Node, sizes: Value) -> Array:
 
 @function("Range", known=(0, 1, 2))
 def arithmetic_range(node: Node, start: Value, limit: Value, delta: Value) -> Tensor:
-    """Numbers at equal distances."""
+    """Returns numbers at equal distances."""
     ends = [value.item() for value in (start, limit, delta) if value is not None]
     kind = torch.as_tensor(start).dtype
     return torch.arange(*ends, dtype=kind)
@@ -57,7 +57,7 @@ def arithmetic_range(node: Node, start: Value, limit: Value, delta: Value) -> Te
 def reshape(node: Node, x: Value, sizes: Value = None) -> Tensor:
     """Reshapes; 0 keeps a size.
 
-    A file of one image per run has 1 where any number of images is possible (`program.py`).
+    If a file takes one image per run but the module several, a first size of 1 keeps the batch size (`program.py`).
     """
     x = tensor(x)
     target = list(node.get("shape", [])) if sizes is None else ints(sizes)
@@ -70,7 +70,7 @@ def reshape(node: Node, x: Value, sizes: Value = None) -> Tensor:
 
 @function("Flatten")
 def flatten(node: Node, x: Value) -> Tensor:
-    """Reshapes to two axes: all before one, and all from it on."""
+    """Reshapes to two axes: all axes before `axis`, and all axes from it on."""
     x, axis = tensor(x), node.get("axis", 1)
     axis = axis + x.ndim if axis < 0 else axis
     if axis == 1:
@@ -115,7 +115,7 @@ def concat(node: Node, *values: Value) -> Tensor:
 
 @function("Split", known=(1,))
 def split(node: Node, x: Value, sizes: Value = None) -> tuple[Tensor, ...]:
-    """Splits into parts of given sizes, or equal parts of which the last may be smaller."""
+    """Splits into parts of given sizes, or into equal parts; then the last one may be smaller."""
     x, axis = tensor(x), node.get("axis", 0)
     given = node.get("split") if sizes is None else ints(sizes)
     count = node.get("num_outputs", len(node.outputs))
@@ -125,20 +125,24 @@ def split(node: Node, x: Value, sizes: Value = None) -> tuple[Tensor, ...]:
 
 @function("Expand", known=(1,))
 def expand(node: Node, x: Value, sizes: Value) -> Tensor:
-    """Repeats axes of size 1; both shapes broadcast."""
+    """Repeats axes of size 1, by broadcasting with the given shape."""
     x = tensor(x)
     return x.expand(np.broadcast_shapes(tuple(x.shape), tuple(ints(sizes))))
 
 
 @function("Tile", known=(1,))
 def tile(node: Node, x: Value, repeats: Value) -> Tensor:
-    """Repeats every axis as often as given."""
+    """Repeats the tensor along every axis the given number of times."""
     return tensor(x).repeat(ints(repeats))
 
 
 def _unknown_pad(node: Node) -> str:
     mode = node.get("mode", "constant")
-    return "" if mode in _PAD_MODES else f"Pad with mode={mode}: expected constant, reflect, edge or wrap"
+    return (
+        ""
+        if mode in _PAD_MODES
+        else f"Pad with mode={mode} is not in the ONNX specification, which has {', '.join(_PAD_MODES)}"
+    )
 
 
 @function("Pad", known=(1, 2, 3), refuses=_unknown_pad)
@@ -160,7 +164,7 @@ def pad(node: Node, x: Value, pads: Value = None, value: Value = None, axes: Val
 
 
 def _for_torch(begin: list[int], end: list[int]) -> list[int]:
-    """Returns the padding in the order of `F.pad`: last axis first, without outer axes that stay."""
+    """Returns the padding in the order of `F.pad`: last axis first, without outer axes that have no padding."""
     flat = [size for axis in reversed(range(len(begin))) for size in (begin[axis], end[axis])]
     while len(flat) > 2 and flat[-2:] == [0, 0]:
         flat = flat[:-2]
@@ -168,7 +172,7 @@ def _for_torch(begin: list[int], end: list[int]) -> list[int]:
 
 
 def _pad_by_values(x: Tensor, begin: list[int], end: list[int], mode: str) -> Tensor:
-    if min(begin + end) < 0:  # what goes is gone before the borders are filled
+    if min(begin + end) < 0:  # negative pads crop first, before the borders are filled
         kept = zip(begin, end, x.shape, strict=True)
         x = x[tuple(slice(max(-low, 0), size - max(-high, 0)) for low, high, size in kept)]
         begin, end = ([max(side, 0) for side in sides] for sides in (begin, end))
@@ -186,7 +190,7 @@ def _pad_by_values(x: Tensor, begin: list[int], end: list[int], mode: str) -> Te
 
 @function("DepthToSpace")
 def depth_to_space(node: Node, x: Value) -> Tensor:
-    """Moves channels to positions; DCR has the block's place before the channel, CRD after it."""
+    """Moves channels to positions; in DCR order the block index comes before the channel, in CRD order after it."""
     x, block = tensor(x), node.get("blocksize")
     if node.get("mode", "DCR") == "CRD":
         return F.pixel_shuffle(x, block)
@@ -197,7 +201,7 @@ def depth_to_space(node: Node, x: Value) -> Tensor:
 
 @function("SpaceToDepth")
 def space_to_depth(node: Node, x: Value) -> Tensor:
-    """Positions become channels."""
+    """Moves positions to channels."""
     x, block = tensor(x), node.get("blocksize")
     n, c, h, w = x.shape
     parts = x.reshape(n, c, h // block, block, w // block, block).permute(0, 3, 5, 1, 2, 4)
@@ -213,9 +217,7 @@ def triangle(node: Node, x: Value, diagonal: Value = None) -> Tensor:
 
 @function("EyeLike")
 def eye_like(node: Node, x: Value) -> Tensor:
-    """Returns ones on a diagonal and zeros elsewhere, in the type given by `dtype` or else that of the
-    tensor.
-    """
+    """Returns ones on a diagonal and zeros elsewhere, in the type `dtype` or, without it, the tensor's type."""
     rows, columns = sizes_of(x)
     made = torch.from_numpy(np.eye(rows, columns, node.get("k", 0), dtype=np.float32))
     kind = node.get("dtype")

@@ -1,4 +1,4 @@
-"""The table of operators, and what a node tells of itself."""
+"""The table of operators, and the description of a node."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Node:
     """A node of an ONNX graph.
 
     Attributes:
-        name: in the file, or made up of its type and its output where it has none.
-        op_type, domain: of its operator; the standard domain is "".
-        version: of the operator set of its domain.
-        attributes: by name, as Python numbers, strings, lists and NumPy arrays.
-        inputs, outputs: names of its tensors; "" for those left out.
-        ranks: of its inputs, None where shape inference can't tell.
-        any_batch: whether its file takes one image per run, and may be given several.
+        name: the name in the file; if it has none, its operator and its output.
+        op_type, domain: the operator and its domain; the standard domain is "".
+        version: the opset of the domain.
+        attributes: attributes by name, as Python numbers, strings, lists and NumPy arrays.
+        inputs, outputs: names of its tensors; "" for omitted ones.
+        ranks: the ranks of its inputs; None if shape inference does not know them.
+        any_batch: whether the file takes one image per run, but the module several.
     """
 
     name: str
@@ -38,21 +38,21 @@ class Node:
     any_batch: bool = False
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Returns an attribute, or `default` where the node does not have it."""
+        """Returns an attribute, or `default` if the node does not have it."""
         return self.attributes.get(name, default)
 
     @property
     def operator(self) -> str:
-        """The operator as people write it: Conv, com.microsoft.Gelu."""
+        """The operator, with its domain if it is not the standard one: Conv, com.microsoft.Gelu."""
         return f"{self.domain}.{self.op_type}" if self.domain else self.op_type
 
 
 class UnsupportedError(Exception):
-    """A node that has no form in PyTorch; the message says why, as a clause that follows its name."""
+    """Raised for a node without a PyTorch equivalent; the message is a clause that follows the node's name."""
 
 
 Function = Callable[..., Any]
-# Receives the node and, by input, the constant or None; returns None where the function has to compute it.
+# Receives the node and the constant of each input (None: computed); returns None if the function must compute the node.
 Builder = Callable[[Node, Sequence[Array | None]], nn.Module | None]
 
 _FUNCTIONS: dict[tuple[str, str], Function] = {}
@@ -67,11 +67,13 @@ def function(
     known: tuple[int, ...] = (),
     refuses: Callable[[Node], str] | None = None,
 ) -> Callable[[Function], Function]:
-    """Registers what computes an operator: called with the node and a value per input.
+    """Registers a function that computes an operator from the node and a value per input.
 
     Args:
-        known: places of inputs that have to be numbers, whatever the values of the model's inputs: sizes, axes.
-        refuses: returns why a node of the operator has no form in PyTorch; "" where it has.
+        names: the operators.
+        domain: their domain.
+        known: indices of inputs that must not depend on values of the model's inputs: sizes, axes.
+        refuses: returns why a node of the operator has no PyTorch equivalent, or "" if it has one.
     """
 
     def registered(made: Function) -> Function:
@@ -87,8 +89,10 @@ def function(
 
 
 def module(*names: str, domain: str = "") -> Callable[[Builder], Builder]:
-    """Registers what builds the module of an operator with constant weights: called with the node and the constant of
-    each input, or None. It returns None where the operator's function has to compute it.
+    """Registers a function that builds the module of an operator with constant weights.
+
+    It is called with the node and the constant of each input (None: computed), and returns None if the operator's
+    function must compute the node.
     """
 
     def registered(made: Builder) -> Builder:
@@ -103,23 +107,23 @@ def function_of(node: Node) -> Function:
     """Returns the function of a node's operator.
 
     Raises:
-        UnsupportedError: the table has none, or it does not take the node.
+        UnsupportedError: the table has no such function, or the function does not support the node.
     """
     key = node.domain, node.op_type
     found, refuses = _FUNCTIONS.get(key), _REFUSES.get(key)
     if found is None:
-        raise UnsupportedError(f"the operator {node.operator} has no form in PyTorch here")
+        raise UnsupportedError(f"the operator {node.operator} has no PyTorch equivalent")
     if refuses is not None and (reason := refuses(node)):
         raise UnsupportedError(reason)
     return found
 
 
 def known_places(operator: str) -> tuple[int, ...]:
-    """Returns the places of inputs that an operator of the standard domain needs as plain numbers."""
+    """Returns the indices of inputs that an operator of the standard domain needs as plain numbers."""
     return _KNOWN.get(operator, ())
 
 
 def module_of(node: Node, constants: Sequence[Array | None]) -> nn.Module | None:
-    """Returns the module of a node with constant weights; None where its function computes it."""
+    """Returns the module of a node with constant weights; None if its function must compute the node."""
     build = _MODULES.get((node.domain, node.op_type))
     return None if build is None else build(node, constants)

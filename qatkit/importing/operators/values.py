@@ -1,7 +1,6 @@
 """Values while a program runs: tensors, or NumPy arrays if they depend only on shapes and constants.
 
-What is known without the inputs' values stays out of the recorded graph: sizes, axes, pads. It becomes a tensor where
-it meets one.
+Arrays (sizes, axes, pads) do not appear in the recorded graph. They become tensors when they are combined with tensors.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from qatkit.importing.operators.table import Array, UnsupportedError, Value
 
-# Types of ONNX (TensorProto.DataType); all floats are float32 here.
+# PyTorch types by the ONNX type (TensorProto.DataType); all floats become float32.
 TYPES: dict[int, torch.dtype] = {
     1: torch.float32, 2: torch.uint8, 3: torch.int8, 4: torch.int32, 5: torch.int16, 6: torch.int32, 7: torch.int64,
     9: torch.bool, 10: torch.float32, 11: torch.float32, 12: torch.int64, 13: torch.int64, 16: torch.float32,
@@ -23,10 +22,10 @@ _WIDER = {np.dtype(np.uint16): np.int32, np.dtype(np.uint32): np.int64, np.dtype
 
 
 def array(value: Any) -> Array:
-    """Returns a constant with a type that PyTorch has; floats in float32."""
+    """Returns a constant as an array of a type that PyTorch has; floats become float32."""
     found = np.asarray(value)
     if found.dtype.kind in "OUS":
-        raise UnsupportedError("strings have no form in PyTorch")
+        raise UnsupportedError("strings have no PyTorch equivalent")
     if found.dtype.kind == "f" or found.dtype.name in ("bfloat16",):
         return found.astype(np.float32)
     return found.astype(_WIDER.get(found.dtype, found.dtype))
@@ -35,8 +34,8 @@ def array(value: Any) -> Array:
 def tensor(value: Value, like: Tensor | None = None) -> Tensor:
     """Returns a value as a tensor, on the device of `like`.
 
-    An array of one value everywhere is made by `torch.full`, integers at equal distances by `torch.arange`: how many
-    they are may be the size of the batch, and a recorded call follows it.
+    An array of equal values is made by `torch.full`, and integers at equal distances by `torch.arange`. Their number
+    may be the batch size, and the recorded calls then follow it.
     """
     if isinstance(value, Tensor):
         return value
@@ -55,13 +54,13 @@ def tensor(value: Value, like: Tensor | None = None) -> Tensor:
 
 
 def _distance(value: Array) -> int:
-    """Returns the distance of integers that are as far from each other, in the order of memory; 0 where it differs."""
+    """Returns the distance of consecutive integers in memory order if it is constant, otherwise 0."""
     steps = np.diff(value.reshape(-1).astype(np.int64))
     return int(steps[0]) if (steps == steps[0]).all() else 0
 
 
 def operand(value: Value, other: Tensor) -> Tensor | float | int | bool:
-    """Returns one operand of an arithmetic: a number where it is one and changes no shape, else a tensor."""
+    """Returns an operand of an arithmetic operator: a number if it is one and changes no shape, otherwise a tensor."""
     if isinstance(value, np.ndarray) and value.size == 1 and value.ndim <= other.ndim:
         number: float | int | bool = value.item()
         return number
@@ -69,7 +68,7 @@ def operand(value: Value, other: Tensor) -> Tensor | float | int | bool:
 
 
 def ints(value: Value) -> list[int]:
-    """Returns axes, sizes or pads as integers. A tensor has to tell its values, which a recorded run refuses."""
+    """Returns axes, sizes or pads as integers; the values of a tensor must be read, which a recorded run refuses."""
     if value is None:
         return []
     listed = value.tolist() if isinstance(value, Tensor) else np.asarray(value).tolist()

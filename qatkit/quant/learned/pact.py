@@ -37,7 +37,9 @@ class PACTFakeQuantize(LearnedFakeQuantize):
     """A quantizer of activations that begin at zero, with a learned range end: largest integer times scale."""
 
     decayed = True
-    limits = "PACT learns those that begin at zero, in asymmetric types, and quantizer=lsq others too"
+    limits = (
+        "PACT learns only ranges that start at zero, in asymmetric types; quantizer=lsq learns all ranges"
+    )
 
     @property
     def unit(self) -> float:

@@ -60,7 +60,7 @@ def test_a_replaced_operator_computes_its_factors(case: str, tmp_path: Path) -> 
     (ours,) = run(tmp_path / "cleaned" / "model.clean.onnx", {"x": x})
     np.testing.assert_allclose(ours, wanted(x.astype(np.float64)), rtol=2e-6, atol=2e-6)
     assert found.error is not None
-    told = f"the worst output is {found.error.outputs['y']:.1f} dB from the file's"
+    told = f"the worst output is at {found.error.outputs['y']:.1f} dB of the original's"
     assert found.rows[-2:] == [("approximate", f"{case.split()[0]}: 1 replaced"), ("approximate", told)]
 
 

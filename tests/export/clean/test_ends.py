@@ -73,9 +73,9 @@ def test_a_transpose_at_an_end_is_joined(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
-        ({"z": "nhwc"}, "clean.layout=z: expected inputs or outputs of the file"),
+        ({"z": "nhwc"}, "clean.layout=z: expected an input or output of the file"),
         ({"x": "hwc"}, "clean.layout.x=hwc: expected one of nchw, nhwc"),
-        ({"y": "nhwc"}, "expected a tensor of 3 axes or more"),
+        ({"y": "nhwc"}, "expected null, because the file gives 'y' no shape of 3 axes or more"),
     ],
 )
 def test_a_wrong_layout_is_one_sentence(layout: dict[str, str], message: str, tmp_path: Path) -> None:

@@ -202,7 +202,7 @@ def test_branches_are_rewritten_too(tmp_path: Path) -> None:
 def test_an_operator_that_is_too_new_is_one_line(tmp_path: Path) -> None:
     source = save(tmp_path / "net.onnx", net(GELU, opset=18))
     with pytest.raises(
-        ConfigError, match=r"clean.rewrite=gelu: its operator needs opset 20 .*set clean.opset=20"
+        ConfigError, match=r"clean.rewrite=gelu: the operator needs opset 20, .*set clean.opset=20"
     ):
         cleaned(source, rewrite=["gelu"])
     _, model = cleaned(source, rewrite=["gelu"], opset=20)

@@ -87,7 +87,7 @@ def test_graphs_take_multiples(function: Callable[[Any], Any], images: int, mult
     model, example = Of(function).eval(), noise_of(images, 3, 4, 6)
     graph = trace(model, example).eval()
     assert graph.meta["batch_axes"] == (0,) and graph.meta["batch_multiple"] == multiple
-    said = f"the model takes batches that are multiples of {multiple}: so does the file"
+    said = f"the model accepts only batches of a multiple of {multiple}, and so does the file"
     assert ("input", said) in graph.meta["notes"]
     prove(model, graph, example)
     for size in (multiple, 4 * multiple, 5 * multiple):
@@ -136,7 +136,7 @@ def test_a_pair_of_images_alone_is_one_batch() -> None:
 
     graph = trace(Of(pair).eval(), noise_of(2, 3, 4, 6))
     assert graph.meta["batch_axes"] == (None,)
-    assert ("input", "the model takes the batch size of the example alone: so does the file") in graph.meta[
+    assert ("input", "the model accepts only the example's batch size, and so does the file") in graph.meta[
         "notes"
     ]
 

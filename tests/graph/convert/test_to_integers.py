@@ -188,7 +188,7 @@ def test_a_batchnorm_that_was_alive_is_folded_into_the_integers(mode: str) -> No
     assert steps_off(run_torch(fold, x), run_torch(alive, x)) <= 2
 
 
-RAISED = "scale of 1 channels raised: their bias would not fit int32"
+RAISED = "the scale of 1 channel was raised so that the bias fits int32"
 
 
 def _planted() -> tuple[nn.Module, Tensor]:
@@ -208,7 +208,9 @@ def test_a_bias_that_would_overflow_int32_is_repaired_and_told() -> None:
     case = ship(model, x, "planted")
     quantized = case.converted.get_submodule("0")
     assert isinstance(quantized, Quantized) and quantized.bias is not None
-    assert case.conversion.skipped == [("0", f"{RAISED}; results move by at most {quantized.lost:.1e} of it")]
+    assert case.conversion.skipped == [
+        ("0", f"{RAISED}; outputs change by at most {quantized.lost:.1e} of the bias")
+    ]
     assert 0 < quantized.lost < 27 * 255 / 2**30
     assert quantized.bias.abs().max() < 2**31 - 1
     assert float(quantized.bias[1] * quantized.bias_scale[1]) == pytest.approx(0.7, rel=1e-4)
@@ -323,7 +325,7 @@ def test_convert_needs_a_quantized_input() -> None:
     for node in list(simulated.graph.nodes):
         if node.target == "fc1_quant":
             node.replace_all_uses_with(node.args[0])
-    with pytest.raises(ValueError, match="fc2: its input carries no FakeQuantize"):
+    with pytest.raises(ValueError, match="the input of fc2 has no FakeQuantize"):
         convert(simulated)
 
 

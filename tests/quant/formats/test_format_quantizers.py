@@ -96,5 +96,7 @@ def test_a_backend_has_formats_on_both_sides_or_none() -> None:
     from qatkit_verify.errors import ConfigError
 
     assert SIMULATED.label == "simulated MXFP8_E4M3 x MXFP8_E4M3"
-    with pytest.raises(ConfigError, match="number formats for both"):
+    with pytest.raises(
+        ConfigError, match="an integer type if the activation has one, or a number format for both"
+    ):
         replace(SIMULATED, weight=QuantSpec("int8"))

@@ -1,11 +1,11 @@
-"""Operators of a given file written in another way: the same function (`rewrite`), or an approximation (`approximate`).
+"""Rewrites operators of a given file: as the same function (`rewrite`), or as an approximation (`approximate`).
 
-Each is a function of a model, a graph and a node that says whether it replaced the node:
+Each rewrite is a function of a model, a graph and a node. It returns whether it replaced the node.
 
-    norms       LayerNorm, InstanceNorm and L2 norm from their parts
-    pools       means as pools, and large pools as two
-    layers      BatchNorm as Conv, BatchNorm after a Concat, Split as Slices, GELU, ReLU
-    pairs       of quantized files: one for each reader, and of weights, too
-    dpu         what an AMD DPU computes in place of some operators
-    run         their names, and the walk over a file
+    norms       joins LayerNorm, InstanceNorm and L2 norm from their parts
+    pools       writes means as pools, and large pools as two pools
+    layers      writes BatchNorm as Conv, folds BatchNorm after a Concat, joins GELU and ReLU
+    pairs       changes QuantizeLinear and DequantizeLinear pairs of quantized files
+    dpu         approximates operators as an AMD DPU computes them
+    run         lists the rewrites by name and applies them to a file
 """

@@ -1,7 +1,7 @@
-"""Replaces some operators by what accelerators compute in their place, a different function, only on request.
+"""Approximates operators as accelerators compute them. This changes the function, so it is done only on request.
 
 The constants are those of AMD's DPU as AMD Quark 0.13 simulates it: factors k / 2^n, since the hardware multiplies by
-an integer and shifts. With fixed-point values a quantized file then gives the results of the hardware.
+an integer and shifts. With fixed-point values, a quantized file then gives the same results as the hardware.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from qatkit.export.matching import clip_bounds, is_open
 from qatkit.verify.graph_view import operand
 
 _SIXTH = (2731, 14)  # k / 2^n in place of 1/6
-# k / 2^n in place of 1 / (side · side) of square pools; other sides have the best of few bits.
+# k / 2^n in place of 1 / (side · side) of square pools; other sides get the best fraction of few bits.
 _POOLS = {3: (7, 6), 5: (10, 8), 6: (7, 8), 7: (21, 10), 14: (21, 12)}
 _LARGEST_POOL = 255
 _BITS_OF_SLOPE = 8
-_LOWEST, _HIGHEST = -128, 127  # bounds of a Clip are integers in 8 bits
+_LOWEST, _HIGHEST = -128, 127  # the bounds of a Clip become 8-bit integers
 _ENDS = ("min", "max")
 # exp(r) = 1 + r + 0.486328125 r² + 0.21875 r³ for 0 <= r < ln 2
 _CUBIC = (0.21875, 0.486328125, 1.0, 1.0)
 
 
 def relu6(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
-    """Writes a Clip from 0 to a bound as Relu: no bound."""
+    """Writes a Clip from 0 to any bound as Relu, without a bound."""
     if node.op_type != "Clip" or clip_bounds(node)[0] != 0 or is_open(node, "max"):
         return False
     put(node, "Relu", [operand(node, 0)])
@@ -109,7 +109,7 @@ def clip(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
 
 
 def softmax(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
-    """Writes a Softmax as its hardware computes it, in bfloat16: exp(x) = 2^n · (cubic of the rest), and a quotient."""
+    """Writes a Softmax as the hardware computes it in bfloat16, with exp(x) = 2^n · (cubic of the remainder)."""
     x = operand(node, 0)
     if node.op_type != "Softmax" or x is None or x.dtype != ir.DataType.FLOAT:
         return False
@@ -139,7 +139,7 @@ def softmax(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
 
 
 def best_fraction(count: int) -> tuple[int, int]:
-    """Returns k and n of the k / 2^n that is nearest to 1 / count, with n below 7 + log2(count)."""
+    """Returns k and n of the fraction k / 2^n that is nearest to 1 / count, with n below 7 + log2(count)."""
     shifts = range(7 + math.ceil(math.log2(count)))
     shift = min(shifts, key=lambda one: abs(round(2**one / count) / 2**one - 1 / count))
     return round(2**shift / count), shift

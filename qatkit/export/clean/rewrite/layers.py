@@ -16,7 +16,7 @@ _CONVOLUTIONS = ("Conv", "ConvTranspose")
 
 
 def batch_norm_to_conv(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
-    """Writes a BatchNormalization of pictures, sound or volumes as a depthwise convolution of one tap."""
+    """Writes a BatchNormalization with 1 to 3 spatial axes as a depthwise convolution with kernel size 1."""
     found, ranks = _affine(node), rank(operand(node, 0))
     if found is None or ranks is None or ranks < 3:
         return False
@@ -67,7 +67,7 @@ def gelu(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
 
 
 def relu(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
-    """Writes Clip from 0 on without an upper bound, and Max with 0, as Relu."""
+    """Writes a Clip from 0 without an upper bound, and a Max with 0, as Relu."""
     if node.op_type == "Clip" and is_open(node, "max"):
         low = (
             number(operand(node, 1)) if len(node.inputs) > 1 else node.attributes.get_float("min", -math.inf)
@@ -89,7 +89,7 @@ def _zero(value: ir.Value | None) -> bool:
 
 
 def _affine(node: ir.Node) -> tuple[NDArray[np.float32], NDArray[np.float32]] | None:
-    """Returns factor and shift of each channel of a BatchNormalization that does not train."""
+    """Returns the factor and shift of each channel of a BatchNormalization in inference mode."""
     if node.op_type != "BatchNormalization" or node.attributes.get_int("training_mode", 0) > 0:
         return None
     held_values = [constant(operand(node, index)) for index in range(1, 5)]
@@ -110,14 +110,14 @@ def _lone(value: ir.Value | None, graph: ir.Graph) -> bool:
 
 
 def _multiply(model: ir.Model, conv: ir.Node, factor: NDArray[np.float32], shift: NDArray[np.float32]) -> int:
-    """Gives a convolution the factors and shifts of its output channels; returns their number."""
+    """Folds factors and shifts of the output channels into a convolution; returns the number of channels."""
     weight, bias = constant(operand(conv, 1)), constant(operand(conv, 2))
     assert weight is not None
     groups = conv.attributes.get_int("group", 1)
     transposed = conv.op_type == "ConvTranspose"
     count = int(weight.shape[1] * groups if transposed else weight.shape[0])
     factor, shift = factor[:count], shift[:count]
-    if transposed:  # [inputs, outputs of a group, ...], where the inputs of a group follow each other
+    if transposed:  # [inputs, outputs of a group, ...]; the inputs of a group are consecutive
         parts = weight.reshape(groups, weight.shape[0] // groups, *weight.shape[1:])
         scaled = parts * factor.reshape(groups, 1, -1, *[1] * (weight.ndim - 2))
     else:
@@ -130,7 +130,7 @@ def _multiply(model: ir.Model, conv: ir.Node, factor: NDArray[np.float32], shift
 
 
 def _tanh_gelu(node: ir.Node) -> ir.Value | None:
-    """Returns x of 0.5 · x · (1 + tanh(√(2/π) · (x + 0.044715 · x³)))."""
+    """Returns x if the node computes 0.5 · x · (1 + tanh(√(2/π) · (x + 0.044715 · x³)))."""
     if node.op_type != "Mul":
         return None
     rest = [one for one in factors(node, 3) if number(one) is None]

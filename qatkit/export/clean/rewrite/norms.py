@@ -1,4 +1,4 @@
-"""LayerNorm, InstanceNorm and L2 norm, joined from the operators that exporters write."""
+"""Joins LayerNorm, InstanceNorm and L2 norm from the operators that exporters write for them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ from qatkit.export.clean.rewrite.place import axes_of, held, is_number, put, ran
 from qatkit.export.matching import made, number, pairs
 from qatkit.verify.graph_view import constant, operand
 
-_TINY = 1e-6  # of a norm, below which the parts divide by a constant; LpNormalization does not
+_TINY = 1e-6  # largest lower bound of a norm: below it the parts divide by a constant, but LpNormalization does not
 
 
 class Normalized(NamedTuple):
-    """A normalization: its input tensor, the axes of mean and variance, and the epsilon added to the
-    variance.
-    """
+    """The input tensor of a normalization, the axes of mean and variance, and the epsilon added to the variance."""
 
     x: ir.Value
     axes: tuple[int, ...]
@@ -26,7 +24,7 @@ class Normalized(NamedTuple):
 
 
 def layer_norm(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
-    """Joins (x - mean) / sqrt(variance + epsilon) over the last axes, with the scale and bias after it."""
+    """Joins (x - mean) / sqrt(variance + epsilon) over the last axes, together with the scale and bias after it."""
     found = _normalized(node)
     if found is None or (ranks := rank(found.x)) is None:
         return False
@@ -45,7 +43,7 @@ def layer_norm(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
 
 
 def instance_norm(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
-    """Joins the same over all axes after the channels; also as x·a + (bias - mean·a), where a is scale / deviation."""
+    """Joins the same over all axes after the channels, also as x·a + (bias - mean·a) with a = scale / deviation."""
     found, scale, bias, last = _normalized(node), None, None, node
     if found is None:
         summed = _scaled_and_shifted(node)
@@ -70,9 +68,9 @@ def instance_norm(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
 
 
 def l2_norm(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
-    """Joins x / sqrt(sum of squares) over one axis, whose divisor has a lower bound of at most 1e-6.
+    """Joins x / sqrt(sum of squares) over one axis if the divisor has a lower bound of at most 1e-6.
 
-    A vector that is shorter than this bound is divided by its length.
+    The result has no lower bound: a shorter vector is divided by its length.
     """
     if node.op_type == "Div":
         sides = ((operand(node, 0), operand(node, 1)),)
@@ -113,7 +111,7 @@ def _centred(value: ir.Value | None) -> tuple[ir.Value, tuple[int, ...]] | None:
 
 
 def _squared(value: ir.Value | None) -> ir.Value | None:
-    """Returns x of x²."""
+    """Returns x if the value is x²."""
     node = made(value, "Pow")
     if node is not None:
         return operand(node, 0) if is_number(operand(node, 1), 2.0) else None
@@ -122,7 +120,7 @@ def _squared(value: ir.Value | None) -> ir.Value | None:
 
 
 def _reciprocal(value: ir.Value | None) -> ir.Value | None:
-    """Returns x of 1 / x."""
+    """Returns x if the value is 1 / x."""
     node = made(value, "Reciprocal")
     if node is not None:
         return operand(node, 0)
@@ -131,7 +129,7 @@ def _reciprocal(value: ir.Value | None) -> ir.Value | None:
 
 
 def _deviation(value: ir.Value | None) -> tuple[ir.Value, tuple[int, ...], float] | None:
-    """Returns x - mean, the axes and epsilon of sqrt(mean((x - mean)²) + epsilon)."""
+    """Returns x - mean, the axes and epsilon if the value is sqrt(mean((x - mean)²) + epsilon)."""
     root = made(value, "Sqrt")
     added = None if root is None else made(operand(root, 0), "Add")
     if added is None:
@@ -145,7 +143,7 @@ def _deviation(value: ir.Value | None) -> tuple[ir.Value, tuple[int, ...], float
 
 
 def _normalized(node: ir.Node) -> Normalized | None:
-    """Returns what a Div, or a Mul with a reciprocal, normalizes."""
+    """Returns the normalization that a Div, or a Mul with a reciprocal, computes."""
     if node.op_type == "Div":
         sides = ((operand(node, 0), operand(node, 1)),)
     elif node.op_type == "Mul":
@@ -170,7 +168,7 @@ def _same(a: ir.Value | None, b: ir.Value | None) -> bool:
 def _scaled_and_shifted(
     node: ir.Node,
 ) -> tuple[Normalized, NDArray[np.floating], NDArray[np.floating]] | None:
-    """Returns what x·a + (bias - mean·a) normalizes, with its scale and bias."""
+    """Returns the normalization that x·a + (bias - mean·a) computes, with its scale and bias."""
     if node.op_type != "Add":
         return None
     for left, right in pairs(node):
@@ -196,7 +194,7 @@ def _scaled_and_shifted(
 def _affine(
     node: ir.Node, shape: tuple[int, ...]
 ) -> tuple[ir.Node, NDArray[np.floating] | None, NDArray[np.floating] | None]:
-    """Returns the last node of a product with and a sum of constants after a node, and both constants."""
+    """Returns the last node of a constant product and sum after a node, and the two constants."""
     last, found = node, []
     for operator in ("Mul", "Add"):
         reader = _only_reader(last)
@@ -219,7 +217,7 @@ def _only_reader(node: ir.Node) -> ir.Node | None:
 
 
 def _as(vector: NDArray[np.floating], shape: tuple[int, ...]) -> NDArray[np.floating] | None:
-    """Returns a constant with this shape if broadcasting it adds no axis of another size; None else."""
+    """Returns a constant with this shape, or None if broadcasting would give it another size."""
     stripped = vector.reshape(vector.shape[max(0, vector.ndim - len(shape)) :]) if vector.size else vector
     lost = vector.shape[: max(0, vector.ndim - len(shape))]
     if vector.dtype != np.float32 or any(one != 1 for one in lost):
@@ -231,7 +229,7 @@ def _as(vector: NDArray[np.floating], shape: tuple[int, ...]) -> NDArray[np.floa
 
 
 def _unexpanded(value: ir.Value | None, like: ir.Value) -> ir.Value | None:
-    """Returns what was expanded to the shape of another tensor."""
+    """Returns the tensor that was expanded to the shape of another one."""
     node = made(value, "Expand")
     if node is None:
         return value
@@ -244,7 +242,7 @@ def _unexpanded(value: ir.Value | None, like: ir.Value) -> ir.Value | None:
 
 
 def _length(value: ir.Value | None, x: ir.Value) -> tuple[int, ...] | None:
-    """Returns the axes over which a value is the length of x, with a lower bound of at most 1e-6."""
+    """Returns the axes over which a value is the L2 norm of x, with a lower bound of at most 1e-6."""
     bounded = _above(value, _TINY)
     norm = made(bounded, "ReduceL2")
     if norm is not None:
@@ -262,7 +260,7 @@ def _length(value: ir.Value | None, x: ir.Value) -> tuple[int, ...] | None:
 
 
 def _above(value: ir.Value | None, most: float) -> ir.Value | None:
-    """Returns the tensor that a Max or Clip keeps above a number from 0 to `most`; the value itself else."""
+    """Returns the tensor to which a Max or Clip gives a lower bound from 0 to `most`; otherwise the value itself."""
     for operator in ("Max", "Clip"):
         node = made(value, operator)
         if node is None or (operator == "Clip" and operand(node, 2) is not None) or len(node.inputs) < 2:

@@ -1,4 +1,4 @@
-"""Pairs of QuantizeLinear and DequantizeLinear of a quantized file in the form that some compilers require."""
+"""Changes pairs of QuantizeLinear and DequantizeLinear of a quantized file to forms that some compilers require."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _BFLOAT16 = (("min", -(2.0**128 - 2.0**120)), ("max", 2.0**128 - 2.0**120))
 
 
 def dedicated_pairs(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
-    """Gives each reader of a DequantizeLinear one of its own, with the QuantizeLinear before it."""
+    """Gives each reader of a DequantizeLinear its own copy of the pair."""
     if node.op_type != "DequantizeLinear":
         return False
     result = node.outputs[0]
@@ -54,7 +54,7 @@ def weight_pairs(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
     zeros = np.float32(0) if zero is None else _along(zero.astype(np.float32), integers.ndim, axis)
     weight = held(model, node, "float", (integers.astype(np.float32) - zeros) * numbers)
     scales = [one for one in node.inputs[1:] if one is not None]
-    if zero is None and integers.dtype == np.int8:  # without one QuantizeLinear makes uint8
+    if zero is None and integers.dtype == np.int8:  # without a zero_point, QuantizeLinear gives uint8
         scales.append(held(model, node, "zero", np.zeros(scale.shape, np.int8)))
     rounded = before(model, node, "QuantizeLinear", [weight, *scales], {"axis": axis} if scale.ndim else {})
     rounded.type, rounded.shape = ir.TensorType(ir.DataType(source.dtype or 0)), source.shape
@@ -63,7 +63,7 @@ def weight_pairs(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
 
 
 def fold_relu(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
-    """Removes a Relu whose readers are QuantizeLinears with the lowest integer as zero point: these clip as it does."""
+    """Removes a Relu whose readers all quantize with the lowest integer as zero_point, which clips negatives too."""
     result, source = node.outputs[0], operand(node, 0)
     if node.op_type != "Relu" or source is None or not result.uses() or result.is_graph_output():
         return False
@@ -79,7 +79,7 @@ def fold_relu(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
 
 
 def bfloat16_clip(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
-    """Clips what is cast to bfloat16 to its largest number, since what lies above would become infinite."""
+    """Clips the input of a Cast to bfloat16 to its largest number, since larger values would become infinite."""
     x = operand(node, 0)
     if node.op_type != "Cast" or node.attributes["to"].as_int() != ir.DataType.BFLOAT16.value:
         return False
@@ -91,19 +91,19 @@ def bfloat16_clip(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
 
 
 def drop_pairs(model: ir.Model, asked: Sequence[str]) -> list[str]:
-    """Removes the pairs between operators, so that what stood between them is no longer rounded.
+    """Removes pairs between operators, so that the tensor between them is no longer rounded.
 
     A pair is a QuantizeLinear and a DequantizeLinear, or a Cast to bfloat16 or float16 and one back to float32.
 
     Args:
-        model: which is changed.
-        asked: MAKER:READER, each the type of an operator, the name of a node, or * for any.
+        model: changed in place.
+        asked: entries MAKER:READER; each part is the type of an operator, the name of a node, or * for any.
 
     Returns:
-        A line for each, with the number of pairs.
+        A line for each entry, with the number of removed pairs.
 
     Raises:
-        ConfigError: one matches no pair.
+        ConfigError: an entry matches no pair.
     """
     lines = []
     for text in asked:
@@ -115,9 +115,7 @@ def drop_pairs(model: ir.Model, asked: Sequence[str]) -> list[str]:
         ]
         count = sum(_dropped(pair, text) for pair in pairs)
         if not count:
-            reason = (
-                "the file has no pair between such operators (MAKER:READER, types or names of nodes, or *)"
-            )
+            reason = "the file has no pair between such operators; write MAKER:READER, each a type, a node's name or *"
             raise ConfigError("clean.drop_pairs", text, reason=reason)
         lines.append(f"{text}: {count} dropped")
     with quiet():
@@ -126,7 +124,7 @@ def drop_pairs(model: ir.Model, asked: Sequence[str]) -> list[str]:
 
 
 def _dropped(pair: ir.Node, text: str) -> bool:
-    """Lets the readers of a pair that match read what was quantized."""
+    """Connects the matching readers of a pair to the tensor before the pair; returns whether there were any."""
     first, result = _first_of(pair), pair.outputs[0]
     source = None if first is None else operand(first, 0)
     maker = None if source is None else source.producer()
@@ -144,7 +142,7 @@ def _dropped(pair: ir.Node, text: str) -> bool:
 
 
 def _first_of(pair: ir.Node) -> ir.Node | None:
-    """Returns what rounds for a node that reads it back, where the two are a pair."""
+    """Returns the first node of the pair that ends in `pair`; None if it is not the end of one."""
     if pair.op_type == "DequantizeLinear":
         return made(operand(pair, 0), "QuantizeLinear")
     first = made(operand(pair, 0), "Cast")
@@ -153,7 +151,7 @@ def _first_of(pair: ir.Node) -> ir.Node | None:
 
 
 def _matches(text: str, maker: ir.Node | None, reader: ir.Node | None) -> bool:
-    """Returns whether MAKER:READER names both; None is an input or output of the file, which only * names."""
+    """Returns whether MAKER:READER matches both nodes; None is an input or output of the file, which only * matches."""
     first, second = (("*",) if one is None else ("*", one.op_type, one.name) for one in (maker, reader))
     return any(
         text[:place] in first and text[place + 1 :] in second
@@ -173,7 +171,7 @@ def _copy(model: ir.Model, reader: ir.Node, node: ir.Node, inputs: list[ir.Value
 
 
 def _along(values: NDArray[Any], rank: int, axis: int) -> NDArray[Any]:
-    """Returns scales in the shape that multiplies a tensor along an axis."""
+    """Returns scales shaped to broadcast along an axis of a tensor."""
     if values.ndim == 0 or values.size == 1:
         return values.reshape(())
     return values.reshape([-1 if one == axis % rank else 1 for one in range(rank)])

@@ -1,4 +1,4 @@
-"""Puts new operators in the place of old ones."""
+"""Inserts operators and replaces nodes by others."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def put(
     inputs: Sequence[ir.Value | None],
     attributes: Mapping[str, Any] | None = None,
 ) -> None:
-    """Puts an operator in the place of a node with one output, whose name and type it takes over."""
+    """Replaces a node with one output by an operator, whose result gets the name and type of that output."""
     new = ir.node(operator, inputs, attributes or {}, name=node.name)
     take_over(node.outputs[0], new)
     assert node.graph is not None
@@ -30,7 +30,7 @@ def put(
 
 
 def take_over(old: ir.Value, new: ir.Node) -> None:
-    """Inserts a node after the one that makes a tensor, and gives its readers, and its name, to the new result."""
+    """Inserts a node after the one that makes a tensor; the new result gets the tensor's readers and name."""
     node, result, name = old.producer(), new.outputs[0], old.name
     assert node is not None and node.graph is not None
     result.shape, result.type = old.shape, old.type

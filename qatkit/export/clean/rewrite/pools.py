@@ -1,4 +1,4 @@
-"""Rewrites means as pools, and pools over large areas as two pools."""
+"""Rewrites means as pools, pools over large areas as two pools, and splits as slices."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import onnx_ir as ir
 from qatkit.export.clean.rewrite.place import axes_of, before, held, put, rank, size, take_over
 from qatkit.verify.graph_view import constant, operand
 
-LARGEST = 512  # values that accelerators' pools average at most
+LARGEST = 512  # most values that the pools of accelerators average
 
 
 def mean_to_pool(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
@@ -28,7 +28,7 @@ def mean_to_pool(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
 
 
 def split_pool(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
-    """Puts an AveragePool in front of a GlobalAveragePool of more than 512 values, so that each has fewer."""
+    """Inserts an AveragePool before a GlobalAveragePool of more than 512 values, so that each averages fewer."""
     x = operand(node, 0)
     if node.op_type != "GlobalAveragePool" or rank(x) != 4:
         return False

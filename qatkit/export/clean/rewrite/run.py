@@ -1,4 +1,4 @@
-"""Rewrites by name, in the order in which they are applied."""
+"""Lists the rewrites by name, in the order in which they are applied, and applies them."""
 
 from __future__ import annotations
 
@@ -51,21 +51,24 @@ def rewrite(model: ir.Model, asked: Collection[str], rules: Mapping[str, Rewrite
     """Replaces operators in all graphs of a model.
 
     Args:
-        model: which is changed.
-        asked: names of rewrites.
-        rules: the rewrites by name; they are applied in this order.
-        key: of the setting, for messages.
+        model: changed in place.
+        asked: names of the rewrites to apply.
+        rules: all rewrites by name, in the order in which they are applied.
+        key: the key of the setting, for messages.
 
     Returns:
         A line for each rewrite, with the number of operators that it replaced.
 
     Raises:
-        ConfigError: the operator that is to be written is not in the file's opset.
+        ConfigError: the new operator does not exist in the file's opset.
     """
     opset = model.opset_imports.get("", 0)
     for name in asked:
         if opset < _OPSETS.get(name, 0):
-            reason = f"its operator needs opset {_OPSETS[name]} (the file has {opset}); set clean.opset={_OPSETS[name]}"
+            least = _OPSETS[name]
+            reason = (
+                f"the operator needs opset {least}, and the file has opset {opset}; set clean.opset={least}"
+            )
             raise ConfigError(key, name, reason=reason)
     if not asked:
         return []
@@ -83,5 +86,5 @@ def _replaced(model: ir.Model, rule: Rewrite) -> int:
         for node in list(graph):
             if node.graph is graph and not node.domain:
                 found += rule(model, graph, node)
-    infer(model)  # the next rule asks for sizes
+    infer(model)  # the next rule reads sizes
     return found
