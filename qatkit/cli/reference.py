@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from qatkit.config.fields import Setting, settings_of
+from qatkit.config.field_types import Setting, settings_of
 from qatkit.config.schema import Config, OverrideConfig
 from qatkit_verify.dotted import resolve
 from qatkit_verify.errors import ConfigError

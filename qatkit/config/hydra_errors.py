@@ -20,7 +20,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 
-from qatkit.config.fields import type_name
+from qatkit.config.field_types import type_name
 from qatkit.config.schema import Config, OverrideConfig
 from qatkit_verify.errors import ConfigError, did_you_mean
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from typing import Any
 
-from qatkit.config.fields import hint_of, type_name
+from qatkit.config.field_types import hint_of, type_name
 from qatkit.config.quoting import quoted
 from qatkit.config.schema import Config
 from qatkit_verify.errors import ConfigError

@@ -23,7 +23,8 @@ from qatkit.jobs.hand_over import bundle_line, bundled, check_hand_over, same_fi
 from qatkit.jobs.packed_weights import check_form
 from qatkit.records.detections import nms_file
 from qatkit.records.run_files import CONFIG_FILE, FLOAT_FILE, REPORT_FILE, file_name, write_model_json
-from qatkit.run.build import captured, data_of, float_model, qat_module
+from qatkit.run.build import captured, data_of, qat_module
+from qatkit.run.build_model import float_model
 from qatkit.run.export import check_integer_ends, check_weights, finish_file, has_nms, write_file, write_nms
 from qatkit.run.find import output_dir
 from qatkit.run.folder import read_checkpoint, say

@@ -44,8 +44,9 @@ from qatkit.records.run_files import (
     write_model_json,
 )
 from qatkit.run.backend import backend_of
-from qatkit.run.build import example_batch, quantizers_of
+from qatkit.run.build import example_batch
 from qatkit.run.folder import Run
+from qatkit.run.quantizers import quantizers_of
 from qatkit.tasks import task_of
 from qatkit.train.module import QATModule
 from qatkit_verify.errors import ConfigError

@@ -10,7 +10,7 @@ from qatkit.config.rules import validate
 from qatkit.config.schema import BackendConfig, Config, OverrideConfig
 from qatkit.jobs.checks import check_job
 from qatkit.run.backend import backend_of
-from qatkit.run.build import quantizers_of
+from qatkit.run.quantizers import quantizers_of
 from qatkit_verify.errors import ConfigError
 
 BACKENDS = "qatkit.quant.backends."

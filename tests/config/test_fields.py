@@ -12,16 +12,15 @@ import pytest
 import torch
 from torch import nn
 
+from qatkit.config.field_types import checked, settings_of
 from qatkit.config.fields import (
     PLACE,
     Choices,
     Limit,
     Range,
     check_limits,
-    checked,
     limit_of,
     setting,
-    settings_of,
 )
 from qatkit.config.schema import (
     MODES,
