@@ -39,16 +39,16 @@ def _check_mode(config: Config) -> None:
     """
     if config.export.io == "uint8" and config.data.layout == "nhwc":
         allowed = (
-            "float32 with data.layout=nhwc: the file would normalise uint8 pixels by a convolution over NCHW"
+            "float32 with data.layout=nhwc, since uint8 pixels are normalised by a convolution over NCHW"
         )
         raise ConfigError("export.io", "uint8", allowed)
     mode = config.export.mode
     if mode == "static":
         return
     if config.onnx is not None:
-        raise ConfigError("export.mode", mode, "static: with onnx=FILE it is mode=MODE that chooses")
+        raise ConfigError("export.mode", mode, "static with onnx=FILE, where mode=MODE chooses the export mode")
     if config.schedule.epochs > 0:
-        allowed = f"0 with export.mode={mode}, which takes the float model (schedule=calibrate_only)"
+        allowed = f"0 with export.mode={mode}, which converts the float model without training (schedule=calibrate_only)"
         raise ConfigError("schedule.epochs", config.schedule.epochs, allowed)
     for key, value, needed in (
         ("verify.control", config.verify.control, False),
@@ -64,7 +64,7 @@ def _check_mode(config: Config) -> None:
         if value != needed:
             raise ConfigError(key, value, f"{as_typed(needed)} with export.mode={mode}")
     if config.data.features_in == "graph":
-        allowed = f"data with export.mode={mode}, which leaves no features float"
+        allowed = f"data with export.mode={mode}, which would convert the features as well"
         raise ConfigError("data.features_in", "graph", allowed)
     if config.backend.reduce_range is True and mode in ("float16", "weight_only"):
         raise ConfigError(
@@ -77,7 +77,7 @@ def _check_weights(config: Config) -> None:
     """Checks the settings of low-bit weights, which only apply to a given file; train.py uses a backend instead."""
     asked = config.weights
     if asked.bits is not None and config.mode != "weight_only":
-        allowed = "null without onnx=FILE mode=weight_only (train.py takes backend=weight_only)"
+        allowed = "null without onnx=FILE mode=weight_only (with train.py, use backend=weight_only)"
         raise ConfigError("weights.bits", asked.bits, allowed)
     for key in ("block", "symmetric", "scale_dtype") if asked.bits is None else ():
         if getattr(asked, key) is not None:
@@ -89,7 +89,7 @@ def _check_bundle(config: Config) -> None:
     """Checks that a bundle does not need libraries, which it cannot hold."""
     named = config.model.name.startswith("onnx/") and "custom_ops" in config.model.kwargs
     if config.export.bundle and named:
-        allowed = "false with model.kwargs.custom_ops: whoever receives the bundle has no such library"
+        allowed = "false with model.kwargs.custom_ops, since a bundle does not include these libraries"
         raise ConfigError("export.bundle", True, allowed)
 
 
@@ -168,7 +168,7 @@ def _check_encodings(config: Config) -> None:
     if mode not in ("static", "weight_only") or (mode == "weight_only" and config.onnx is None):
         raise ConfigError("calibration.encodings", path, f"null with mode={mode}, which calibrates nothing")
     if config.precision.search != "none":
-        allowed = "none with calibration.encodings, which have the type of each tensor"
+        allowed = "none with calibration.encodings, which fix the type of each tensor"
         raise ConfigError("precision.search", config.precision.search, allowed)
     if not Path(path).is_file():
         raise ConfigError("calibration.encodings", path, "a file that exists")
@@ -182,12 +182,12 @@ def _check_table(config: Config) -> None:
     if release is None:
         return
     if not release.isdecimal():
-        raise ConfigError("export.tensorrt_table", release, 'digits of a release: "8601" for 8.6.1')
+        raise ConfigError("export.tensorrt_table", release, 'the digits of a TensorRT release, such as "8601" for 8.6.1')
     for key, value, needed in (
         ("export.mode", config.export.mode, "static"),
         ("schedule.epochs", config.schedule.epochs, 0),
         ("algorithm", _names(config.algorithm), "none"),
     ):
         if value != needed:
-            allowed = f"{as_typed(needed)} with export.tensorrt_table, whose ranges are the float file's"
+            allowed = f"{as_typed(needed)} with export.tensorrt_table, which holds ranges of the unchanged float model"
             raise ConfigError(key, value, allowed)

@@ -158,7 +158,7 @@ class Words(Limit):
 
 @dataclass(frozen=True)
 class Listed(Limit):
-    """A limit to one of a few numbers or words; `because` tells why there are no others."""
+    """A limit to one of a few numbers or words; `because` says why there are no others."""
 
     values: tuple[int | str, ...]
     because: str = ""
@@ -212,7 +212,7 @@ class Place(Limit):
         )
 
     def __str__(self) -> str:
-        return f"a path, without control characters, of names of at most {_NAME_BYTES} bytes, {_PATH_BYTES} in all"
+        return f"a path without control characters, of at most {_PATH_BYTES} bytes, with names of at most {_NAME_BYTES} bytes"
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,7 @@ class Axes(Limit):
 
     def expected(self) -> str:
         """Returns the three forms."""
-        return "none, auto, or names by input and axis, as {input: {2: height, 3: width}}"
+        return "none, auto, or names by input and axis, such as {input: {2: height, 3: width}}"
 
     def __str__(self) -> str:
         return "none | auto | {input: {axis: name}}"
@@ -265,7 +265,7 @@ COUNT = Range(1, whole=True)
 POSITIVE = Range(0, above=True)
 PLACE, SWITCH, AXES, SCALES = Place(), Switch(), Axes(), Scales()
 # Bits of weights that are multiplied by float activations.
-_KERNELS = f" (ONNX Runtime's MatMulNBits has kernels of 2 bits, from {TWO_BITS}, 4 and 8; 3 are held in 4)"
+_KERNELS = f" (ONNX Runtime's MatMulNBits has kernels for 4 and 8 bits, and for 2 from {TWO_BITS}; 3 are stored in 4)"
 BITS, BLOCK = Listed((2, 3, 4, 8), _KERNELS), Listed((*BLOCK_SIZES, str(PerChannel(0))))
 
 

@@ -55,7 +55,7 @@ def validate(config: Config) -> None:
 
 def _check_run(config: Config) -> None:
     if config.name in ("", ".", "..") or Path(config.name).name != config.name:
-        raise ConfigError("name", config.name, "a folder's name, without a path")
+        raise ConfigError("name", config.name, "the name of a folder, without a path")
     _check_cache(config.calibration.cache)
     if config.analysis.histograms and not config.analysis.tensors:
         raise ConfigError(
@@ -75,7 +75,7 @@ def _check_cache(cache: str | None) -> None:
         return
     path = Path(cache).absolute()
     if os.path.lexists(path) and not path.is_file():
-        raise ConfigError("calibration.cache", cache, "the path of a file; this is something else")
+        raise ConfigError("calibration.cache", cache, "the path of a file; this path is not a file")
     if reason := "" if path.is_file() else not_writable(path.parent):
         raise ConfigError("calibration.cache", cache, f"a file in a folder that can be written to ({reason})")
 
@@ -91,8 +91,8 @@ def _check_algorithm(chosen: Mapping[str, Any]) -> None:
             else entry
         )
         allowed = (
-            "{target: DOTTED_PATH, SETTING: VALUE, ...}; on the command line algorithm=NAME chooses "
-            "(a file of conf/algorithm), then algorithm.NAME.SETTING=VALUE sets"
+            "{target: DOTTED_PATH, SETTING: VALUE, ...}; on the command line, algorithm=NAME selects "
+            "a file of conf/algorithm, and algorithm.NAME.SETTING=VALUE changes a setting"
         )
         raise ConfigError(f"algorithm.{name}", shown, allowed)
 
@@ -102,10 +102,10 @@ def _check_choice(config: Config) -> None:
     if config.algorithm_choice != "auto":
         return
     if not config.algorithm:
-        allowed = "all where no algorithm is listed; algorithm=auto lists those that compete"
+        allowed = "all if no algorithm is listed (algorithm=auto lists candidates)"
         raise ConfigError("algorithm_choice", "auto", allowed)
     if config.calibration.random:
-        allowed = "false with algorithm_choice=auto: noise says nothing of what an algorithm is worth"
+        allowed = "false with algorithm_choice=auto, which compares algorithms on real samples"
         raise ConfigError("calibration.random", True, allowed)
 
 
@@ -132,22 +132,22 @@ def _check_precision(config: Config) -> None:
     if asked.search == "none":
         if config.target.min_speedup is not None:
             allowed = (
-                "null without precision=auto, which alone looks for a speed (verify.min_speedup is the bound)"
+                "null without precision=auto, the only search for a speed-up (verify.min_speedup sets a bound)"
             )
             raise ConfigError("target.min_speedup", config.target.min_speedup, allowed)
         if asked.front is None:
             return
     elif asked.front is not None:
         raise ConfigError(
-            "precision.front", asked.front, "null with precision=auto, which makes a front of its own"
+            "precision.front", asked.front, "null with precision=auto, which computes its own front"
         )
     elif config.rescue.climb:
-        raise ConfigError("precision.search", "auto", "none with rescue.climb=true, which has a rung of it")
+        raise ConfigError("precision.search", "auto", "none with rescue.climb=true, which has its own mixed-precision rung")
     needed = "precision=auto" if asked.front is None else "precision.front"
     if config.export.mode != "static":
         raise ConfigError("export.mode", config.export.mode, f"static with {needed}")
     if config.calibration.random and asked.front is None:
-        allowed = "false with precision=auto: noise says nothing of what an operator loses"
+        allowed = "false with precision=auto, which measures the loss of each operator on real samples"
         raise ConfigError("calibration.random", True, allowed)
 
 
@@ -158,25 +158,25 @@ def _check_schedule(config: Config) -> None:
         allowed = "0 with schedule.batch_norm=fold, which leaves no BatchNorm (freeze and train keep it)"
         raise ConfigError("schedule.batch_norm_images", schedule.batch_norm_images, allowed)
     if schedule.batch_norm_images == 1:
-        allowed = "0, or 2 or higher: of one image a BatchNorm has no variance"
+        allowed = "0, or an integer of at least 2: one image has no variance"
         raise ConfigError("schedule.batch_norm_images", 1, allowed)
     if schedule.relative_lr and schedule.optimizer != "adamw":
         allowed = (
-            "false with schedule.optimizer=sgd, whose steps follow the size of the gradient (adamw has it)"
+            "false with schedule.optimizer=sgd, since only adamw has relative learning rates"
         )
         raise ConfigError("schedule.relative_lr", True, allowed)
     trains = schedule.epochs > 0 or config.rescue.climb
     if config.verify.every is not None and not trains:
-        allowed = "null with schedule.epochs=0, which leaves nothing to choose between"
+        allowed = "null with schedule.epochs=0, which leaves no epochs to choose from"
         raise ConfigError("verify.every", config.verify.every, allowed)
     for key in ("distill_teacher", "distill_checkpoint"):
         if getattr(schedule, key) is not None and not (schedule.distill or schedule.distill_features):
             allowed = (
-                "null without schedule.distill above 0 or schedule.distill_features, which learn from it"
+                "null unless schedule.distill is above 0 or schedule.distill_features is set"
             )
             raise ConfigError(f"schedule.{key}", getattr(schedule, key), allowed)
     if schedule.distill_features and config.algorithm_choice == "auto":
-        allowed = "[] with algorithm_choice=auto: what it keeps may rescale the channels that are compared"
+        allowed = "[] with algorithm_choice=auto, whose algorithms may rescale the channels of these features"
         raise ConfigError("schedule.distill_features", ", ".join(schedule.distill_features), allowed)
 
 
@@ -185,7 +185,7 @@ def _check_search(config: Config) -> None:
     asked = config.search
     if asked.trials == 0:
         if asked.space:
-            raise ConfigError("search.trials", 0, "1 or more with a search.space (search=optuna: 30)")
+            raise ConfigError("search.trials", 0, "1 or more with search.space (search=optuna sets 30)")
         return
     axes(asked.space)
     check_objectives(asked.objectives)
@@ -193,13 +193,13 @@ def _check_search(config: Config) -> None:
     url = None if asked.storage == "journal" else asked.storage
     if url is not None and ("://" not in url or _in_memory(url)):
         allowed = (
-            "null (SQLite in the study's folder), journal, or a database's URL: postgresql://user@host/name"
+            "null (SQLite in the study's folder), journal, or a database URL such as postgresql://user@host/name"
         )
-        lost = ": a study in memory ends with its worker" if "://" in url else ""
+        lost = "; a study in memory is lost when its worker ends" if "://" in url else ""
         raise ConfigError("search.storage", _without_password(url), allowed + lost)
     without = _without_password(asked.storage or "")
     if without != (asked.storage or ""):  # it would be in every run's config.yaml and report
-        allowed = "a URL without a password: PGPASSWORD or ~/.pgpass has it"
+        allowed = "a URL without a password (use PGPASSWORD or ~/.pgpass)"
         raise ConfigError("search.storage", without, allowed)
     for key, value, allowed_values in (
         ("rescue.climb", config.rescue.climb, (False,)),
@@ -231,11 +231,12 @@ def _without_password(url: str) -> str:
 def _check_preprocessing(data: DataConfig) -> None:
     """Checks that the resize covers the crop, and that there is one mean and one standard deviation per channel."""
     if data.resize is not None and data.image_size is not None and not covers(data.resize, data.image_size):
-        raise ConfigError("data.resize", data.resize, f"data.image_size={data.image_size} or higher")
+        raise ConfigError("data.resize", data.resize, f"a size that covers data.image_size={data.image_size}")
     for key, values in (("data.mean", data.mean), ("data.std", data.std)):
         if values is not None and not (len(values) in (1, 3) and all(map(math.isfinite, values))):
             raise ConfigError(key, values, "one number per channel: 1 (grey) or 3 (RGB)")
     if data.pixels != LEVELS and (data.mean is None) != (data.std is None):
-        raise ConfigError("data.std", data.std, f"null or numbers, as data.mean={data.mean}")
+        needed = "null" if data.mean is None else "numbers"
+        raise ConfigError("data.std", data.std, f"{needed} with data.mean={as_typed(data.mean)}")
     if data.std is not None and min(data.std) <= 0:
         raise ConfigError("data.std", data.std, "numbers above 0")

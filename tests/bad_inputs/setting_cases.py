@@ -171,8 +171,8 @@ _KEYS = [
     bad("quantizer.activation=qatkit.quant.learned.lsq.LSQWeightFakeQuantize", "quantizer.activation="),
     bad(
         "schedule.relative_lr=true",
-        "schedule.relative_lr=True: expected false with schedule.optimizer=sgd, whose "
-        "steps follow the size of the gradient (adamw has it)",
+        "schedule.relative_lr=True: expected false with schedule.optimizer=sgd, "
+        "since only adamw has relative learning rates",
     ),
     bad("schedule.scale_lr=0", "schedule.scale_lr=0.0: expected a number above 0"),
     bad("schedule.scale_lr=1", "schedule.scale_lr=1.0: expected a number above 0"),

@@ -32,12 +32,12 @@ MISTAKES = [
     (["hydra.verbos=1"], "hydra.verbos=1: the key does not exist (did you mean hydra.verbose, "),
     (
         ["model.kwargs.p=1"],
-        "model.kwargs.p=1: expected an existing entry (a new one is set with +model.kwargs.p=1",
+        "model.kwargs.p=1: expected an existing entry (+model.kwargs.p=1 adds a new one)",
     ),
     (
         ["backend.overrides={conv1:{float:true}}"],
-        "backend.overrides={conv1:{float:true}}: expected an existing entry (a new one is set with "
-        "+backend.overrides={conv1:{float:true}}",
+        "backend.overrides={conv1:{float:true}}: expected an existing entry "
+        "(+backend.overrides={conv1:{float:true}} adds a new one)",
     ),
     (
         ["+backend.overrides.conv1.float=true"],
@@ -56,7 +56,7 @@ MISTAKES = [
     (
         ["+backend.overrides.layer[12].weight_dtype=int4"],
         "+backend.overrides.layer[12].weight_dtype=int4: expected a pattern without any of [ ] { } ! =, "
-        "which are read only in a YAML file (a recipe)",
+        "which only work in a YAML file (a recipe)",
     ),
     (
         ["+backend.overrides={conv1:{flot:true}}"],
@@ -155,13 +155,14 @@ MISTAKES = [
     ),
     (
         ["algorithm=equalize", "export.tensorrt_table=8601", "schedule=calibrate_only"],
-        "algorithm=equalize: expected none with export.tensorrt_table, whose ranges are the float file's",
+        "algorithm=equalize: expected none with export.tensorrt_table, "
+        "which holds ranges of the unchanged float model",
     ),
     # syntax
     (["schedule.lr"], "schedule.lr=: expected KEY=VALUE"),
     (
         ["checkpoint=a=b"],
-        "checkpoint=a=b: expected KEY=VALUE, special characters in quotes: \"checkpoint='a=b'\"",
+        "checkpoint=a=b: expected KEY=VALUE, with special characters in quotes: \"checkpoint='a=b'\"",
     ),
     (["--epochs", "3"], "argument=--epochs: expected KEY=VALUE"),
     (["~schedule.lrr"], "~schedule.lrr=: Could not delete from config. 'schedule.lrr' does not exist."),
@@ -169,11 +170,11 @@ MISTAKES = [
     # sweeps
     (
         ["backend=fbgemm,qnnpack"],
-        "backend=fbgemm,qnnpack: expected one value (or -m before it, for a sweep over several)",
+        "backend=fbgemm,qnnpack: expected one value, or the flag -m in front for a sweep over several",
     ),
     (
         ["data.root=/a/b,c"],
-        "data.root=/a/b,c: expected one value (or -m before it, for a sweep over several); a path is typed in quotes: "
+        "data.root=/a/b,c: expected one value, or the flag -m in front for a sweep over several; type a path in quotes: "
         "\"data.root='/a/b,c'\"",
     ),
     (["-m", "recipe=vit_qat,quickstart"], "data.root=...: required, the folder"),

@@ -68,8 +68,8 @@ def test_a_folder_with_too_long_a_name_is_one_line(
 ) -> None:
     assert launch(lambda config: 0, f"output_dir='{name}'") == 2
     assert capfd.readouterr().err == (
-        f"error: output_dir={name}: expected a path, without control characters, of names of at most 240 bytes, "
-        "4000 in all, or null\n"
+        f"error: output_dir={name}: expected a path without control characters, of at most 4000 bytes, "
+        "with names of at most 240 bytes, or null\n"
     )
 
 
