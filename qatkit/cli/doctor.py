@@ -55,7 +55,7 @@ def main() -> int:
         print(f"{'  ' if one.works else '! '}{one.name:{width}}  {one.found}{advice}")
     broken = [one.name for one in findings if not one.works]
     print(
-        f"does not work here: {', '.join(broken)}" if broken else "ready: uv run train.py runs the quickstart"
+        f"missing or broken: {', '.join(broken)}" if broken else "ready: uv run train.py runs the quickstart"
     )
     return 1 if broken else 0
 
@@ -79,7 +79,7 @@ def _machine() -> Iterator[Finding]:
     else:
         advice = "keep backend.reduce_range=auto, which is exact on every CPU"
         yield Finding(
-            "int8 products", "no VNNI: slower than elsewhere, and plain 8-bit weights may saturate", advice
+            "int8 products", "no VNNI: slower than on other CPUs, and unrestricted 8-bit weights may saturate", advice
         )
     yield Finding("threads", os.environ.get("OMP_NUM_THREADS") or f"{len(_cores())} usable cores")
     yield _gpu()
@@ -104,7 +104,7 @@ def _disk() -> Finding:
     free = shutil.disk_usage(Path.cwd()).free
     text = f"{free / 1e9:.1f} GB free in {Path.cwd()}"
     if free < _ROOM:
-        return Finding("disk", text, "output_dir=FOLDER on a larger disk")
+        return Finding("disk", text, "set output_dir=FOLDER on a larger disk")
     return Finding("disk", text)
 
 

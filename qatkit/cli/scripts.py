@@ -73,7 +73,7 @@ def _started(job: Callable[[Config], int], *, from_checkpoint: bool = False) -> 
 
         return main(job, conf(), from_checkpoint=from_checkpoint)
     except KeyboardInterrupt:  # once the imports are done, `main` handles it
-        print("interrupted before anything began", file=sys.stderr)
+        print("interrupted before the command started", file=sys.stderr)
         return 130
 
 

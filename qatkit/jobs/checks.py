@@ -32,7 +32,7 @@ def check_job(config: Config, from_checkpoint: bool) -> None:
         raise ConfigError("checkpoint", config.checkpoint, "null: export.py reads it, train.py has resume=")
     if not from_checkpoint and (config.onnx is not None or config.mode is not None):
         key = "mode" if config.onnx is None else "onnx"
-        raise ConfigError(key, getattr(config, key), "null: export.py takes onnx=FILE mode=MODE")
+        raise ConfigError(key, getattr(config, key), "null with train.py (use export.py onnx=FILE mode=MODE)")
     if config.resume not in (None, "auto") and not from_checkpoint and not Path(config.resume).is_file():
         raise ConfigError("resume", config.resume, "null, auto, or a checkpoint file that exists")
     if config.search.trials and from_checkpoint:

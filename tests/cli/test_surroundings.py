@@ -57,7 +57,7 @@ def test_a_full_disk_is_one_line_and_leaves_what_was_there(
 
     assert launch(job) == 1
     assert capfd.readouterr().err == (
-        f"error: {path}: File too large: make room there, then the same command with resume=auto continues\n"
+        f"error: {path}: File too large: free some space, then run the same command with resume=auto to continue\n"
     )
     assert path.read_text() == "before" and os.listdir(path.parent) == ["file"]
 

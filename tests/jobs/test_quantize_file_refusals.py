@@ -319,9 +319,9 @@ def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path: Path) -> None:
         (
             "train.py",
             ["onnx=x.onnx", "mode=static"],
-            "mode=static: expected null: export.py takes onnx=FILE mode=MODE",
+            "mode=static: expected null with train.py (use export.py onnx=FILE mode=MODE)",
         ),
-        ("train.py", ["mode=static"], "mode=static: expected null: export.py takes onnx=FILE mode=MODE"),
+        ("train.py", ["mode=static"], "mode=static: expected null with train.py (use export.py onnx=FILE mode=MODE)"),
     ],
 )
 def test_a_mistake_on_the_command_line_is_status_2(
