@@ -93,7 +93,11 @@ def jobs_of(conf: Path, overrides: Sequence[str]) -> list[list[str]]:
                 axes.append(_axis(override, text))
             elif not drawn_from:
                 key, _, value = text.partition("=")
-                raise ConfigError(key, value, "values or a range; only a sweeper (hydra/sweeper=NAME) draws from an interval")
+                raise ConfigError(
+                    key,
+                    value,
+                    "values or a range; only a sweeper (hydra/sweeper=NAME) draws from an interval",
+                )
     return [list(job) for job in itertools.islice(itertools.product(*axes), COMPOSED_AHEAD)]
 
 

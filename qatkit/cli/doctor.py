@@ -79,7 +79,9 @@ def _machine() -> Iterator[Finding]:
     else:
         advice = "keep backend.reduce_range=auto, which is exact on every CPU"
         yield Finding(
-            "int8 products", "no VNNI: slower than on other CPUs, and unrestricted 8-bit weights may saturate", advice
+            "int8 products",
+            "no VNNI: slower than on other CPUs, and unrestricted 8-bit weights may saturate",
+            advice,
         )
     yield Finding("threads", os.environ.get("OMP_NUM_THREADS") or f"{len(_cores())} usable cores")
     yield _gpu()

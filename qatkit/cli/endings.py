@@ -14,7 +14,10 @@ import traceback
 from qatkit_verify import stopping
 from qatkit_verify.errors import ConfigError
 
-_AGAIN = {False: "run the same command with resume=auto to continue", True: "run the same command to start again"}
+_AGAIN = {
+    False: "run the same command with resume=auto to continue",
+    True: "run the same command to start again",
+}
 
 
 def ended_by(error: Exception, from_checkpoint: bool) -> int:

@@ -76,7 +76,9 @@ def export_run(node: DictConfig, overrides: Sequence[str]) -> DictConfig:
             )
         return _saved_run(node, overrides)
     if node.checkpoint is not None:
-        raise ConfigError("onnx", node.onnx, f"null with checkpoint={node.checkpoint} (set only one of the two)")
+        raise ConfigError(
+            "onnx", node.onnx, f"null with checkpoint={node.checkpoint} (set only one of the two)"
+        )
     return _onnx_run(node, overrides)
 
 
@@ -198,14 +200,19 @@ def _saved_run(node: DictConfig, overrides: Sequence[str]) -> DictConfig:
             of_data[key] = override.get_value_element_as_str()
     if of_data and saved.export.io != "uint8":
         key, value = next(iter(of_data.items()))
-        reason = "the key needs export.io=uint8, the only export of a checkpoint that reads images (for the range of the outputs)"
+        reason = (
+            "the key needs export.io=uint8, the only export of a checkpoint that reads "
+            "images (for the range of the outputs)"
+        )
         raise ConfigError(key, value, reason=reason)
     assert isinstance(saved, DictConfig)
     return saved
 
 
 def _export_keys_text() -> str:
-    return f"the key cannot be set when a checkpoint is exported; the keys that can are {', '.join(EXPORT_KEYS)}"
+    return (
+        f"the key cannot be set when a checkpoint is exported; the keys that can are {', '.join(EXPORT_KEYS)}"
+    )
 
 
 def export_notes() -> list[str]:

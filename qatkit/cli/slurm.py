@@ -79,7 +79,8 @@ def take_over(asked: str, multirun: bool) -> None:
     missing = [name for name in ("sbatch", "srun", "squeue", "scontrol") if shutil.which(name) is None]
     if missing:
         allowed = (
-            f"local on a machine without {', '.join(missing)}; run the command on a node that submits to the cluster"
+            f"local on a machine without {', '.join(missing)}; run the command on "
+            "a node that submits to the cluster"
         )
         raise ConfigError(key, value, allowed)
     from qatkit.cli.slurm_launcher import Slurm  # needs the extra
@@ -235,7 +236,9 @@ def end(stop: stopping.Stopped, restarts: int) -> None:
     if (_states([job]) or {}).get(job) not in ("RUNNING", None):
         raise stop
     if _starts() >= restarts:
-        allowed = f"more than {restarts}, or a longer hydra.launcher.timeout_min; the job has used all its restarts"
+        allowed = (
+            f"more than {restarts}, or a longer hydra.launcher.timeout_min; the job has used all its restarts"
+        )
         raise ConfigError("hydra.launcher.max_num_timeout", restarts, f"{allowed} (stopped {stop.where})")
     say("queued again, to continue from the checkpoint")
     done = subprocess.run(["scontrol", "requeue", job], check=False, capture_output=True, text=True)

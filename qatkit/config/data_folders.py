@@ -49,7 +49,8 @@ FOLDERS = {
     ),
     "qatkit.data.speech_commands.speech_commands": "a folder with CLASS/*.wav recordings, as in Speech Commands",
     "qatkit.data.text.text": (
-        "a folder of .txt files (files with 'test' in their names for verification, others for calibration and training)"
+        "a folder of .txt files (files with 'test' in their names for verification, "
+        "others for calibration and training)"
     ),
 }
 

@@ -46,9 +46,14 @@ def _check_mode(config: Config) -> None:
     if mode == "static":
         return
     if config.onnx is not None:
-        raise ConfigError("export.mode", mode, "static with onnx=FILE, where mode=MODE chooses the export mode")
+        raise ConfigError(
+            "export.mode", mode, "static with onnx=FILE, where mode=MODE chooses the export mode"
+        )
     if config.schedule.epochs > 0:
-        allowed = f"0 with export.mode={mode}, which converts the float model without training (schedule=calibrate_only)"
+        allowed = (
+            f"0 with export.mode={mode}, which converts the float model without "
+            "training (schedule=calibrate_only)"
+        )
         raise ConfigError("schedule.epochs", config.schedule.epochs, allowed)
     for key, value, needed in (
         ("verify.control", config.verify.control, False),
@@ -182,7 +187,9 @@ def _check_table(config: Config) -> None:
     if release is None:
         return
     if not release.isdecimal():
-        raise ConfigError("export.tensorrt_table", release, 'the digits of a TensorRT release, such as "8601" for 8.6.1')
+        raise ConfigError(
+            "export.tensorrt_table", release, 'the digits of a TensorRT release, such as "8601" for 8.6.1'
+        )
     for key, value, needed in (
         ("export.mode", config.export.mode, "static"),
         ("schedule.epochs", config.schedule.epochs, 0),

@@ -212,7 +212,10 @@ class Place(Limit):
         )
 
     def __str__(self) -> str:
-        return f"a path without control characters, of at most {_PATH_BYTES} bytes, with names of at most {_NAME_BYTES} bytes"
+        return (
+            f"a path without control characters, of at most {_PATH_BYTES} bytes, with "
+            f"names of at most {_NAME_BYTES} bytes"
+        )
 
 
 @dataclass(frozen=True)

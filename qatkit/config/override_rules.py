@@ -60,7 +60,9 @@ def _check_fixed(key: str, of: str, specs: Mapping[str, Any]) -> None:
             allowed = f"{one}, or a list of them, one per output channel" if of == "weight" else one
             raise ConfigError(f"{key}.{of}_{name}", given, allowed)
         if several and given is not None and specs.get("weight_granularity") == "per_tensor":
-            raise ConfigError(f"{key}.{of}_{name}", given, "a single number with weight_granularity=per_tensor")
+            raise ConfigError(
+                f"{key}.{of}_{name}", given, "a single number with weight_granularity=per_tensor"
+            )
     if zero is not None and scale is None:
         reason = f"a zero point needs a scale; add {of}_scale, or set {of}_range instead"
         raise ConfigError(f"{key}.{of}_zero_point", zero, reason=reason)
@@ -83,7 +85,9 @@ def _check_zero_point(key: str, of: str, specs: Mapping[str, Any]) -> None:
         low, high = DTYPES[dtype].low, DTYPES[dtype].high
         listed = zero if isinstance(zero, Sequence) else [zero]
         if not all(low <= one <= high for one in listed):
-            raise ConfigError(f"{key}.{of}_zero_point", zero, f"an integer from {low} to {high}, the range of {dtype}")
+            raise ConfigError(
+                f"{key}.{of}_zero_point", zero, f"an integer from {low} to {high}, the range of {dtype}"
+            )
 
 
 def _is_scale(value: Any) -> bool:

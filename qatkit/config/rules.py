@@ -131,9 +131,7 @@ def _check_precision(config: Config) -> None:
         raise ConfigError(f"precision.{key}", value, allowed)
     if asked.search == "none":
         if config.target.min_speedup is not None:
-            allowed = (
-                "null without precision=auto, the only search for a speed-up (verify.min_speedup sets a bound)"
-            )
+            allowed = "null without precision=auto, the only search for a speed-up (verify.min_speedup sets a bound)"
             raise ConfigError("target.min_speedup", config.target.min_speedup, allowed)
         if asked.front is None:
             return
@@ -142,7 +140,9 @@ def _check_precision(config: Config) -> None:
             "precision.front", asked.front, "null with precision=auto, which computes its own front"
         )
     elif config.rescue.climb:
-        raise ConfigError("precision.search", "auto", "none with rescue.climb=true, which has its own mixed-precision rung")
+        raise ConfigError(
+            "precision.search", "auto", "none with rescue.climb=true, which has its own mixed-precision rung"
+        )
     needed = "precision=auto" if asked.front is None else "precision.front"
     if config.export.mode != "static":
         raise ConfigError("export.mode", config.export.mode, f"static with {needed}")
@@ -161,9 +161,7 @@ def _check_schedule(config: Config) -> None:
         allowed = "0, or an integer of at least 2: one image has no variance"
         raise ConfigError("schedule.batch_norm_images", 1, allowed)
     if schedule.relative_lr and schedule.optimizer != "adamw":
-        allowed = (
-            "false with schedule.optimizer=sgd, since only adamw has relative learning rates"
-        )
+        allowed = "false with schedule.optimizer=sgd, since only adamw has relative learning rates"
         raise ConfigError("schedule.relative_lr", True, allowed)
     trains = schedule.epochs > 0 or config.rescue.climb
     if config.verify.every is not None and not trains:
@@ -171,9 +169,7 @@ def _check_schedule(config: Config) -> None:
         raise ConfigError("verify.every", config.verify.every, allowed)
     for key in ("distill_teacher", "distill_checkpoint"):
         if getattr(schedule, key) is not None and not (schedule.distill or schedule.distill_features):
-            allowed = (
-                "null unless schedule.distill is above 0 or schedule.distill_features is set"
-            )
+            allowed = "null unless schedule.distill is above 0 or schedule.distill_features is set"
             raise ConfigError(f"schedule.{key}", getattr(schedule, key), allowed)
     if schedule.distill_features and config.algorithm_choice == "auto":
         allowed = "[] with algorithm_choice=auto, whose algorithms may rescale the channels of these features"
@@ -192,9 +188,7 @@ def _check_search(config: Config) -> None:
     constraints(asked.constraints)
     url = None if asked.storage == "journal" else asked.storage
     if url is not None and ("://" not in url or _in_memory(url)):
-        allowed = (
-            "null (SQLite in the study's folder), journal, or a database URL such as postgresql://user@host/name"
-        )
+        allowed = "null (SQLite in the study's folder), journal, or a database URL such as postgresql://user@host/name"
         lost = "; a study in memory is lost when its worker ends" if "://" in url else ""
         raise ConfigError("search.storage", _without_password(url), allowed + lost)
     without = _without_password(asked.storage or "")

@@ -101,7 +101,9 @@ def _written_out(key: str, given: object, backend: BackendConfig) -> str:
     if not isinstance(given, str) or not given:
         raise ConfigError(key, given, f"{_ALLOWED}, with quotes around numbers, true and false")
     if key != "backend.overrides" and given.startswith((TENSOR, INPUT)):
-        raise ConfigError(key, given, f"a selector of operators ({_ALLOWED}); only backend.overrides selects tensors")
+        raise ConfigError(
+            key, given, f"a selector of operators ({_ALLOWED}); only backend.overrides selects tensors"
+        )
     check_expression(key, given)
     if not given.startswith(SUBGRAPH) or ends_of(given) is not None:
         return given

@@ -58,7 +58,7 @@ def _exported(config: Config) -> int:
     inputs = inputs_of(stored["qatkit"])
     if not config.export.dynamic_batch:
         batch = config.verify.latency_batch
-        check_memory("verify.latency_batch", batch, inputs.bytes, inputs, "the input alone")
+        check_memory("verify.latency_batch", batch, inputs.bytes, inputs, "the inputs")
     integer = config.export.io == "uint8"
     if integer:
         check_integer_ends(module)

@@ -118,7 +118,7 @@ def holds_out(config: Config) -> bool:
 
 
 def check_unlabelled(config: Config) -> None:
-    """Checks that images without labels only calibrate, verify, and fine-tune towards the float model's outputs.
+    """Checks that images without labels are only used to calibrate, verify, or learn the float model's outputs.
 
     Raises:
         ConfigError: a stage that needs labels.
@@ -129,11 +129,12 @@ def check_unlabelled(config: Config) -> None:
         raise ConfigError("schedule.float_epochs", schedule.float_epochs, allowed)
     if schedule.epochs and schedule.distill < 1:
         allowed = (
-            f"0 with {without} (schedule=calibrate_only), or schedule.distill=1, which learns from float"
+            f"0 with {without} (schedule=calibrate_only), or schedule.distill=1, "
+            "which learns from the float model"
         )
         raise ConfigError("schedule.epochs", schedule.epochs, allowed)
     if config.verify.control:
-        allowed = f"false with {without}: the accuracy of a control is not known"
+        allowed = f"false with {without}, so that the accuracy of a control cannot be measured"
         raise ConfigError("verify.control", True, allowed)
 
 
@@ -143,7 +144,7 @@ def check_arrays(config: Config) -> None:
     Raises:
         ConfigError: the demo page of a bundle, which shows pictures, or uint8 inputs and outputs.
     """
-    of_pictures = f"with data.source={config.data.source}: it is for pictures"
+    of_pictures = f"with data.source={config.data.source}, since it only applies to pictures"
     if config.export.demo:
         raise ConfigError("export.demo", True, f"false {of_pictures}")
     if config.export.io == "uint8":

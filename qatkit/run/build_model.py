@@ -53,7 +53,7 @@ def built(config: Config, data: DataModule) -> nn.Module:
     check_auxiliary(config, model, outputs)
     if config.schedule.epochs and not any(one.is_floating_point() for one in tensors):
         allowed = (
-            "0 with a model that gives whole numbers alone, which no gradient leads to (recipe=onnx_ptq)"
+            "0 with a model whose outputs are all integers, which have no gradient (use recipe=onnx_ptq)"
         )
         raise ConfigError("schedule.epochs", config.schedule.epochs, allowed)
     data.task = data.task.suited([one.numpy() for one in tensors], list(outputs), count)
@@ -123,7 +123,7 @@ def _outputs_of(model: nn.Module, config: Config, data: DataModule) -> tuple[dic
     except ConfigError:
         raise
     except Exception as error:  # whatever a forward raises
-        allowed = f"a model of {data.inputs.text}, as {data.inputs.said_by} ({described(error)})"
+        allowed = f"a model that accepts {data.inputs.text}, as {data.inputs.said_by} ({described(error)})"
         raise ConfigError("model.name", config.model.name, allowed) from error
     if isinstance(model, ImportedModel):
         try:
@@ -131,7 +131,7 @@ def _outputs_of(model: nn.Module, config: Config, data: DataModule) -> tuple[dic
         except ConfigError:
             raise
         except Exception as error:  # ONNX Runtime's exceptions have no public common base
-            allowed = f"a file that ONNX Runtime runs on {data.inputs.text} ({described(error)})"
+            allowed = f"a file that ONNX Runtime can run on {data.inputs.text} ({described(error)})"
             raise ConfigError("onnx", model.file, allowed) from error
         names = model.outputs
     return dict(zip(names, tensors, strict=True)), cost
@@ -143,17 +143,21 @@ def feeds_of(model: ImportedModel, batch: Batch) -> dict[str, NDArray[Any]]:
 
 
 def _wrong_output(output: Tensor | None, count: int, data: DataModule) -> str:
-    """Returns what a model should have given for `count` images; "" for finite outputs that suit the task."""
+    """Returns the expected output of a model for `count` images; "" for finite outputs that suit the task."""
     task, width = data.task, data.num_classes if data.labelled else None
     name = task.names.outputs
     kind = "" if task.every_output else "float "
-    told = f"a model that gives {kind}{name} {task.shape_text(width)}; of {count} images it gives "
+    told = f"a model that returns {kind}{name} {task.shape_text(width)}; for {_counted(count)} it returned "
     if output is None:
         return f"{told}no tensor"
     if not task.fits(output.shape, count, width) or not (task.every_output or output.is_floating_point()):
-        return f"{told}{list(output.shape)} of {str(output.dtype).removeprefix('torch.')}"
+        return f"{told}{str(output.dtype).removeprefix('torch.')} {list(output.shape)}"
     return (
         ""
         if output.isfinite().all()
-        else f"a model with finite {name}; of {count} images it gives NaN or infinity"
+        else f"a model with finite {name}; for {_counted(count)} it returned NaN or infinity"
     )
+
+
+def _counted(count: int) -> str:
+    return "1 image" if count == 1 else f"{count} images"

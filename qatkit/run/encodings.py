@@ -33,7 +33,7 @@ def check_encodings(module: QATModule, config: Config) -> None:
     found = _matched(module, config.calibration.encodings)
     for name, algorithm in algorithms_of(config.algorithm).items():
         if algorithm.changes_weights or found.weights:
-            allowed = f"none with {KEY} ({name} changes weights or their scales)"
+            allowed = f"none with {KEY}, since {name} changes weights or their scales"
             raise ConfigError("algorithm", name, allowed)
 
 

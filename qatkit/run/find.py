@@ -52,7 +52,7 @@ def output_dir(config: Config, job: int | None = None) -> Path:
         every = OUTPUTS / config.name
         folder = next(new for name in names if not (new := every / name).exists())  # clocks may be set back
     if reason := not_writable(folder):
-        raise ConfigError("output_dir", folder, f"a folder that can be created and written ({reason})")
+        raise ConfigError("output_dir", folder, f"a folder that can be created and written to ({reason})")
     return folder
 
 
@@ -96,7 +96,7 @@ def taken(config: Config, job: int | None = None) -> Iterator[Path]:
         except FileExistsError:  # by a run that began in this second
             continue
         except OSError as error:
-            allowed = f"a folder that can be created and written ({error.strerror})"
+            allowed = f"a folder that can be created and written to ({error.strerror})"
             raise ConfigError("output_dir", folder, allowed) from error
     try:
         yield folder

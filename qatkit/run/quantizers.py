@@ -35,7 +35,7 @@ def quantizers_of(config: Config) -> Quantizers:
         }
         for place, kind in asked.items():
             if kind is not None and kind not in found[name].scale_types:
-                raise ConfigError(key, path, f"a class that learns no scales with {place}.scale_type={kind}")
+                raise ConfigError(key, path, f"a class without learned scales with {place}.scale_type={kind}")
     found["weight"].check(backend.weight)
     return Quantizers(observer_of(config.calibration), **found)
 
@@ -48,26 +48,28 @@ def observer_of(config: CalibrationConfig) -> Callable[[], Observer]:
     """
     make: Callable[..., Observer] = resolve(config.observer, "calibration.observer")
     if not (inspect.isclass(make) and issubclass(make, Observer) and make.update is not Observer.update):
-        allowed = "the dotted path of a class derived from qatkit.quant.observers.Observer that can update"
+        allowed = (
+            "the dotted path of a class derived from qatkit.quant.observers.Observer, with a method update"
+        )
         raise ConfigError("calibration.observer", config.observer, allowed)
     settings = {"percentile": config.percentile, "deviations": config.deviations}
     given = {name: value for name, value in settings.items() if value is not None}
     taken = inspect.signature(make).parameters
     for name, value in given.items():
         if config.search != "none":
-            allowed = f"null with calibration.search={config.search}, which tries its own"
+            allowed = f"null with calibration.search={config.search}, which tries its own values"
             raise ConfigError(f"calibration.{name}", value, allowed)
         if name not in taken:
-            allowed = f"null with calibration.observer={config.observer}, which has no such setting"
+            allowed = f"null with calibration.observer={config.observer}, which does not have this setting"
             raise ConfigError(f"calibration.{name}", value, allowed)
     missing = [p.name for p in taken.values() if p.default is p.empty and p.name not in given]
     if missing:
-        allowed = f"an observer that needs no arguments (it needs {', '.join(missing)})"
+        allowed = f"an observer without required arguments (this one needs {', '.join(missing)})"
         raise ConfigError("calibration.observer", config.observer, allowed)
     if config.search != "none" and not issubclass(make, HistogramObserver):
         allowed = f"an observer with a histogram, for calibration.search={config.search}"
         raise ConfigError("calibration.observer", config.observer, allowed)
     if config.search != "none" and config.random:
-        allowed = f"false with calibration.search={config.search}: noise says nothing of what images clip"
+        allowed = f"false with calibration.search={config.search}, which compares ranges on real samples"
         raise ConfigError("calibration.random", True, allowed)
     return functools.partial(make, **given)

@@ -90,7 +90,7 @@ _TRAINING = [
         ("schedule.distill_features=[fc]", "algorithm=auto", "schedule.distill_features=fc: "
          "expected [] with algorithm_choice"),
         ("schedule.distill=0.5", "schedule.distill_teacher=resnet50",
-         "schedule.distill_teacher=resnet50: expected a teacher of the data's 10 classes; this one has 1000"),
+         "schedule.distill_teacher=resnet50: expected a teacher with the 10 classes of the data; this one has 1000"),
         ("schedule.distill=0.5", "schedule.distill_teacher=resnet5", "schedule.distill_teacher=resnet5: "
          "expected a torchv"),
         ("schedule.distill=0.5", "schedule.distill_teacher=os.path", "schedule.distill_teacher=os.path: "),

@@ -174,7 +174,8 @@ MISTAKES = [
     ),
     (
         ["data.root=/a/b,c"],
-        "data.root=/a/b,c: expected one value, or the flag -m in front for a sweep over several; type a path in quotes: "
+        "data.root=/a/b,c: expected one value, or the flag -m in front for a sweep "
+        "over several; type a path in quotes: "
         "\"data.root='/a/b,c'\"",
     ),
     (["-m", "recipe=vit_qat,quickstart"], "data.root=...: required, the folder"),

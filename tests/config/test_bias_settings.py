@@ -21,25 +21,28 @@ BACKENDS = "qatkit.quant.backends."
     [
         (
             BackendConfig(target=f"{BACKENDS}TENSORRT", bias_dtype="int16"),
-            f"backend.bias_dtype=int16: expected null or float with {BACKENDS}TENSORRT, which takes float biases alone",
+            (
+                "backend.bias_dtype=int16: expected null or float with "
+                f"{BACKENDS}TENSORRT, which only supports float biases"
+            ),
         ),
         (
             BackendConfig(
                 target=f"{BACKENDS}WEIGHT_ONLY", overrides={"fc": OverrideConfig(bias_dtype="int32")}
             ),
             "backend.overrides.fc.bias_dtype=int32: expected null or float with "
-            f"{BACKENDS}WEIGHT_ONLY, which takes float biases alone",
+            f"{BACKENDS}WEIGHT_ONLY, which only supports float biases",
         ),
         (
             BackendConfig(target=f"{BACKENDS}SIMULATED", bias_dtype="int8"),
-            "backend.bias_dtype=int8: expected null with backend=simulated, whose numbers are no integers",
+            "backend.bias_dtype=int8: expected null with backend=simulated, whose number formats are not integers",
         ),
         (
             BackendConfig(
                 target=f"{BACKENDS}SIMULATED", overrides={"fc": OverrideConfig(scale_type="int16")}
             ),
             "backend.overrides.fc.scale_type=int16: expected null with backend=simulated, "
-            "whose numbers are no integers",
+            "whose number formats are not integers",
         ),
         (
             BackendConfig(

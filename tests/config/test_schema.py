@@ -325,7 +325,7 @@ def test_an_output_dir_inside_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
 
     with pytest.raises(
-        ConfigError, match=r"output_dir=.*file/run: expected a folder that can be created and written"
+        ConfigError, match=r"output_dir=.*file/run: expected a folder that can be created and written to"
     ):
         output_dir(Config(output_dir=str(tmp_path / "file" / "run")))
 

@@ -314,8 +314,8 @@ def test_a_bundle_tells_how_the_images_of_its_file_were_prepared(tmp_path: Path)
         assert prepared == told | set_to | {"upright": False}  # as this run opened its images
         notes = json.loads((tmp_path / name / "report.json").read_text())["notes"]
         said = (
-            "the model.json beside model.float.onnx says mean [0.1, 0.2, 0.3], std [0.9, 0.8, 0.7]; this run's "
-            "images have mean [0.5, 0.5, 0.5], std [0.5, 0.5, 0.5], and its accuracy is of those"
+            "the model.json next to model.float.onnx says mean [0.1, 0.2, 0.3], std [0.9, 0.8, 0.7]; this run "
+            "uses images with mean [0.5, 0.5, 0.5], std [0.5, 0.5, 0.5], and measures its accuracy on them"
         )
         assert notes == ([said] if set_to else [])
 

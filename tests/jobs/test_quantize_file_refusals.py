@@ -321,7 +321,11 @@ def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path: Path) -> None:
             ["onnx=x.onnx", "mode=static"],
             "mode=static: expected null with train.py (use export.py onnx=FILE mode=MODE)",
         ),
-        ("train.py", ["mode=static"], "mode=static: expected null with train.py (use export.py onnx=FILE mode=MODE)"),
+        (
+            "train.py",
+            ["mode=static"],
+            "mode=static: expected null with train.py (use export.py onnx=FILE mode=MODE)",
+        ),
     ],
 )
 def test_a_mistake_on_the_command_line_is_status_2(

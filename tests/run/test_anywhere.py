@@ -119,6 +119,6 @@ def test_a_folder_that_cannot_be_written_is_one_line(
         assert launch(pipeline.train, *TINY, f"output_dir={place}") == 2
         said = capfd.readouterr().err
         assert said.startswith(
-            f"error: output_dir={place}: expected a folder that can be created and written ("
+            f"error: output_dir={place}: expected a folder that can be created and written to ("
         )
         assert said.count("\n") == 1

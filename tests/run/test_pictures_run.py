@@ -201,7 +201,7 @@ REFUSED = {
     "labels for fine-tuning": (
         _groups(schedule={"epochs": 1, "distill": 0.9}),
         "schedule.epochs=1: expected 0 with data.source=qatkit.data.pictures, which has no labels "
-        "(schedule=calibrate_only), or schedule.distill=1, which learns from float",
+        "(schedule=calibrate_only), or schedule.distill=1, which learns from the float model",
     ),
     "a control": (_groups(verify={"control": True}), "verify.control=True: expected false with data.source"),
     "few pictures": (

@@ -181,7 +181,9 @@ def test_an_exception_that_is_made_of_a_signal_is_no_mistake(
 
     assert launch(job, *TINY) == 128 + signal.SIGTERM
     said = capfd.readouterr().err
-    assert "Traceback" not in said and said == "interrupted: run the same command with resume=auto to continue\n"
+    assert (
+        "Traceback" not in said and said == "interrupted: run the same command with resume=auto to continue\n"
+    )
 
 
 def test_ctrl_c_during_the_import_of_the_command_ends_in_a_line(tmp_path: Path) -> None:

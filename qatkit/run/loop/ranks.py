@@ -264,6 +264,8 @@ def wait_for_first(checkpoint: Path) -> None:
         if at_work(checkpoint.parent) is not False:
             seen = time.monotonic()
         elif time.monotonic() - seen > _NOBODY:
-            allowed = "the folder that the first process is at work in: it has ended, or was given another"
+            allowed = (
+                "the folder in which the first process works; that process has ended or uses another folder"
+            )
             raise ConfigError("output_dir", checkpoint.parent, allowed)
         time.sleep(_EVERY)

@@ -164,7 +164,7 @@ def test_a_process_that_waits_where_nobody_is_at_work_says_so(
     monkeypatch.setattr(ranks, "main_process", lambda: False)
     monkeypatch.setattr(ranks, "_NOBODY", 1.0)
     with pytest.raises(
-        ConfigError, match=r"output_dir=.*: expected the folder that the first process is at work in"
+        ConfigError, match=r"output_dir=.*: expected the folder in which the first process works"
     ):
         ranks.wait_for_first(tmp_path / "last.ckpt")
 
