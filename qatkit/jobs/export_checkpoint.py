@@ -102,7 +102,10 @@ def _opened(config: Config, inputs: Inputs) -> DataModule | None:
     data = data_of(config)
     if integer and data.inputs.shape != inputs.shape:
         channels, size = inputs.shape[0], by_sides(inputs.shape[1:])
-        allowed = f"images of {channels} channels and {size} pixels, as the checkpoint's"
+        allowed = (
+            f"images of {channels} {'channel' if channels == 1 else 'channels'} and "
+            f"{size} pixels, like the checkpoint"
+        )
         raise ConfigError("data.image_size", list(data.inputs.shape), allowed)
     return data
 
@@ -111,7 +114,7 @@ def _bundle(config: Config, path: Path, data: DataModule) -> None:
     """Makes a bundle of the exported file and the run next to the checkpoint."""
     run = Path(str(config.checkpoint)).parent
     if config.export.demo and not (run / FLOAT_FILE).is_file():
-        say(f"note: {run} has no {FLOAT_FILE}, so the demo page compares nothing with float")
+        say(f"note: {run} has no {FLOAT_FILE}, so the demo page has no comparison with float")
     with readable(path) as plain:
         for beside in (nms_file, stream_file):
             if plain != path and beside(path).is_file():
@@ -123,16 +126,16 @@ def _bundle(config: Config, path: Path, data: DataModule) -> None:
 def _check_settings(config: Config, folder: Path, run: Path) -> None:
     """Rejects, by ConfigError, settings that no file of a checkpoint, or not this run's, can have."""
     if config.export.mode != "static":
-        allowed = "static: a checkpoint is exported as QDQ; onnx=model.float.onnx takes mode=MODE"
+        allowed = (
+            "static, since a checkpoint is exported as QDQ (use onnx=model.float.onnx mode=MODE for others)"
+        )
         raise ConfigError("export.mode", config.export.mode, allowed)
     _check_neighbours(config, folder)
     check_hand_over(config)
     check_weights(config)
     check_form(config)
     if config.export.bundle and not (run / REPORT_FILE).is_file():
-        allowed = (
-            f"false: {run} has no {REPORT_FILE}, so its run is not finished and nothing is known of the file"
-        )
+        allowed = f"false, since the run in {run} has not finished (there is no {REPORT_FILE})"
         raise ConfigError("export.bundle", True, allowed)
 
 
@@ -165,5 +168,5 @@ def _check_neighbours(config: Config, folder: Path) -> None:
     if not (folder / REPORT_FILE).exists() or not (folder / CONFIG_FILE).is_file():
         return
     for name, value in same_file(config.export, load_config(folder / CONFIG_FILE).export).items():
-        allowed = f"{value} in {folder}, whose report tells of such a file; or another output_dir"
+        allowed = f"{value} in {folder}, whose report describes such a file, or another output_dir"
         raise ConfigError(f"export.{name}", getattr(config.export, name), allowed)

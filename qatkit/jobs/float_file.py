@@ -123,12 +123,14 @@ def _checked(
     task = data.task
     width, name = data.num_classes if data.labelled else None, task.names.outputs
     if not task.fits(first.shape, count, width):
-        told = "it gives" if data.labelled else f"of {count} samples it gives"
-        allowed = f"{name} {task.shape_text(width)}; {told} {list(first.shape)}"
+        told = "it returned" if data.labelled else f"for {_counted(count)} it returned"
+        allowed = f"a model that returns {name} {task.shape_text(width)}; {told} {list(first.shape)}"
         raise ConfigError("onnx", config.onnx, allowed)
     if not np.isfinite(first).all():
         on = "the first samples" if data.of_arrays else "noise"
-        raise ConfigError("onnx", config.onnx, f"finite {name}; on {on} it gives NaN or infinity")
+        raise ConfigError(
+            "onnx", config.onnx, f"a model with finite {name}; for {on} it returned NaN or infinity"
+        )
     data.task = task.suited(outputs, [one.name for one in session.get_outputs()], count)
     if file.upgraded is not None:
         _check_upgrade(config, file, session, data, given)
@@ -178,11 +180,15 @@ def _unused_labels(config: Config, data: DataModule, first: Array, count: int) -
     """Returns a note where the data have labels that the file's first output can't be compared with."""
     if config.task != _ANY or not data.labelled:
         return ()
-    samples = "1 sample" if count == 1 else f"{count} samples"
     return (
-        f"the first output, {list(first.shape)} of {samples}, is no row of logits: its figures are those of "
-        "task=outputs, without the labels",
+        f"the first output ({list(first.shape)} for {_counted(count)}) does not hold "
+        "the logits of the classes, so it is "
+        "measured as with task=outputs, without the labels",
     )
+
+
+def _counted(count: int) -> str:
+    return "1 sample" if count == 1 else f"{count} samples"
 
 
 def _check_upgrade(config: Config, file: FloatFile, session: Any, data: DataModule, given: Any) -> None:
@@ -198,8 +204,8 @@ def _check_upgrade(config: Config, file: FloatFile, session: Any, data: DataModu
         difference = _largest_difference(exact, found)
         if not difference <= _UPGRADE_TOLERANCE * float(np.ptp(exact[np.isfinite(exact)])):
             name = data.task.names.outputs if len(session.get_outputs()) == 1 else f"output '{output.name}'"
-            reason = f"upgraded from {file.opset}, its {name} differ by {difference:.3g}"
-            allowed = f"a file of opset {file.upgraded} or higher ({reason}): export it again"
+            reason = f"after the upgrade from {file.opset}, its {name} differ by {difference:.3g}"
+            allowed = f"a file exported with opset {file.upgraded} or higher ({reason})"
             raise ConfigError("onnx", config.onnx, allowed)
 
 
@@ -238,4 +244,4 @@ class _Calibration:
 
 def _upgrade_note(file: FloatFile) -> Iterable[str]:
     if file.upgraded is not None:
-        yield f"{file.path.name} has opset {file.opset}: upgraded to {file.upgraded} before it was quantized"
+        yield f"{file.path.name} has opset {file.opset} and was upgraded to {file.upgraded} before quantization"

@@ -34,17 +34,17 @@ def variants(config: Config) -> int:
     """
     if config.export.encrypt is not None:
         raise ConfigError(
-            "export.encrypt", config.export.encrypt, "null: variants are for another machine to run"
+            "export.encrypt",
+            config.export.encrypt,
+            ("null with placement=variants, since another machine has to run the files"),
         )
     with pipeline.begun(config) as (run, data, model):
         folder, inputs = run.folder, data.inputs
         if not data.of_pictures:
-            allowed = (
-                f"fixed or measured with data.source={config.data.source}: variants are timed on pictures"
-            )
+            allowed = f"fixed or measured with data.source={config.data.source}, since variants are timed on pictures"
             raise ConfigError("placement", config.placement, allowed)
         if (folder / CHECKPOINT_FILE).exists():
-            raise ConfigError("output_dir", folder, "a folder without a run, for variants")
+            raise ConfigError("output_dir", folder, "a folder without a run with placement=variants")
         source = captured(config, model, inputs)
         module = qat_module(config, source, inputs, QATModule, algorithms=())
         opened = module.opened(source).graph
@@ -75,7 +75,8 @@ def variants(config: Config) -> int:
             ),
         )
         say(
-            f"{len(files)} files; there: qatkit-measure {folder}, which writes placement.json for placement=FILE"
+            f"{len(files)} files; next, on the target: qatkit-measure {folder} "
+            "(writes placement.json for placement=FILE)"
         )
         print(f"output folder: {folder}", flush=True)
         return 0

@@ -81,7 +81,7 @@ MISTAKES = [
         ["recipe=vit_cifar10_qat", "data.root=x"],
         "model.checkpoint=...: required, a float state_dict of this model",
     ),
-    (["checkpoint=x.ckpt"], "checkpoint=x.ckpt: expected null: export.py reads it"),
+    (["checkpoint=x.ckpt"], "checkpoint=x.ckpt: expected null with train.py"),
     (["resume=nothing.ckpt"], "resume=nothing.ckpt: expected null, auto, or a checkpoint file that exists"),
     (
         ["backend.target=qatkit.quant.backends.FBGEM"],
@@ -224,7 +224,7 @@ def test_a_gpu_that_is_not_there_is_refused(launch: Launch, capfd: pytest.Captur
     assert launch(no_job, "trainer=gpu") == 2
     assert (
         capfd.readouterr().err
-        == "error: trainer.accelerator=gpu: expected auto or cpu: no such device is visible\n"
+        == "error: trainer.accelerator=gpu: expected auto or cpu, since no such device is visible\n"
     )
 
 
@@ -234,9 +234,9 @@ def test_a_gpu_that_is_not_there_is_refused(launch: Launch, capfd: pytest.Captur
         (["trainer.accelerator=mps"], "trainer.accelerator=mps: expected one of auto, cpu, gpu, cuda"),
         (
             ["trainer.accelerator=cpu", "trainer.devices=-1"],
-            "trainer.devices=-1: expected 1 or more: all of them means GPUs",
+            "trainer.devices=-1: expected 1 or more, since -1 means all GPUs",
         ),
-        (["trainer.devices=-1"], "trainer.devices=-1: expected 1 or more: all of them means GPUs"),
+        (["trainer.devices=-1"], "trainer.devices=-1: expected 1 or more, since -1 means all GPUs"),
         (["verify.threads=100000"], "verify.threads=100000: expected at most "),
         (["data.workers=100000"], "data.workers=100000: expected at most "),
         (["--cfg", "foo"], "argument=foo: argument --cfg/-c: invalid choice: 'foo'"),
