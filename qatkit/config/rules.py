@@ -158,7 +158,7 @@ def _check_schedule(config: Config) -> None:
         allowed = "0 with schedule.batch_norm=fold, which leaves no BatchNorm (freeze and train keep it)"
         raise ConfigError("schedule.batch_norm_images", schedule.batch_norm_images, allowed)
     if schedule.batch_norm_images == 1:
-        allowed = "0, or an integer of at least 2: one image has no variance"
+        allowed = "0, or 2 or more, since one image has no variance"
         raise ConfigError("schedule.batch_norm_images", 1, allowed)
     if schedule.relative_lr and schedule.optimizer != "adamw":
         allowed = "false with schedule.optimizer=sgd, since only adamw has relative learning rates"
@@ -169,7 +169,7 @@ def _check_schedule(config: Config) -> None:
         raise ConfigError("verify.every", config.verify.every, allowed)
     for key in ("distill_teacher", "distill_checkpoint"):
         if getattr(schedule, key) is not None and not (schedule.distill or schedule.distill_features):
-            allowed = "null unless schedule.distill is above 0 or schedule.distill_features is set"
+            allowed = "null without schedule.distill above 0 or schedule.distill_features"
             raise ConfigError(f"schedule.{key}", getattr(schedule, key), allowed)
     if schedule.distill_features and config.algorithm_choice == "auto":
         allowed = "[] with algorithm_choice=auto, whose algorithms may rescale the channels of these features"

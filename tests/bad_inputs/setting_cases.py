@@ -249,7 +249,7 @@ _DEMO = [
 _SPACE = "search.space={schedule.lr:{low:1e-4,high:1e-2,log:true}}"
 _SEARCH = [
     bad("launcher=slurm", "launcher=slurm: expected -m in front"),
-    bad(_SPACE, "search.trials=0: expected 1 or more with a search.space"),
+    bad(_SPACE, "search.trials=0: expected 1 or more with search.space"),
     bad("search=optuna", "search.space={{}}: expected at least one key"),
     *(
         Case((*TINY, "search=optuna", *typed), says)
@@ -294,7 +294,7 @@ _SEARCH = [
             *(
                 (
                     [_SPACE, f"search.storage='postgresql://{given}'"],
-                    f"search.storage=postgresql://{shown}: expected a URL without a password: PGPASSWORD ",
+                    f"search.storage=postgresql://{shown}: expected a URL without a password (use PGPASSWORD ",
                 )
                 for given, shown in (
                     ("me:secret@127.0.0.1:1/x", "***@127.0.0.1:1/x"),
