@@ -83,7 +83,7 @@ def export_run(node: DictConfig, overrides: Sequence[str]) -> DictConfig:
 
 
 def _of_variants(node: DictConfig) -> DictConfig:
-    """Returns a run as train.py composes it, of which only files are written."""
+    """Returns the run that train.py would compose; only its files are written."""
     for key in ("checkpoint", "onnx"):
         if node[key] is not None:
             raise ConfigError(
@@ -177,7 +177,7 @@ def _within(key: str, allowed: Sequence[str]) -> bool:
 def _saved_run(node: DictConfig, overrides: Sequence[str]) -> DictConfig:
     """Returns the configuration saved next to the checkpoint, with the settings of the command line on top.
 
-    `node` is the whole composition, of which only the keys in `overrides` are used.
+    `node` is the whole composition; only its keys in `overrides` are used.
     """
     allowed = "a checkpoint written by train.py, with its config.yaml next to it (or onnx=FILE mode=MODE)"
     if node.checkpoint is None or not Path(node.checkpoint).is_file():

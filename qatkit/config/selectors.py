@@ -48,7 +48,7 @@ def every_override(backend: BackendConfig) -> dict[str, OverrideConfig]:
 
 @contextmanager
 def naming_the_list(backend: BackendConfig) -> Iterator[None]:
-    """Makes the error of a selector of `exclude` name that list, where it was typed."""
+    """Makes errors of selectors of `exclude` name that list, as the user typed it."""
     try:
         yield
     except ConfigError as error:

@@ -43,11 +43,11 @@ from qatkit_verify.errors import ConfigError
 from qatkit_verify.files import unfinished, write_text
 
 _NEW, _PAST = 11, 7  # tokens of the example: sizes that no width of a model has
-_PROVEN = 16  # tokens that are computed in two parts before anything long
+_PROVEN = 16  # tokens that are computed in two parts before the long stages
 
 
 class CheckDecoder(Conditional):
-    """Checks, before anything long, that a decoder can be made from the model."""
+    """Checks, before the long stages, that a decoder can be made from the model."""
 
     def done(self, state: State) -> bool:
         return not state.run.config.export.decoder
@@ -184,7 +184,7 @@ def _tokens(state: State) -> Tensor:
 
 
 def _ends(model: Any) -> list[int]:
-    """Returns the tokens that end a text: those of the generation settings, where there are some."""
+    """Returns the tokens that end a text: from the generation settings if there are any."""
     for settings in (getattr(model, "generation_config", None), model.config):
         ends = getattr(settings, "eos_token_id", None)
         if ends is not None:

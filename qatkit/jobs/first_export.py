@@ -1,4 +1,4 @@
-"""The first export of a run, before anything long: shortfalls that calibration and training cannot fix.
+"""The first export of a run, before the long stages: shortfalls that calibration and training cannot fix.
 
     module ─ convert, export ─> file of made-up ranges ─ the checks that read only files ─> shortfalls
 

@@ -169,7 +169,7 @@ def _does_not_run(file: FloatFile, inputs: str, error: Exception) -> ConfigError
 
 
 def _task_for(config: Config, data: DataModule, outputs: Sequence[Array]) -> str:
-    """Returns the task's name: as set, or "outputs" where the outputs are no logits of the data's classes."""
+    """Returns the task's name: as set, or "outputs" if the outputs are not logits of the data's classes."""
     if config.task != _CLASSES or config.verify.decision != VerifyConfig().decision:
         return config.task if config.task != _CLASSES else _ANY
     alone = data.labelled or (len(outputs) == 1 and not data.of_arrays)

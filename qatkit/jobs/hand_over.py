@@ -25,7 +25,7 @@ from qatkit_verify.untrusted import read_json
 
 
 def check_hand_over(config: Config) -> None:
-    """Rejects what can't be handed over, before anything long.
+    """Rejects what can't be handed over, before the long stages.
 
     Raises:
         ConfigError: a key or a demo without a bundle, a key that can't sign, a demo without its runtime.
@@ -53,7 +53,7 @@ def hand_over(run: Run, data: DataModule, status: int, int8: str) -> int:
     """Makes the bundle of a finished run and publishes it; does neither where no bundle is requested.
 
     Args:
-        status: of the run: a file that falls short is not handed over automatically.
+        status: of the run: a file that misses a bound is not handed over automatically.
         int8: the name of the file that ships.
     """
     if not run.config.export.bundle:

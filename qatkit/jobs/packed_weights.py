@@ -1,4 +1,4 @@
-"""Checks of packed weights against the operators of the model, before anything long."""
+"""Checks of packed weights against the operators of the model, before the long stages."""
 
 from __future__ import annotations
 

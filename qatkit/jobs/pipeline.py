@@ -97,7 +97,7 @@ def train(config: Config, module_type: type[QATModule] = QATModule, *, notes: tu
 
 @contextmanager
 def begun(config: Config, notes: tuple[str, ...] = ()) -> Iterator[tuple[Run, DataModule, nn.Module]]:
-    """Yields run, data and model of any job, checked as far as possible before anything long; writes nothing.
+    """Yields run, data and model of any job, checked as far as possible before the long stages; writes nothing.
 
     Within the context, the run's folder is locked.
 

@@ -48,7 +48,7 @@ _OURS, _ARRAYS = "qatkit.data.", ("qatkit.data.arrays.", AUDIO, DRAWN, TEXT, PAI
 
 
 def quantize(config: Config) -> int:
-    """Quantizes `config.onnx` by `config.mode`. Returns 0, or 1 when the file falls short of a bound.
+    """Quantizes `config.onnx` by `config.mode`. Returns 0, or 1 if the file misses a bound.
 
     Raises:
         ConfigError: any mistake of the user, before any long work; nothing is written.

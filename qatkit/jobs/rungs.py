@@ -72,7 +72,7 @@ class Rung:
         change: (the inputs, the configuration kept so far) -> its own.
         always: whether later rungs build on it whatever its result: it is on the way to the user's configuration.
         ends: whether the climb may end there. Not where every operator is quantized: kernels that multiply two
-            activations are simulated to within a step, not exactly, and the file would fall short in parity.
+            activations are simulated to within a step, not exactly, and the file would miss the parity bound.
     """
 
     name: str

@@ -132,7 +132,7 @@ def fine_tune(
 def _validating(
     run: Run, module: Learner, data: DataModule, checkpoint: Path, title: str, epochs: int
 ) -> Validating | None:
-    """Returns the validation of each epoch, where there are several; else None."""
+    """Returns the validation of each epoch if there are several, else None."""
     if epochs < 2 or not data.labelled:
         return None
     trainer = run.config.trainer

@@ -1,4 +1,4 @@
-"""The backend of a run, with the changes of its configuration. There is no torch here."""
+"""The backend of a run, with the changes of its configuration. This module does not import torch."""
 
 from __future__ import annotations
 

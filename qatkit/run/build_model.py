@@ -97,7 +97,7 @@ def _one_at_a_time(model: nn.Module, data: DataModule) -> bool:
 
 
 def _alone_alike(model: nn.Module, outputs: Mapping[str, Tensor], data: DataModule) -> bool:
-    """Returns whether an imported file gives outputs of as many axes for one sample as for several.
+    """Returns whether the outputs of an imported file have as many axes for one sample as for several.
 
     A Squeeze without axes, for example, removes the batch axis of a single sample.
     """

@@ -20,7 +20,7 @@ _ONNX = ".onnx"
 
 
 def check_encodings(module: QATModule, config: Config) -> None:
-    """Checks, before anything long, that the file can be read and fits the module.
+    """Checks, before the long stages, that the file can be read and fits the module.
 
     Args:
         module: prepared.

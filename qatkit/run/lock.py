@@ -1,6 +1,6 @@
 """A lock that allows one run per folder and ends with its process, however that ends.
 
-    folder/.lock    locked by fcntl while a run is active, with its process and machine for whoever comes second
+    folder/.lock    locked by fcntl while a run is active, with its process and machine for the error of a second run
 
 The lock belongs to the process (POSIX), so forked processes that load images do not hold it, and a killed
 run's folder is free at once. Other ranks of a run take no lock. The file is removed when the run ends; a

@@ -1,7 +1,7 @@
 """Logs a run to MLflow (`trainer.mlflow`): parameters, training metrics, final figures, report and bundle.
 
 Lightning's own MLFlowLogger does the logging. All stages of a run, also those after a kill, are one run of
-MLflow: its id is kept in the folder as mlflow.json. A server is contacted before anything long. If it goes
+MLflow: its id is kept in the folder as mlflow.json. A server is contacted before the long stages. If it goes
 away later, it ends no training and delays none: missed calls wait in this process and are sent when it is
 back. If some still wait at the end, a message gives the command that logs them later:
 
