@@ -3,8 +3,8 @@
 The files in a run's folder show its progress: `config.yaml`, a checkpoint for each stage that trains or the
 partial result of an algorithm before it, `report.json` once it is done, and then the bundle, if one is
 requested. `resume=auto` searches for a folder where the second exists, one of the last two is missing, and
-the first equals the present configuration. There is no torch here: the command line asks before it is
-imported.
+the first equals the present configuration. This module does not import torch: the command line
+calls it before that.
 """
 
 from __future__ import annotations

@@ -76,10 +76,10 @@ MISTAKES = [
     # value
     (["export.opset=12"], "export.opset=12: expected an integer from 13 to 23"),
     (["calibration.images=0"], "calibration.images=0: expected an integer of at least 1"),
-    (["recipe=vit_qat"], "data.root=...: required, the folder with train/ and val/"),
+    (["recipe=vit_qat"], "data.root=...: the key is required; set it to the folder with train/ and val/"),
     (
         ["recipe=vit_cifar10_qat", "data.root=x"],
-        "model.checkpoint=...: required, a float state_dict of this model",
+        "model.checkpoint=...: the key is required; set it to a float state_dict of this model",
     ),
     (["checkpoint=x.ckpt"], "checkpoint=x.ckpt: expected null with train.py"),
     (["resume=nothing.ckpt"], "resume=nothing.ckpt: expected null, auto, or a checkpoint file that exists"),
@@ -178,7 +178,7 @@ MISTAKES = [
         "over several; type a path in quotes: "
         "\"data.root='/a/b,c'\"",
     ),
-    (["-m", "recipe=vit_qat,quickstart"], "data.root=...: required, the folder"),
+    (["-m", "recipe=vit_qat,quickstart"], "data.root=...: the key is required; set it to the folder"),
     (
         ["-m", "backend=fbgemm,qnnpck"],
         "backend=qnnpck: expected one of fbgemm, npu_cnn, npu_transformer, qnnpack, simulated, tensorrt, "
