@@ -218,9 +218,9 @@ def _export_keys_text() -> str:
 def export_notes() -> list[str]:
     """Returns what `--help` says about export.py in addition to the keys, since not all keys apply to it."""
     return [
-        "checkpoint=FOLDER/last.ckpt exports the checkpoint of a train.py run again; other keys that can be set: "
+        "checkpoint=FOLDER/last.ckpt exports the checkpoint of a train.py run again; keys that can be set: "
         + ", ".join(EXPORT_KEYS),
-        "onnx=FILE mode=MODE quantizes a float ONNX file; other keys that can be set: "
+        "onnx=FILE mode=MODE quantizes a float ONNX file; keys that can be set: "
         + ", ".join(ONNX_KEYS)
         + "; with mode=static, which runs the stages of train.py, also: "
         + ", ".join(key for key in STATIC_KEYS if key not in ONNX_KEYS),
