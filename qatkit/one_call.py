@@ -36,7 +36,7 @@ from qatkit.records.run_files import CHECKPOINT_FILE, FLOAT_FILE, INT8_FILE, REP
 from qatkit.run.find import output_dir
 from qatkit.run.folder import read_checkpoint
 from qatkit.tasks.base import NO_TARGET
-from qatkit_verify.errors import ConfigError
+from qatkit_verify.errors import ConfigError, counted
 
 Inputs = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
 Sample = tuple[dict[str, Tensor], Any]
@@ -251,7 +251,9 @@ def _by_name(inputs: Any, names: Sequence[str], where: str) -> dict[str, Tensor]
     else:
         listed = inputs if isinstance(inputs, tuple | list) else (inputs,)
         if len(listed) != len(names or listed):
-            raise ConfigError(where, f"{len(listed)} inputs", f"{len(names)} inputs, like the example")
+            raise ConfigError(
+                where, counted(len(listed), "input"), f"{counted(len(names), 'input')}, like the example"
+            )
         found = dict(zip(names or (LONE,), listed, strict=False))
     wrong = [name for name, one in found.items() if not isinstance(one, Tensor | np.ndarray) or not one.ndim]
     missing = [name for name in names if name not in found]

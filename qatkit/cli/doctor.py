@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from importlib import metadata, util
 from pathlib import Path
 
+from qatkit_verify.errors import counted
 from qatkit_verify.hardware import installed_versions, this_hardware
 
 _NEEDED = ("torch", "torchvision", "onnx", "onnxruntime", "lightning", "hydra")
@@ -72,7 +73,7 @@ def _packages() -> Iterator[Finding]:
 
 def _machine() -> Iterator[Finding]:
     hardware = this_hardware(0)
-    yield Finding("cpu", f"{hardware.cpu}, {hardware.cores} cores")
+    yield Finding("cpu", f"{hardware.cpu}, {counted(hardware.cores, 'core')}")
     fast = [flag for flag in hardware.isa if flag in _VNNI]
     if fast:
         yield Finding("int8 products", f"fast ({', '.join(fast)})")
@@ -83,7 +84,7 @@ def _machine() -> Iterator[Finding]:
             "no VNNI: slower than on other CPUs, and unrestricted 8-bit weights may saturate",
             advice,
         )
-    yield Finding("threads", os.environ.get("OMP_NUM_THREADS") or f"{len(_cores())} usable cores")
+    yield Finding("threads", os.environ.get("OMP_NUM_THREADS") or counted(len(_cores()), "usable core"))
     yield _gpu()
 
 

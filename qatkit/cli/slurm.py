@@ -30,7 +30,7 @@ from hydra.core.utils import JobStatus
 
 from qatkit.config.sweep import Outcome, add
 from qatkit_verify import stopping
-from qatkit_verify.errors import ConfigError, first_line
+from qatkit_verify.errors import ConfigError, counted, first_line
 
 LAUNCHER = "launcher=slurm"
 _PLUGIN = "hydra_plugins.hydra_submitit_launcher"
@@ -272,7 +272,7 @@ def _starts() -> int:
 def submitted(count: int, job: Any, folder: Path) -> None:
     """Prints what was submitted, and how to end it."""
     array = job.job_id.split("_")[0]
-    say(f"{count} runs submitted to Slurm, job {array}, logs in {folder}")
+    say(f"{counted(count, 'run')} submitted to Slurm, job {array}, logs in {folder}")
     say(f"they continue if this command ends, and it finds them again; scancel {array} ends them")
 
 

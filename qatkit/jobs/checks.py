@@ -12,7 +12,7 @@ from qatkit.quant.spec import NARROW_BIASES, WIDE
 from qatkit.run.backend import backend_of
 from qatkit.tasks import dotted as dotted_task
 from qatkit_verify.dotted import check_path
-from qatkit_verify.errors import ConfigError, first_line
+from qatkit_verify.errors import ConfigError, counted, first_line
 from qatkit_verify.foreign import Called
 from qatkit_verify.runtimes.base import dotted, load_runtimes
 
@@ -88,14 +88,8 @@ def check_machine(config: Config) -> None:
     cores, wanted = os.cpu_count() or 1, config.trainer
     for key, value in (("verify.threads", config.verify.threads), ("data.workers", config.data.workers)):
         if value > _A_CORE * cores:
-            raise ConfigError(
-                key,
-                value,
-                (
-                    f"at most {_A_CORE * cores} on this machine with {cores} "
-                    f"{'core' if cores == 1 else 'cores'}"
-                ),
-            )
+            allowed = f"at most {_A_CORE * cores} on this machine with {counted(cores, 'core')}"
+            raise ConfigError(key, value, allowed)
     tasks, devices = os.environ.get("SLURM_NTASKS"), _devices(wanted)
     processes = devices * wanted.num_nodes
     if tasks is not None and wanted.num_nodes > 1 and tasks != str(processes):

@@ -33,7 +33,7 @@ from qatkit.run.memory import check_memory
 from qatkit.train.module import QATModule
 from qatkit.verify.audit import audit
 from qatkit.verify.checks.audit import audit_line
-from qatkit_verify.errors import ConfigError
+from qatkit_verify.errors import ConfigError, counted
 from qatkit_verify.fitting import by_sides
 from qatkit_verify.stream import stream_file
 
@@ -102,10 +102,7 @@ def _opened(config: Config, inputs: Inputs) -> DataModule | None:
     data = data_of(config)
     if integer and data.inputs.shape != inputs.shape:
         channels, size = inputs.shape[0], by_sides(inputs.shape[1:])
-        allowed = (
-            f"images of {channels} {'channel' if channels == 1 else 'channels'} and "
-            f"{size} pixels, like the checkpoint"
-        )
+        allowed = f"images of {counted(channels, 'channel')} and {size} pixels, like the checkpoint"
         raise ConfigError("data.image_size", list(data.inputs.shape), allowed)
     return data
 

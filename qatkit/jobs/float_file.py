@@ -25,7 +25,7 @@ from qatkit.run.build import opened_data
 from qatkit.run.folder import Run
 from qatkit.run.memory import check_inputs
 from qatkit.tasks import task_of
-from qatkit_verify.errors import ConfigError, one_line
+from qatkit_verify.errors import ConfigError, counted, one_line
 from qatkit_verify.feeds import Array, by_name, input_names, rows
 from qatkit_verify.files import whole
 from qatkit_verify.session import open_session, run_outputs
@@ -123,7 +123,7 @@ def _checked(
     task = data.task
     width, name = data.num_classes if data.labelled else None, task.names.outputs
     if not task.fits(first.shape, count, width):
-        told = "it returned" if data.labelled else f"for {_counted(count)} it returned"
+        told = "it returned" if data.labelled else f"for {counted(count, 'sample')} it returned"
         allowed = f"a model that returns {name} {task.shape_text(width)}; {told} {list(first.shape)}"
         raise ConfigError("onnx", config.onnx, allowed)
     if not np.isfinite(first).all():
@@ -181,14 +181,10 @@ def _unused_labels(config: Config, data: DataModule, first: Array, count: int) -
     if config.task != _ANY or not data.labelled:
         return ()
     return (
-        f"the first output ({list(first.shape)} for {_counted(count)}) does not hold "
+        f"the first output ({list(first.shape)} for {counted(count, 'sample')}) does not hold "
         "the logits of the classes, so it is "
         "measured as with task=outputs, without the labels",
     )
-
-
-def _counted(count: int) -> str:
-    return "1 sample" if count == 1 else f"{count} samples"
 
 
 def _check_upgrade(config: Config, file: FloatFile, session: Any, data: DataModule, given: Any) -> None:

@@ -20,7 +20,7 @@ from qatkit.run.export import write_file, write_float_file
 from qatkit.run.folder import say
 from qatkit.run.sound import overrides_of
 from qatkit.train.module import QATModule
-from qatkit_verify.errors import ConfigError
+from qatkit_verify.errors import ConfigError, counted
 from qatkit_verify.placement.measure import VARIANTS_FILE, Variant, Variants, write_variants
 from qatkit_verify.placement.record import FLOAT, TABLE
 from qatkit_verify.placement.sites import Sites
@@ -75,7 +75,7 @@ def variants(config: Config) -> int:
             ),
         )
         say(
-            f"{len(files)} files; next, on the target: qatkit-measure {folder} "
+            f"{counted(len(files), 'file')}; next, on the target: qatkit-measure {folder} "
             "(writes placement.json for placement=FILE)"
         )
         print(f"output folder: {folder}", flush=True)

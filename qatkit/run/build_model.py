@@ -21,7 +21,7 @@ from qatkit.run.build import examples
 from qatkit.run.memory import Cost, check_model, check_weights_fit, measured
 from qatkit.run.sound import with_features
 from qatkit.run.trainable import check_head, check_trains
-from qatkit_verify.errors import ConfigError
+from qatkit_verify.errors import ConfigError, counted
 from qatkit_verify.feeds import by_name
 from qatkit_verify.foreign import described
 
@@ -147,7 +147,7 @@ def _wrong_output(output: Tensor | None, count: int, data: DataModule) -> str:
     task, width = data.task, data.num_classes if data.labelled else None
     name = task.names.outputs
     kind = "" if task.every_output else "float "
-    told = f"a model that returns {kind}{name} {task.shape_text(width)}; for {_counted(count)} it returned "
+    told = f"a model that returns {kind}{name} {task.shape_text(width)}; for {counted(count, 'image')} it returned "
     if output is None:
         return f"{told}no tensor"
     if not task.fits(output.shape, count, width) or not (task.every_output or output.is_floating_point()):
@@ -155,9 +155,5 @@ def _wrong_output(output: Tensor | None, count: int, data: DataModule) -> str:
     return (
         ""
         if output.isfinite().all()
-        else f"a model with finite {name}; for {_counted(count)} it returned NaN or infinity"
+        else f"a model with finite {name}; for {counted(count, 'image')} it returned NaN or infinity"
     )
-
-
-def _counted(count: int) -> str:
-    return "1 image" if count == 1 else f"{count} images"

@@ -10,7 +10,7 @@ from qatkit.data.preprocessing import Preprocessing
 from qatkit.importing.inputs import ImageInput
 from qatkit.models.onnx_files import PREFIX
 from qatkit.records.run_files import MODEL_FILE
-from qatkit_verify.errors import ConfigError
+from qatkit_verify.errors import ConfigError, counted
 from qatkit_verify.fitting import UNIT
 
 # Defaults of keys that a model.json leaves out.
@@ -23,9 +23,7 @@ def check_channels(config: Config, image: ImageInput | None, used: Preprocessing
     if wanted in (None, used.channels):
         return
     file = config.model.name.removeprefix(PREFIX)
-    allowed = (
-        f"{wanted} {'number' if wanted == 1 else 'numbers'}, since the input of {file} has {wanted} channels"
-    )
+    allowed = f"{counted(wanted, 'number')}, since the input of {file} has {counted(wanted, 'channel')}"
     raise ConfigError("data.mean", list(used.mean), allowed)
 
 

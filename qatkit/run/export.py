@@ -49,7 +49,7 @@ from qatkit.run.folder import Run
 from qatkit.run.quantizers import quantizers_of
 from qatkit.tasks import task_of
 from qatkit.train.module import QATModule
-from qatkit_verify.errors import ConfigError
+from qatkit_verify.errors import ConfigError, counted
 from qatkit_verify.files import write_text
 from qatkit_verify.installed import ZERO_POINTS_OF_CHANNELS, version_numbers
 from qatkit_verify.session import RUNTIME_VERSION, open_session, run_images
@@ -280,7 +280,8 @@ def _low_bits(module: QATModule, config: Config) -> list[str]:
         )
     if biases and not module.backend.weights_alone:
         notes.append(
-            f"{len(biases)} operators have biases of fewer than 32 bits: ONNX Runtime computes them in float; an "
+            f"{counted(len(biases), 'operator')} with biases of fewer than 32 bits: "
+            "ONNX Runtime computes them in float; an "
             "accelerator with such kernels has the same accuracy but another latency"
         )
     if narrow:
