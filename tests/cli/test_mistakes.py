@@ -9,7 +9,7 @@ import pytest
 from command_line import RECIPES, Launch, no_job
 
 ALGORITHMS = sorted(path.stem for path in (Path(__file__).parents[2] / "conf" / "algorithm").glob("*.yaml"))
-ENTRY = "{target: DOTTED_PATH, SETTING: VALUE, ...}; on the command line algorithm=NAME chooses "
+ENTRY = "{target: DOTTED_PATH, SETTING: VALUE, ...}; on the command line, algorithm=NAME selects "
 MISTAKES = [
     # unknown recipe, option, key
     (["recipe=resnt18_qat"], f"recipe=resnt18_qat: expected one of {RECIPES} (did you mean resnet18_qat?)"),

@@ -118,7 +118,7 @@ MISTAKES = {
     ),
     "table of a release by its name": (
         _with(export={"tensorrt_table": "8.6.1"}),
-        'export.tensorrt_table=8.6.1: expected digits of a release: "8601" for 8.6.1',
+        'export.tensorrt_table=8.6.1: expected the digits of a TensorRT release, such as "8601" for 8.6.1',
     ),
     "search without a histogram": (
         _with(calibration={"search": "tournament"}),
