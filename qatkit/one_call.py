@@ -36,7 +36,7 @@ from qatkit.records.run_files import CHECKPOINT_FILE, FLOAT_FILE, INT8_FILE, REP
 from qatkit.run.find import output_dir
 from qatkit.run.folder import read_checkpoint
 from qatkit.tasks.base import NO_TARGET
-from qatkit_verify.errors import ConfigError
+from qatkit_verify.errors import ConfigError, counted
 
 Inputs = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
 Sample = tuple[dict[str, Tensor], Any]
@@ -142,7 +142,7 @@ def quantize(
         raise ConfigError(
             "batches",
             f"{len(train) + len(test)} samples",
-            "at least one sample to calibrate and one to verify",
+            "at least one sample for calibration and one for verification",
         )
     given = _Given(
         copy.deepcopy(model) if isinstance(model, nn.Module) else None,
@@ -183,7 +183,7 @@ def given_data(root: str | None, download: bool, seed: int) -> Splits:
 def _current() -> _Given:
     given = _GIVEN.get()
     if given is None:
-        told = "model and data were passed to qatkit.quantize by a script; call it again, with resume=auto to continue"
+        told = "model and data were passed to qatkit.quantize by a script; run it again with resume=auto to continue"
         raise ConfigError("model.name", _MODEL, reason=told)
     return given
 
@@ -231,7 +231,7 @@ def _samples(batches: Iterable[Any], names: Sequence[str], labelled: bool) -> It
         where = f"batches[{number}]"
         if labelled and not (isinstance(batch, tuple | list) and len(batch) == 2):
             raise ConfigError(
-                where, type(batch).__name__, "a pair (inputs, targets), as the task has targets"
+                where, type(batch).__name__, "a pair (inputs, targets), since the task has targets"
             )
         inputs, targets = batch if labelled else (batch, None)
         tensors = _by_name(inputs, names, where)
@@ -239,7 +239,7 @@ def _samples(batches: Iterable[Any], names: Sequence[str], labelled: bool) -> It
         if any(len(one) != count for one in tensors.values()) or (
             targets is not None and len(targets) != count
         ):
-            raise ConfigError(where, count, "as many samples in each input, and as many targets")
+            raise ConfigError(where, count, "the same number of samples in all inputs and targets")
         for row in range(count):
             target = NO_TARGET if targets is None else _target(targets[row])
             yield {name: one[row : row + 1] for name, one in tensors.items()}, target
@@ -251,7 +251,9 @@ def _by_name(inputs: Any, names: Sequence[str], where: str) -> dict[str, Tensor]
     else:
         listed = inputs if isinstance(inputs, tuple | list) else (inputs,)
         if len(listed) != len(names or listed):
-            raise ConfigError(where, f"{len(listed)} inputs", f"{len(names)} inputs, as the example has")
+            raise ConfigError(
+                where, counted(len(listed), "input"), f"{counted(len(names), 'input')}, like the example"
+            )
         found = dict(zip(names or (LONE,), listed, strict=False))
     wrong = [name for name, one in found.items() if not isinstance(one, Tensor | np.ndarray) or not one.ndim]
     missing = [name for name in names if name not in found]
@@ -259,7 +261,7 @@ def _by_name(inputs: Any, names: Sequence[str], where: str) -> dict[str, Tensor]
         raise ConfigError(
             where,
             ", ".join(missing or wrong) or "nothing",
-            _FORM + (f": {', '.join(names)}" if names else ""),
+            _FORM + (f" ({', '.join(names)})" if names else ""),
         )
     return {name: torch.as_tensor(one) for name, one in found.items()}
 

@@ -12,7 +12,8 @@ import pytest
 import yaml
 from command_line import CONF, ROOT
 
-from qatkit.config.fields import Setting, limit_of, settings_of
+from qatkit.config.field_types import Setting, settings_of
+from qatkit.config.fields import limit_of
 from qatkit.config.schema import Config
 from qatkit.config.schema.quantization import OverrideConfig
 

@@ -249,20 +249,20 @@ MISTAKES: dict[str, tuple[str, list[str], str]] = {
     "nothing": (
         f"{NET}        super().forward(x)",
         [MODEL],
-        "one for each class of the data; of 2 images it gives no tensor",
+        "one for each class of the data; for 2 images it returned no tensor",
     ),
     "features first": (
         f"{NET}        return x.flatten(1), super().forward(x)",
         [MODEL],
-        "it gives [2, 192] of float32",
+        "it returned float32 [2, 192]",
     ),
-    "maps": (f"{NET}        return self.conv(x)", [MODEL], "of 2 images it gives [2, 8, 6, 6] of float32"),
-    "classes of its own": ("def Mine():\n    return Net(1000)", [MODEL], "it gives [2, 1000] of float32"),
-    "the answer": (f"{NET}        return super().forward(x).argmax(1)", [MODEL], "it gives [2] of int64"),
+    "maps": (f"{NET}        return self.conv(x)", [MODEL], "for 2 images it returned float32 [2, 8, 6, 6]"),
+    "classes of its own": ("def Mine():\n    return Net(1000)", [MODEL], "it returned float32 [2, 1000]"),
+    "the answer": (f"{NET}        return super().forward(x).argmax(1)", [MODEL], "it returned int64 [2]"),
     "NaN of real images": (
         f"{NET}        return super().forward(x.log().log())",
         [MODEL],
-        "it gives NaN or infinity",
+        "it returned NaN or infinity",
     ),
     "values that decide": (
         f"{NET}        return super().forward(x if x.sum() > 0 else -x)  # here",

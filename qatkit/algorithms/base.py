@@ -19,7 +19,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from qatkit.config.fields import check_limits, checked
+from qatkit.config.field_types import checked
+from qatkit.config.fields import check_limits
 from qatkit.graph.pass_result import PassResult
 from qatkit_verify.dotted import resolve
 from qatkit_verify.errors import ConfigError, did_you_mean

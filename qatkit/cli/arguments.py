@@ -1,4 +1,4 @@
-"""The typed arguments: flags, and the jobs that a sweep's overrides stand for."""
+"""The typed arguments: flags, and the jobs of a sweep's overrides."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def typed_arguments() -> argparse.Namespace:
     parser.error = _refuse  # type: ignore[method-assign]  # argparse prints its usage over many lines
     arguments, unknown = parser.parse_known_args()
     if unknown:
-        raise ConfigError("argument", unknown[0], "KEY=VALUE, after any flags (such as -m)")
+        raise ConfigError("argument", unknown[0], "KEY=VALUE, after all flags (such as -m)")
     _check_flags(arguments)
     return arguments
 
@@ -45,7 +45,7 @@ def _check_flags(arguments: argparse.Namespace) -> None:
     """Rejects flags that exclude each other, that bypass `conf`, or that name a folder which does not exist."""
     for flag in ("config_name", "config_path", "experimental_rerun"):
         if (value := getattr(arguments, flag)) is not None:
-            reason = "the flag is not supported: every run starts from conf/config.yaml (--config-dir adds a folder)"
+            reason = "the flag is not supported: every run starts from conf/config.yaml; add a folder with --config-dir"
             raise ConfigError(f"--{flag.replace('_', '-')}", value, reason=reason)
     commands = [f"--{one.replace('_', '-')}" for one in ("run", "cfg", "multirun", "shell_completion", "info")
                 if getattr(arguments, one)]  # fmt: skip
@@ -54,7 +54,7 @@ def _check_flags(arguments: argparse.Namespace) -> None:
     if arguments.shell_completion and not any(
         re.match(r"(install|uninstall|query)=", one) for one in arguments.overrides
     ):
-        raise ConfigError("argument", "--shell-completion", "install=bash, or another shell, after it")
+        raise ConfigError("argument", "--shell-completion", "install=SHELL after it, such as install=bash")
     if arguments.config_dir is not None:
         _check_config_dir(arguments.config_dir)
 
@@ -76,7 +76,7 @@ def _check_config_dir(folder: str) -> None:
 def jobs_of(conf: Path, overrides: Sequence[str]) -> list[list[str]]:
     """Returns the overrides of each job of a sweep, for the first `COMPOSED_AHEAD` jobs.
 
-    An interval, from which only some sweepers draw, has no values yet: its key is left as it is.
+    The key of an interval, from which only some sweepers draw, stays as it is: it has no values yet.
     """
     with hydra.initialize_config_dir(version_base="1.3", config_dir=str(conf.resolve())):
         parser = OverridesParser.create(GlobalHydra.instance().config_loader())
@@ -93,12 +93,16 @@ def jobs_of(conf: Path, overrides: Sequence[str]) -> list[list[str]]:
                 axes.append(_axis(override, text))
             elif not drawn_from:
                 key, _, value = text.partition("=")
-                raise ConfigError(key, value, "values or a range; hydra/sweeper=NAME draws from an interval")
+                raise ConfigError(
+                    key,
+                    value,
+                    "values or a range; only a sweeper (hydra/sweeper=NAME) draws from an interval",
+                )
     return [list(job) for job in itertools.islice(itertools.product(*axes), COMPOSED_AHEAD)]
 
 
 def _axis(override: Override, text: str) -> list[str]:
-    """Returns the overrides that one key of a sweep stands for."""
+    """Returns the overrides of one key of a sweep, one for each value."""
     key, _, value = text.partition("=")
     try:
         one = override.value()

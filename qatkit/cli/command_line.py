@@ -144,7 +144,7 @@ def _summarize(outcomes: Sequence[sweep.Outcome]) -> None:
         try:
             page_of(folders, Path(sweeps.pop()) / COMPARISON_FILE)
         except OSError as error:
-            print(f"error: {error}: no page of the sweep", file=sys.stderr)
+            print(f"error: {error}: the page of the sweep was not written", file=sys.stderr)
 
 
 def _help(conf: Path, arguments: argparse.Namespace, from_checkpoint: bool) -> str:
@@ -232,7 +232,7 @@ def _status_before(config: Config, folder: str, which: str) -> int | None:
     report = report_of(Path(folder))
     if report is None:
         return None
-    slurm.say(f"{which} was finished before, and is taken from {folder}")
+    slurm.say(f"{which} is already finished; its results are in {folder}")
     for shortfall, fix in zip_longest(report["shortfalls"], report.get("mends", ()), fillvalue=""):
         slurm.say(f"falls short: {shortfall}")
         if fix:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from importlib import metadata, util
 from pathlib import Path
 
+from qatkit_verify.errors import counted
 from qatkit_verify.hardware import installed_versions, this_hardware
 
 _NEEDED = ("torch", "torchvision", "onnx", "onnxruntime", "lightning", "hydra")
@@ -55,7 +56,7 @@ def main() -> int:
         print(f"{'  ' if one.works else '! '}{one.name:{width}}  {one.found}{advice}")
     broken = [one.name for one in findings if not one.works]
     print(
-        f"does not work here: {', '.join(broken)}" if broken else "ready: uv run train.py runs the quickstart"
+        f"missing or broken: {', '.join(broken)}" if broken else "ready: uv run train.py runs the quickstart"
     )
     return 1 if broken else 0
 
@@ -72,16 +73,18 @@ def _packages() -> Iterator[Finding]:
 
 def _machine() -> Iterator[Finding]:
     hardware = this_hardware(0)
-    yield Finding("cpu", f"{hardware.cpu}, {hardware.cores} cores")
+    yield Finding("cpu", f"{hardware.cpu}, {counted(hardware.cores, 'core')}")
     fast = [flag for flag in hardware.isa if flag in _VNNI]
     if fast:
         yield Finding("int8 products", f"fast ({', '.join(fast)})")
     else:
         advice = "keep backend.reduce_range=auto, which is exact on every CPU"
         yield Finding(
-            "int8 products", "no VNNI: slower than elsewhere, and plain 8-bit weights may saturate", advice
+            "int8 products",
+            "no VNNI: slower than on other CPUs, and unrestricted 8-bit weights may saturate",
+            advice,
         )
-    yield Finding("threads", os.environ.get("OMP_NUM_THREADS") or f"{len(_cores())} usable cores")
+    yield Finding("threads", os.environ.get("OMP_NUM_THREADS") or counted(len(_cores()), "usable core"))
     yield _gpu()
 
 
@@ -104,7 +107,7 @@ def _disk() -> Finding:
     free = shutil.disk_usage(Path.cwd()).free
     text = f"{free / 1e9:.1f} GB free in {Path.cwd()}"
     if free < _ROOM:
-        return Finding("disk", text, "output_dir=FOLDER on a larger disk")
+        return Finding("disk", text, "set output_dir=FOLDER on a larger disk")
     return Finding("disk", text)
 
 

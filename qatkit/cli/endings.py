@@ -14,7 +14,10 @@ import traceback
 from qatkit_verify import stopping
 from qatkit_verify.errors import ConfigError
 
-_AGAIN = {False: "with resume=auto continues", True: "begins again"}
+_AGAIN = {
+    False: "run the same command with resume=auto to continue",
+    True: "run the same command to start again",
+}
 
 
 def ended_by(error: Exception, from_checkpoint: bool) -> int:
@@ -45,13 +48,13 @@ def no_room(full: OSError, from_checkpoint: bool) -> int:
     """Prints which file does not fit on its disk, and returns the exit status 1."""
     file = full.filename or f"a temporary file in {tempfile.gettempdir()}"
     again = _AGAIN[from_checkpoint]
-    print(f"error: {file}: {full.strerror}: make room there, then the same command {again}", file=sys.stderr)
+    print(f"error: {file}: {full.strerror}: free some space, then {again}", file=sys.stderr)
     return 1
 
 
 def interrupted(stop: stopping.Stopped, from_checkpoint: bool) -> int:
     """Prints how to continue, from the first of several ranks only, and returns the exit status."""
-    again = stop.again or f"the same command {_AGAIN[from_checkpoint]}"
+    again = stop.again or _AGAIN[from_checkpoint]
     if all(os.environ.get(rank, "0") == "0" for rank in ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID")):
         print(f"interrupted {stop.where}".rstrip() + f": {again}", file=sys.stderr, flush=True)
     return int(stop.code or 0)

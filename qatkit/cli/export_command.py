@@ -72,20 +72,22 @@ def export_run(node: DictConfig, overrides: Sequence[str]) -> DictConfig:
     if node.onnx is None:
         if node.mode is not None:
             raise ConfigError(
-                "mode", node.mode, "null without onnx=FILE, since a checkpoint is exported as QDQ"
+                "mode", node.mode, "null without onnx=FILE, since a checkpoint is always exported as QDQ"
             )
         return _saved_run(node, overrides)
     if node.checkpoint is not None:
-        raise ConfigError("onnx", node.onnx, f"null with checkpoint={node.checkpoint} (give one of the two)")
+        raise ConfigError(
+            "onnx", node.onnx, f"null with checkpoint={node.checkpoint} (set only one of the two)"
+        )
     return _onnx_run(node, overrides)
 
 
 def _of_variants(node: DictConfig) -> DictConfig:
-    """Returns a run as train.py composes it, of which only files are written."""
+    """Returns the run that train.py would compose; only its files are written."""
     for key in ("checkpoint", "onnx"):
         if node[key] is not None:
             raise ConfigError(
-                key, node[key], f"null with placement={VARIANTS}, which takes a model or a recipe"
+                key, node[key], f"null with placement={VARIANTS}, which exports a model or a recipe"
             )
     return node
 
@@ -142,7 +144,7 @@ def _typed(mode: str, overrides: Sequence[str], allowed: Sequence[str]) -> set[s
         key = override.key_or_group
         if not _within(key, allowed):
             value = override.get_value_element_as_str()
-            reason = f"the key cannot be set with onnx=FILE mode={mode}, which takes {', '.join(allowed)}"
+            reason = f"the key cannot be set with onnx=FILE mode={mode}; the keys that can are {', '.join(allowed)}"
             raise ConfigError(key, value, reason=reason)
         typed.add(key)
     return typed
@@ -175,9 +177,9 @@ def _within(key: str, allowed: Sequence[str]) -> bool:
 def _saved_run(node: DictConfig, overrides: Sequence[str]) -> DictConfig:
     """Returns the configuration saved next to the checkpoint, with the settings of the command line on top.
 
-    `node` is the whole composition, of which only the keys in `overrides` are used.
+    `node` is the whole composition; only its keys in `overrides` are used.
     """
-    allowed = "a checkpoint written by train.py, with its config.yaml beside it (or onnx=FILE mode=MODE)"
+    allowed = "a checkpoint written by train.py, with its config.yaml next to it (or onnx=FILE mode=MODE)"
     if node.checkpoint is None or not Path(node.checkpoint).is_file():
         raise ConfigError("checkpoint", node.checkpoint, allowed)
     saved_file = Path(node.checkpoint).with_name(CONFIG_FILE)
@@ -198,31 +200,36 @@ def _saved_run(node: DictConfig, overrides: Sequence[str]) -> DictConfig:
             of_data[key] = override.get_value_element_as_str()
     if of_data and saved.export.io != "uint8":
         key, value = next(iter(of_data.items()))
-        reason = "the key needs export.io=uint8, which alone reads images, for the range of the outputs"
+        reason = (
+            "the key needs export.io=uint8, the only export of a checkpoint that reads "
+            "images (for the range of the outputs)"
+        )
         raise ConfigError(key, value, reason=reason)
     assert isinstance(saved, DictConfig)
     return saved
 
 
 def _export_keys_text() -> str:
-    return f"the key cannot be set when a checkpoint is exported, which takes {', '.join(EXPORT_KEYS)}"
+    return (
+        f"the key cannot be set when a checkpoint is exported; the keys that can are {', '.join(EXPORT_KEYS)}"
+    )
 
 
 def export_notes() -> list[str]:
     """Returns what `--help` says about export.py in addition to the keys, since not all keys apply to it."""
     return [
-        "checkpoint=FOLDER/last.ckpt writes the file of a run of train.py again; beside it, these can be set: "
+        "checkpoint=FOLDER/last.ckpt exports the checkpoint of a train.py run again; keys that can be set: "
         + ", ".join(EXPORT_KEYS),
-        "onnx=FILE mode=MODE quantizes a float ONNX file; beside it, these can be set: "
+        "onnx=FILE mode=MODE quantizes a float ONNX file; keys that can be set: "
         + ", ".join(ONNX_KEYS)
-        + "; with mode=static, which takes the stages of train.py, these too: "
+        + "; with mode=static, which runs the stages of train.py, also: "
         + ", ".join(key for key in STATIC_KEYS if key not in ONNX_KEYS),
-        "onnx=FILE mode=clean writes it with fixed shapes, folded constants and the like, and takes "
+        "onnx=FILE mode=clean writes the file with fixed shapes, folded constants and the like; keys: "
         + ", ".join(FILE_KEYS[CLEAN])
-        + "; onnx=FILE mode=summary prints a table of its operators, and takes "
+        + "; onnx=FILE mode=summary prints a table of its operators; keys: "
         + ", ".join(FILE_KEYS[SUMMARY])
-        + "; onnx=FILE mode=encodings writes the scales and zero points of a quantized file as JSON, and takes "
+        + "; onnx=FILE mode=encodings writes the scales and zero points of a quantized file as JSON; keys: "
         + ", ".join(FILE_KEYS[ENCODINGS]),
-        "placement=variants writes files of a model or recipe, as train.py takes it, for qatkit-measure on another "
+        "placement=variants writes files of a model or recipe, given as for train.py, for qatkit-measure on another "
         "machine.",
     ]

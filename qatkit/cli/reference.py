@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from qatkit.config.fields import Setting, settings_of
+from qatkit.config.field_types import Setting, settings_of
 from qatkit.config.schema import Config, OverrideConfig
 from qatkit_verify.dotted import resolve
 from qatkit_verify.errors import ConfigError
@@ -25,7 +25,7 @@ from qatkit_verify.untrusted import read_yaml
 _FLAGS = (
     ("-m", "a sweep: KEY=A,B runs every combination"),
     ("--cfg job", "print the configuration that the command line makes, and stop"),
-    ("--config-dir DIR", "a folder of your own, searched like conf/"),
+    ("--config-dir DIR", "a folder with your own options, searched like conf/"),
     ("--hydra-help", "all of Hydra's flags"),
 )
 _WIDTH = 110
@@ -109,14 +109,14 @@ def help_text(program: str, folders: Sequence[Path], notes: Sequence[str] = ()) 
     for note in notes:
         lines += [*textwrap.wrap(note, _WIDTH), ""]
     lines += ["Flags", *(f"  {flag:<18}{meaning}" for flag, meaning in _FLAGS), ""]
-    lines += ["Groups: GROUP=OPTION sets all that the option says (conf/GROUP/OPTION.yaml)"]
+    lines += ["Groups: GROUP=OPTION applies all settings of conf/GROUP/OPTION.yaml"]
     for group, names in options(folders).items():
         lines += textwrap.wrap(
             ", ".join(names), _WIDTH, initial_indent=f"  {group + ':':<13}", subsequent_indent=" " * 15
         )
     lines += [
         "",
-        "Keys: KEY=VALUE, on top of the groups; `TYPE = DEFAULT` of the schema, then what is allowed",
+        "Keys: KEY=VALUE, applied after the groups; listed as `TYPE = DEFAULT`, then the allowed values",
     ]
     for one in groups(folders):
         lines += [

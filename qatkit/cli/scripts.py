@@ -73,7 +73,7 @@ def _started(job: Callable[[Config], int], *, from_checkpoint: bool = False) -> 
 
         return main(job, conf(), from_checkpoint=from_checkpoint)
     except KeyboardInterrupt:  # once the imports are done, `main` handles it
-        print("interrupted before anything began", file=sys.stderr)
+        print("interrupted before the command started", file=sys.stderr)
         return 130
 
 
@@ -105,8 +105,8 @@ def _train(config: Config) -> int:
 
 
 def _export(config: Config) -> int:
-    """Exports and returns the exit status: 1 if the audit of a checkpoint's file finds a problem, or an ONNX
-    file's falls short.
+    """Exports and returns the exit status: 1 if the audit of a checkpoint finds a problem or an ONNX file misses
+    a bound.
     """
     from qatkit_verify.placement.sites import VARIANTS
 

@@ -30,7 +30,7 @@ from hydra.core.utils import JobStatus
 
 from qatkit.config.sweep import Outcome, add
 from qatkit_verify import stopping
-from qatkit_verify.errors import ConfigError, first_line
+from qatkit_verify.errors import ConfigError, counted, first_line
 
 LAUNCHER = "launcher=slurm"
 _PLUGIN = "hydra_plugins.hydra_submitit_launcher"
@@ -79,7 +79,8 @@ def take_over(asked: str, multirun: bool) -> None:
     missing = [name for name in ("sbatch", "srun", "squeue", "scontrol") if shutil.which(name) is None]
     if missing:
         allowed = (
-            f"local where there is no {', '.join(missing)}: type it on a machine that submits to the cluster"
+            f"local on a machine without {', '.join(missing)}; run the command on "
+            "a node that submits to the cluster"
         )
         raise ConfigError(key, value, allowed)
     from qatkit.cli.slurm_launcher import Slurm  # needs the extra
@@ -147,11 +148,11 @@ def _look(runs: Sequence[Queued], told: dict[int, Outcome]) -> None:
 def _told_of(left: Sequence[Queued], count: int) -> tuple[str, str]:
     """Returns where a sweep was interrupted, and what the same command would do."""
     if not left:
-        return "", "the same command reports the runs again, and repeats none"
+        return "", "the same command reports the runs again without repeating any"
     jobs = arrays(left)
     return (
-        f"while {len(left)} of {count} runs are on Slurm, job {', '.join(jobs)}, and go on there",
-        f"the same command waits for them and repeats none; scancel {' '.join(jobs)} ends them",
+        f"while {len(left)} of {count} runs are on Slurm (job {', '.join(jobs)}), where they continue",
+        f"the same command waits for them without repeating any; scancel {' '.join(jobs)} ends them",
     )
 
 
@@ -208,7 +209,7 @@ def ended(job: Any) -> Outcome | None:
 
 def _lost(job: Any, states: Mapping[str, str]) -> Outcome:
     state = states.get(job.job_id, "")
-    return Outcome(1, reason=f"Slurm ended it: {state.lower() or 'job unknown'} ({job.paths.stderr})")
+    return Outcome(1, reason=f"Slurm ended the job: {state.lower() or 'job unknown'} ({job.paths.stderr})")
 
 
 def end(stop: stopping.Stopped, restarts: int) -> None:
@@ -235,13 +236,15 @@ def end(stop: stopping.Stopped, restarts: int) -> None:
     if (_states([job]) or {}).get(job) not in ("RUNNING", None):
         raise stop
     if _starts() >= restarts:
-        allowed = f"more than {restarts}, or a longer hydra.launcher.timeout_min: it was started again as often already"
+        allowed = (
+            f"more than {restarts}, or a longer hydra.launcher.timeout_min; the job has used all its restarts"
+        )
         raise ConfigError("hydra.launcher.max_num_timeout", restarts, f"{allowed} (stopped {stop.where})")
-    say("queued again, to go on from there")
+    say("queued again, to continue from the checkpoint")
     done = subprocess.run(["scontrol", "requeue", job], check=False, capture_output=True, text=True)
     if done.returncode > 0:  # below 0: ended together with this job, as requested
         raise ConfigError(
-            "launcher", "slurm", f"a cluster whose jobs may be queued again ({done.stderr.strip()})"
+            "launcher", "slurm", f"a cluster whose jobs can be requeued ({done.stderr.strip()})"
         ) from stop
     _sleep(_PATIENCE)
 
@@ -269,8 +272,8 @@ def _starts() -> int:
 def submitted(count: int, job: Any, folder: Path) -> None:
     """Prints what was submitted, and how to end it."""
     array = job.job_id.split("_")[0]
-    say(f"{count} runs submitted to Slurm, job {array}, logs in {folder}")
-    say(f"they go on without this command, which finds them again; scancel {array} ends them")
+    say(f"{counted(count, 'run')} submitted to Slurm, job {array}, logs in {folder}")
+    say(f"they continue if this command ends, and it finds them again; scancel {array} ends them")
 
 
 def say(text: str) -> None:

@@ -170,13 +170,13 @@ def _there(
     ended = {run.number: slurm.ended(run.job) for run in queued}
     states = slurm.states_of([run for run in queued if ended[run.number] is None])
     if states is None:
-        allowed = f"a cluster that answers squeue: runs of this sweep were submitted before, {file.path} says"
+        allowed = f"a cluster where squeue answers; by {file.path}, runs of this sweep were already submitted"
         raise ConfigError("launcher", "slurm", allowed)
     there = [run for run in queued if _needs_no_other(ended[run.number], run, states)]
     if there:
         numbers = ", ".join(slurm.arrays(there))
         slurm.say(
-            f"{len(there)} of {len(jobs)} runs were submitted before, job {numbers}, and are not made again"
+            f"{len(there)} of {len(jobs)} runs were submitted before, job {numbers}, and are not submitted again"
         )
     return there
 

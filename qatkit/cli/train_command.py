@@ -22,13 +22,13 @@ def train_run(node: DictConfig, overrides: Sequence[str]) -> DictConfig:
     imports = str(node.model.name).startswith(_PREFIX)
     if node.onnx is None:
         if node.model.name == f"{_PREFIX}{None}":
-            raise ConfigError("onnx", None, "a float ONNX file, onnx=FILE, for model=onnx")
+            raise ConfigError("onnx", None, "a float ONNX file (onnx=FILE) with model=onnx")
         return node
     if node.mode is not None:
-        raise ConfigError("mode", node.mode, "null: export.py takes onnx=FILE mode=MODE")
+        raise ConfigError("mode", node.mode, "null with train.py (use export.py onnx=FILE mode=MODE)")
     _check_states(overrides)
     if not imports:
-        allowed = f"null with model.name={node.model.name}; a float ONNX file is the model of {_RECIPES}"
+        allowed = f"null with model.name={node.model.name}; to train a float ONNX file, use {_RECIPES}"
         raise ConfigError("onnx", node.onnx, allowed)
     typed = {text.lstrip("+~").partition("=")[0] for text in overrides}
     if "name" not in typed:
@@ -46,4 +46,4 @@ def _check_states(overrides: Sequence[str]) -> None:
         twice = next((name for name in names if names.count(name) > 1), None)
         if typed and twice is not None:
             given = " ".join(typed[1].split())
-            raise ConfigError("model.kwargs.states", given, f"each input once; '{twice}' stands there twice")
+            raise ConfigError("model.kwargs.states", given, f"each input once; '{twice}' is listed twice")

@@ -29,7 +29,7 @@ def typing(overrides: Sequence[str] | None) -> Iterator[None]:
 
 
 def command_with(*overrides: str, without: Sequence[str] = ()) -> str:
-    """Returns the command line again, with further overrides in place of those of the same keys and `without`
+    """Returns the command line again, with further overrides that replace those of the same keys and `without`
     some keys.
 
     The result is "" if no command line is known: in a library call, or a job that does not start from a

@@ -73,7 +73,7 @@ def register() -> None:
 
 
 def _required(*what: str) -> None:
-    raise LookupError(f"required, {', '.join(what)}")
+    raise LookupError(f"the key is required; set it to {', '.join(what)}")
 
 
 def compose_config(

@@ -9,9 +9,9 @@ from qatkit_verify.errors import ConfigError
 # The required contents of the folder, by the dotted path of the source.
 FOLDERS = {
     "qatkit.data.image_folder": "a folder with train/CLASS/* and val/CLASS/* (or test/CLASS/*) images",
-    "qatkit.data.one_picture_each": "a folder with one picture a class (jpg or png), at least two",
+    "qatkit.data.one_picture_each": "a folder with at least two pictures (jpg or png), one per class",
     "qatkit.data.pictures": (
-        "a folder of pictures (jpg, png, webp, bmp, ...), at least two, in it or in folders below"
+        "a folder with at least two pictures (jpg, png, webp, bmp, ...) in it or in its subfolders"
     ),
     "qatkit.data.arrays.arrays": (
         "a folder of .npz or .npy files, whose arrays are named after the model's inputs"
@@ -21,8 +21,8 @@ FOLDERS = {
         "(or val), or images/train and labels/train, and so on (masks, annotations)"
     ),
     "qatkit.data.pictures_with_values.pictures_with_values": (
-        "a folder of pictures with a targets.csv of the columns file and value, at least one picture to train and one "
-        "to verify, or one in each of train/ and test/"
+        "a folder of pictures with a targets.csv (columns file and value): at least one picture for training and one "
+        "for verification, or one in each of train/ and test/"
     ),
     "qatkit.data.segmentation_sets.voc_segmentation": (
         "a folder with VOCdevkit/VOC2012 (or an empty one with data.download=true, which fetches 2 GB)"
@@ -30,26 +30,27 @@ FOLDERS = {
     "qatkit.data.segmentation_sets.cityscapes": "a folder with Cityscapes' leftImg8bit/ and gtFine/",
     "qatkit.data.boxed_pictures.voc_boxes": (
         "a folder with JPEGImages/NAME.jpg, Annotations/NAME.xml and ImageSets/Main/train.txt (or trainval.txt) and "
-        "test.txt (or val.txt), as Pascal VOC has them, or the folder of which it is the only one"
+        "test.txt (or val.txt), as in Pascal VOC, or a folder that contains only this folder"
     ),
     "qatkit.data.boxed_pictures.coco_boxes": (
-        "a folder with annotations/instances_train*.json and instances_val*.json beside folders of pictures, as COCO "
-        "has them, or with train/_annotations.coco.json and test/_annotations.coco.json (or valid) among the pictures"
+        "a folder with annotations/instances_train*.json and instances_val*.json next to folders of pictures, as in "
+        "COCO, or with train/_annotations.coco.json and test/_annotations.coco.json (or valid) next to the pictures"
     ),
     "qatkit.data.labelled_text.labelled_text": (
-        "a folder of .tsv, .csv or .jsonl files with texts and labels, those with 'test' in their names to verify and "
-        "at least one other to calibrate; or of train/CLASS/*.txt and test/CLASS/*.txt"
+        "a folder of .tsv, .csv or .jsonl files with texts and labels (files with 'test' in their names for "
+        "verification, at least one other for calibration), or a folder with train/CLASS/*.txt and test/CLASS/*.txt"
     ),
     "qatkit.data.sentence_pairs.sentence_pairs": (
-        "a folder of .tsv files with pairs of sentences and scores: those with 'test' in their names verify, at least "
-        "one other calibrates"
+        "a folder of .tsv files with pairs of sentences and scores (files with 'test' in their names for "
+        "verification, at least one other for calibration)"
     ),
     "qatkit.data.spoken_digits.spoken_digits": (
-        "a folder with LABEL_SPEAKER_N.wav recordings, those with N from 0 to 4 to verify and others to train"
+        "a folder with LABEL_SPEAKER_N.wav recordings (N from 0 to 4 for verification, others for training)"
     ),
-    "qatkit.data.speech_commands.speech_commands": "a folder with CLASS/*.wav recordings, as Speech Commands has",
+    "qatkit.data.speech_commands.speech_commands": "a folder with CLASS/*.wav recordings, as in Speech Commands",
     "qatkit.data.text.text": (
-        "a folder of .txt files: those with 'test' in their names verify, the others calibrate and train"
+        "a folder of .txt files (files with 'test' in their names for verification, "
+        "others for calibration and training)"
     ),
 }
 
@@ -61,5 +62,5 @@ def data_folder(source: str, root: str | None) -> Path:
         ConfigError: the folder does not exist.
     """
     if root is None or not Path(root).is_dir():
-        raise ConfigError("data.root", root, f"{FOLDERS[source]}; there is no such folder")
+        raise ConfigError("data.root", root, f"{FOLDERS[source]}; the folder does not exist")
     return Path(root)

@@ -17,10 +17,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-import re
-import types
-import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +25,7 @@ from qatkit.quant.granularity import BLOCK_SIZES, BLOCKS, GRANULARITIES, PerChan
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.installed import TWO_BITS
 
-_DOC, _LIMIT = "doc", "limit"
+DOC, LIMIT = "doc", "limit"
 _LARGEST = 2**31 - 1  # the libraries used keep counts in 32 bits
 # Linux allows 255 and 4,096 bytes; temporary files have longer names than the final ones.
 _NAME_BYTES, _PATH_BYTES = 240, 4000
@@ -161,7 +158,7 @@ class Words(Limit):
 
 @dataclass(frozen=True)
 class Listed(Limit):
-    """A limit to one of a few numbers or words; `because` tells why there are no others."""
+    """A limit to one of a few numbers or words; `because` says why there are no others."""
 
     values: tuple[int | str, ...]
     because: str = ""
@@ -215,7 +212,10 @@ class Place(Limit):
         )
 
     def __str__(self) -> str:
-        return f"a path, without control characters, of names of at most {_NAME_BYTES} bytes, {_PATH_BYTES} in all"
+        return (
+            f"a path without control characters, of at most {_PATH_BYTES} bytes, with "
+            f"names of at most {_NAME_BYTES} bytes"
+        )
 
 
 @dataclass(frozen=True)
@@ -237,7 +237,7 @@ class Axes(Limit):
 
     def expected(self) -> str:
         """Returns the three forms."""
-        return "none, auto, or names by input and axis, as {input: {2: height, 3: width}}"
+        return "none, auto, or names by input and axis, such as {input: {2: height, 3: width}}"
 
     def __str__(self) -> str:
         return "none | auto | {input: {axis: name}}"
@@ -268,7 +268,7 @@ COUNT = Range(1, whole=True)
 POSITIVE = Range(0, above=True)
 PLACE, SWITCH, AXES, SCALES = Place(), Switch(), Axes(), Scales()
 # Bits of weights that are multiplied by float activations.
-_KERNELS = f" (ONNX Runtime's MatMulNBits has kernels of 2 bits, from {TWO_BITS}, 4 and 8; 3 are held in 4)"
+_KERNELS = f" (ONNX Runtime's MatMulNBits has kernels for 4 and 8 bits, and for 2 from {TWO_BITS}; 3 are stored in 4)"
 BITS, BLOCK = Listed((2, 3, 4, 8), _KERNELS), Listed((*BLOCK_SIZES, str(PerChannel(0))))
 
 
@@ -280,7 +280,7 @@ def setting(default: Any, doc: str, limit: Limit | None = None) -> Any:
         doc: one phrase: what the setting is, with its unit.
         limit: the allowed values within the type. Null is always allowed if the type allows it.
     """
-    metadata = {_DOC: doc, _LIMIT: limit}
+    metadata = {DOC: doc, LIMIT: limit}
     if callable(default):
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -292,19 +292,20 @@ def limit_of(owner: type, name: str) -> Limit:
     Raises:
         KeyError: the field does not exist, or has no limit.
     """
-    limit = _limit(_field(owner, name))
+    limit = field_limit(field_of(owner, name))
     if limit is None:
         raise KeyError(f"{owner.__name__}.{name} has no limit")
     return limit
 
 
-def _field(owner: type, name: str) -> dataclasses.Field[Any]:
+def field_of(owner: type, name: str) -> dataclasses.Field[Any]:
+    """Returns the field `name` of a dataclass."""
     return {one.name: one for one in dataclasses.fields(owner)}[name]
 
 
-def _limit(one: dataclasses.Field[Any]) -> Limit | None:
+def field_limit(one: dataclasses.Field[Any]) -> Limit | None:
     """Returns the limit of a field, whose annotation decides whether the numbers of a Range are integers."""
-    limit: Limit | None = one.metadata.get(_LIMIT)
+    limit: Limit | None = one.metadata.get(LIMIT)
     kind = str(one.type)
     if isinstance(limit, Range) and "int" in kind and "float" not in kind:
         return dataclasses.replace(limit, whole=True)
@@ -327,112 +328,21 @@ def check_limits(settings: Any, prefix: str) -> None:
 
 
 def values_of(settings: Any, prefix: str) -> Iterator[tuple[str, Any, Limit | None, bool]]:
-    """Yields every value of a dataclass and of the dataclasses in it: key, value, limit, and whether null is
-    allowed.
-    """
+    """Yields all values of a dataclass and its inner dataclasses: key, value, limit, whether null is allowed."""
     for one in dataclasses.fields(settings):
         key, value = f"{prefix}.{one.name}".lstrip("."), getattr(settings, one.name)
         entries = {f"{key}.{name}": entry for name, entry in value.items()} if isinstance(value, dict) else {}
         for inner, group in {key: value, **entries}.items():
             if dataclasses.is_dataclass(group):
                 yield from values_of(group, inner)
-        yield key, value, _limit(one), _may_be_null(one)
+        yield key, value, field_limit(one), may_be_null(one)
 
 
 def is_path(one: dataclasses.Field[Any]) -> bool:
     """Returns whether a field holds a path."""
-    return isinstance(one.metadata.get(_LIMIT), Place)
+    return isinstance(one.metadata.get(LIMIT), Place)
 
 
-def _may_be_null(one: dataclasses.Field[Any]) -> bool:
-    """Returns whether null is allowed, from the text of the annotation: a user's may not be possible to
-    evaluate here.
-    """
+def may_be_null(one: dataclasses.Field[Any]) -> bool:
+    """Returns whether null is allowed; reads the annotation's text, since a user's type may not be importable here."""
     return any(word in str(one.type) for word in ("None", "Optional"))
-
-
-def checked(owner: type, name: str, key: str, value: Any) -> Any:
-    """Returns `value` for the field `name` of a dataclass, with an int converted if the field is a float.
-
-    Raises:
-        ConfigError: a value of another type, or one that the field's limit does not allow.
-    """
-    hint = typing.get_type_hints(owner)[name]
-    if not _fits(value, hint):
-        raise ConfigError(key, value, f"a value of type {type_name(hint)}")
-    limit = _limit(_field(owner, name))
-    if limit is not None and value is not None:
-        limit.check(key, value, or_null=_may_be_null(_field(owner, name)))
-    return float(value) if hint is float else value
-
-
-def hint_of(owner: type, key: str) -> Any:
-    """Returns the annotation of a field by its dotted key, or Any if none is declared, as for an entry of a
-    mapping.
-    """
-    name, _, rest = key.partition(".")
-    hint = typing.get_type_hints(owner).get(name, Any)
-    if not rest:
-        return hint
-    return hint_of(hint, rest) if dataclasses.is_dataclass(hint) and isinstance(hint, type) else Any
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    """Returns whether a value from YAML has a type; the contents of lists and mappings are left to the owner."""
-    if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        return any(_fits(value, one) for one in typing.get_args(hint))
-    if typing.get_origin(hint) is typing.Literal:
-        return value in typing.get_args(hint)
-    kind = typing.get_origin(hint) or hint
-    if kind is Any or isinstance(value, bool):
-        return kind in (Any, bool)
-    return isinstance(value, (int, float) if kind is float else kind)
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A field as it is shown to a user; `allowed` is "" if its type is the only limit."""
-
-    name: str
-    type: str
-    default: str
-    allowed: str
-    doc: str
-
-
-def settings_of(owner: type) -> list[Setting]:
-    """Returns the fields of a dataclass that are values, not groups of their own, in order."""
-    hints = typing.get_type_hints(owner)
-    return [
-        Setting(
-            one.name,
-            type_name(hints[one.name]),
-            _as_typed(_default(one)),
-            "" if one.metadata[_LIMIT] is None else str(one.metadata[_LIMIT]),
-            one.metadata[_DOC],
-        )
-        for one in dataclasses.fields(owner)
-        if _DOC in one.metadata
-    ]
-
-
-def _default(one: dataclasses.Field[Any]) -> Any:
-    factory: Callable[[], Any] | Any = one.default_factory
-    return one.default if factory is dataclasses.MISSING else factory()
-
-
-def _as_typed(value: Any) -> str:
-    """Returns a value as it is typed on the command line."""
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else str(value).lower()
-    return str(value)
-
-
-def type_name(hint: Any) -> str:
-    """Returns a type as it is written in the schema."""
-    if isinstance(hint, types.UnionType):
-        return " | ".join(type_name(one) for one in typing.get_args(hint))
-    if hint is type(None):
-        return "None"
-    plain = isinstance(hint, type) and not typing.get_args(hint)
-    return hint.__name__ if plain else re.sub(r"\b(?:\w+\.)+", "", str(hint))  # without modules

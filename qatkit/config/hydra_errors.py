@@ -20,7 +20,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 
-from qatkit.config.fields import type_name
+from qatkit.config.field_types import type_name
 from qatkit.config.schema import Config, OverrideConfig
 from qatkit_verify.errors import ConfigError, did_you_mean
 
@@ -30,7 +30,7 @@ _UNREADABLE = "[ ] { } ! ="  # in a key, by Hydra's grammar
 
 
 def translate(error: Exception, overrides: Sequence[str], conf: Path) -> ConfigError:
-    """Returns an error of Hydra or OmegaConf as a ConfigError, which names key and value."""
+    """Returns an error of Hydra or OmegaConf as a ConfigError that names key and value."""
     if isinstance(error, OverrideParseException):
         key, _, value = error.override.partition("=")
         return ConfigError(key, value, _parseable(key, value))
@@ -53,9 +53,9 @@ def translate(error: Exception, overrides: Sequence[str], conf: Path) -> ConfigE
     message = _message(error)
     key, _, value = _culprit(error, overrides).partition("=")
     if message.startswith("Ambiguous value") or "requires --multirun" in message:
-        message = "expected one value (or -m before it, for a sweep over several)"
+        message = "expected one value, or the flag -m in front for a sweep over several"
         if "/" in value:  # a path
-            message = f"{message}; a path is typed {_in_quotes(key, value)}"
+            message = f"{message}; type a path {_in_quotes(key, value)}"
     return ConfigError(key, value, reason=message)
 
 
@@ -69,9 +69,9 @@ def _parseable(key: str, value: str) -> str:
     if value.startswith(("{", "[")):
         what = "{KEY:VALUE,...}" if value.startswith("{") else "[VALUE,...]"
         return (
-            f"{what} with its brackets closed; keys with one of {_UNREADABLE} only in a YAML file (a recipe)"
+            f"{what} with closed brackets; keys with any of {_UNREADABLE} only work in a YAML file (a recipe)"
         )
-    return f"KEY=VALUE, special characters {_in_quotes(key, value)}"
+    return f"KEY=VALUE, with special characters {_in_quotes(key, value)}"
 
 
 def _as_an_entry(key: str, value: str) -> str:
@@ -84,7 +84,7 @@ def _as_an_entry(key: str, value: str) -> str:
     if head or not inside or not pattern or setting not in {"", *vars(OverrideConfig())}:
         return ""
     if any(one in pattern for one in _UNREADABLE.split()):
-        return f"a pattern without any of {_UNREADABLE}, which are read only in a YAML file (a recipe)"
+        return f"a pattern without any of {_UNREADABLE}, which only work in a YAML file (a recipe)"
     entry = f"{{{setting}:{value}}}" if setting else value
     return f"the whole entry, '+{_BY_PATTERN}={{{pattern}:{entry}}}'"
 
@@ -107,12 +107,12 @@ def _message(error: Exception) -> str:
     if message.startswith("Cannot merge DictConfig"):
         return "expected {KEY:VALUE,...}"
     if not isinstance(error, HydraException | OmegaConfBaseException | ValueError):
-        return f"expected another value: Hydra fails at it ({message})"
+        return f"Hydra cannot read this value ({message})"
     return message
 
 
 def _missing(file: str, overrides: Sequence[str]) -> tuple[str, str]:
-    """Returns the group and option that `file` stands for, in the form in which they were typed, if they were."""
+    """Returns the group and option of `file`, in the form in which they were typed, if they were."""
     for text in overrides:
         group, _, option = text.lstrip("+").partition("=")
         if f"{group}/{option}" == file:
@@ -122,7 +122,7 @@ def _missing(file: str, overrides: Sequence[str]) -> tuple[str, str]:
 
 
 def _culprit(error: Exception, overrides: Sequence[str]) -> str:
-    """Returns the override that causes the error: Hydra quotes it, or names its value, or fails alike with
+    """Returns the override that causes the error: Hydra quotes it, names its value, or fails in the same way with
     only that one.
     """
     message = str(error)
@@ -163,7 +163,7 @@ def _translate_key(error: OmegaConfBaseException, overrides: Sequence[str]) -> C
         if proposed := _as_an_entry(name, value):
             return ConfigError(name, value, proposed)
         if error.object_type is dict:
-            return ConfigError(name, value, f"an existing entry (a new one is set with +{name}={value})")
+            return ConfigError(name, value, f"an existing entry (+{name}={value} adds a new one)")
         near = did_you_mean(name, _keys(error, name))
         return ConfigError(name, value, reason=f"the key does not exist{near}")
     if isinstance(error, ValidationError):

@@ -13,7 +13,7 @@ from qatkit_verify.errors import ConfigError
 
 KINDS = ("float", "int8")
 _POSITIVE = "a finite number above 0"
-_RANGE = "[LOW, HIGH]: two finite numbers, of which one holds 0: LOW <= 0 <= HIGH, LOW < HIGH"
+_RANGE = "[LOW, HIGH], two finite numbers with LOW <= 0 <= HIGH and LOW < HIGH"
 
 
 def check_override(key: str, selector: str, override: OverrideConfig) -> None:
@@ -34,7 +34,7 @@ def check_override(key: str, selector: str, override: OverrideConfig) -> None:
         raise ConfigError(key, given, allowed)
     if chosen and selector.startswith((TENSOR, INPUT)):
         allowed = (
-            "activation_* or weight_* settings: a tensor has no operator; name the operator that makes it"
+            "activation_* or weight_* settings for a tensor; select the operator that produces it instead"
         )
         raise ConfigError(f"{key}.{chosen[0]}", True, allowed)
     if override.reduce_range is True and override.weight_dtype not in (None, *WHOLE):
@@ -44,7 +44,7 @@ def check_override(key: str, selector: str, override: OverrideConfig) -> None:
         _check_fixed(key, of, specs)
     axis, granularity = override.weight_axis, override.weight_granularity
     if axis is not None and granularity not in (None, "per_channel"):
-        allowed = f"null with weight_granularity={granularity}, whose scales lie along no axis"
+        allowed = f"null with weight_granularity={granularity}, whose scales do not lie along an axis"
         raise ConfigError(f"{key}.weight_axis", axis, allowed)
 
 
@@ -60,12 +60,14 @@ def _check_fixed(key: str, of: str, specs: Mapping[str, Any]) -> None:
             allowed = f"{one}, or a list of them, one per output channel" if of == "weight" else one
             raise ConfigError(f"{key}.{of}_{name}", given, allowed)
         if several and given is not None and specs.get("weight_granularity") == "per_tensor":
-            raise ConfigError(f"{key}.{of}_{name}", given, "one number with weight_granularity=per_tensor")
+            raise ConfigError(
+                f"{key}.{of}_{name}", given, "a single number with weight_granularity=per_tensor"
+            )
     if zero is not None and scale is None:
-        reason = f"a zero point belongs to a scale; add {of}_scale, or give {of}_range in place of both"
+        reason = f"a zero point needs a scale; add {of}_scale, or set {of}_range instead"
         raise ConfigError(f"{key}.{of}_zero_point", zero, reason=reason)
     if ends is not None and scale is not None:
-        allowed = f"null with {of}_scale={scale}: a range and a scale say the same thing twice"
+        allowed = f"null with {of}_scale={scale}, which determines the range"
         raise ConfigError(f"{key}.{of}_range", ends, allowed)
     if ends is not None and not _is_range(ends):
         raise ConfigError(f"{key}.{of}_range", ends, _RANGE)
@@ -83,7 +85,9 @@ def _check_zero_point(key: str, of: str, specs: Mapping[str, Any]) -> None:
         low, high = DTYPES[dtype].low, DTYPES[dtype].high
         listed = zero if isinstance(zero, Sequence) else [zero]
         if not all(low <= one <= high for one in listed):
-            raise ConfigError(f"{key}.{of}_zero_point", zero, f"{low} to {high}, the integers of {dtype}")
+            raise ConfigError(
+                f"{key}.{of}_zero_point", zero, f"an integer from {low} to {high}, the range of {dtype}"
+            )
 
 
 def _is_scale(value: Any) -> bool:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from typing import Any
 
-from qatkit.config.fields import hint_of, type_name
+from qatkit.config.field_types import hint_of, type_name
 from qatkit.config.quoting import quoted
 from qatkit.config.schema import Config
 from qatkit_verify.errors import ConfigError
@@ -138,9 +138,7 @@ def axes(space: Mapping[str, Any], hint: Callable[[str], Any] = hint_in_schema) 
         ConfigError: an entry that describes no axis.
     """
     if not space:
-        allowed = (
-            "at least one key: 'search.space={schedule.lr:{low:1e-4,high:1e-2},calibration:[minmax,mse]}'"
-        )
+        allowed = "at least one key, such as 'search.space={schedule.lr:{low:1e-4,high:1e-2},calibration:[minmax,mse]}'"
         raise ConfigError("search.space", "{}", allowed)
     return [_axis(key, space[key], hint) for key in sorted(space)]
 
@@ -175,7 +173,7 @@ def _of_type(axis: Numbers, hint: Any, entry: Mapping[str, Any]) -> Numbers:
     for part in ("low", "high", "step"):
         one = entry.get(part)
         if kind is int and one is not None and not float(one).is_integer():
-            raise ConfigError(f"search.space.{axis.key}.{part}", one, f"an integer, as {axis.key} is")
+            raise ConfigError(f"search.space.{axis.key}.{part}", one, f"an integer, like {axis.key}")
     step = None if axis.step is None else kind(axis.step)
     return replace(axis, low=kind(axis.low), high=kind(axis.high), step=step)
 
@@ -198,12 +196,16 @@ def _numbers(key: str, name: str, entry: Mapping[str, Any]) -> Numbers:
         raise ConfigError(f"{name}.low", low, "a number above 0 with log: true")
     if step is not None and (log or not 0 < step <= high - low):
         raise ConfigError(
-            f"{name}.step", step, f"a number above 0, at most high - low = {high - low:g}, without log: true"
+            f"{name}.step",
+            step,
+            f"a number above 0 and at most high - low = {high - low:g}, without log: true",
         )
     if step is not None and abs(round((high - low) / step) * step - (high - low)) > 1e-6 * step:
         count = int((high - low) / step)
         ends = f"{low + count * step:g} or {low + (count + 1) * step:g}"
-        raise ConfigError(f"{name}.high", high, f"{ends}, whole steps of {step:g} above low={low:g}")
+        raise ConfigError(
+            f"{name}.high", high, f"{ends}, a whole number of steps of {step:g} above low={low:g}"
+        )
     return Numbers(key, low, high, step, log)
 
 
@@ -212,7 +214,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _meant(value: Value) -> Value:
-    """Returns a key that is equal for values that are typed or stored alike: Optuna compares options with `==`."""
+    """Returns a key that is equal for equally typed or stored values: Optuna compares options with `==`."""
     text = override("", value)[1:]
     try:
         return float(value if isinstance(value, bool) else text)

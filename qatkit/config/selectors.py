@@ -48,7 +48,7 @@ def every_override(backend: BackendConfig) -> dict[str, OverrideConfig]:
 
 @contextmanager
 def naming_the_list(backend: BackendConfig) -> Iterator[None]:
-    """Makes the error of a selector of `exclude` name that list, where it was typed."""
+    """Makes errors of selectors of `exclude` name that list, as the user typed it."""
     try:
         yield
     except ConfigError as error:
@@ -90,7 +90,7 @@ def check_expression(key: str, selector: str) -> None:
         try:
             re.compile(pattern)
         except re.error as error:
-            reason = f"the regular expression can't be read: {error}"
+            reason = f"the regular expression is invalid ({error})"
             raise ConfigError(key, selector, reason=reason) from error
 
 
@@ -99,9 +99,11 @@ def _written_out(key: str, given: object, backend: BackendConfig) -> str:
     if isinstance(given, Mapping):
         return SUBGRAPH + _ends(key, given, {})
     if not isinstance(given, str) or not given:
-        raise ConfigError(key, given, f"{_ALLOWED}; numbers and true or false in quotes")
+        raise ConfigError(key, given, f"{_ALLOWED}, with quotes around numbers, true and false")
     if key != "backend.overrides" and given.startswith((TENSOR, INPUT)):
-        raise ConfigError(key, given, f"operators, by {_ALLOWED}: tensors are those of backend.overrides")
+        raise ConfigError(
+            key, given, f"a selector of operators ({_ALLOWED}); only backend.overrides selects tensors"
+        )
     check_expression(key, given)
     if not given.startswith(SUBGRAPH) or ends_of(given) is not None:
         return given
@@ -121,10 +123,10 @@ def _ends(key: str, given: object, named: dict[str, Any]) -> str:
     for end in _ENDS:
         names = _listed(given[end])
         if not names or not all(isinstance(one, str) and one for one in names):
-            raise ConfigError(f"{key}.{end}", given[end], "one selector or a list of them, as texts")
+            raise ConfigError(f"{key}.{end}", given[end], "a selector or a list of selectors (strings)")
         for one in names:
             if one.startswith((TENSOR, INPUT, SUBGRAPH)):
-                raise ConfigError(f"{key}.{end}", one, "operators: names, globs, re/PATTERN or op/TYPE")
+                raise ConfigError(f"{key}.{end}", one, "operators, by name, glob, re/PATTERN or op/TYPE")
             check_expression(f"{key}.{end}", one)
         named = named | {end: names}
     return json.dumps(named, ensure_ascii=False)

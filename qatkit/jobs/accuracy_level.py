@@ -34,7 +34,9 @@ class ChooseLevel(Conditional):
         run, asked = state.run, state.run.config.export.accuracy_level
         path = run.files / run.int8_name
         if not multiplies_packed(path):
-            note = f"{KEY}={asked}: no product of the file has packed weights, so there is nothing to choose"
+            note = (
+                f"{KEY}={asked}: the file has no products with packed weights, so there is nothing to choose"
+            )
             return _told(state, note, None)
         with run.stage("level", "measuring both accuracy levels"):
             rounded = run.scratch / "level_4.onnx"
@@ -47,9 +49,9 @@ class ChooseLevel(Conditional):
                     temporary.write_bytes(rounded.read_bytes())
             rounded.unlink()
         if found is None:
-            why = "drawn samples do not tell what level 4 costs; with real ones it is measured"
-            return _told(state, f"{KEY}=auto: 0 is chosen, since {why}", level)
-        chosen = f": {level} is chosen" if asked == "auto" else ""
+            why = "the cost of level 4 can only be measured on real samples"
+            return _told(state, f"{KEY}=auto: level 0 is chosen, since {why}", level)
+        chosen = f": level {level} is chosen" if asked == "auto" else ""
         return _told(state, f"{KEY}={asked}{chosen}; {found.text(state.data.task)}", level, found)
 
 

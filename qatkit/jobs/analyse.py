@@ -39,7 +39,7 @@ from qatkit_verify.session import fixed_batch, open_session, run_images
 
 
 def check_layers(module: QATModule, asked: AnalysisConfig) -> None:
-    """Checks, before anything long, that every pattern matches something.
+    """Checks, before the long stages, that every pattern matches something.
 
     Raises:
         ConfigError: a pattern without a match, with near names.

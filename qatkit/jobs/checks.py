@@ -1,4 +1,4 @@
-"""Checks of a job beyond the allowed values: files must exist, code must be there, and the machine must suit."""
+"""Checks of a job beyond the allowed values: files and code must exist, and the machine must suit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from qatkit.quant.spec import NARROW_BIASES, WIDE
 from qatkit.run.backend import backend_of
 from qatkit.tasks import dotted as dotted_task
 from qatkit_verify.dotted import check_path
-from qatkit_verify.errors import ConfigError, first_line
+from qatkit_verify.errors import ConfigError, counted, first_line
 from qatkit_verify.foreign import Called
 from qatkit_verify.runtimes.base import dotted, load_runtimes
 
@@ -29,16 +29,20 @@ def check_job(config: Config, from_checkpoint: bool) -> None:
         ConfigError: the first setting that does not fit.
     """
     if config.checkpoint is not None and not from_checkpoint:
-        raise ConfigError("checkpoint", config.checkpoint, "null: export.py reads it, train.py has resume=")
+        raise ConfigError(
+            "checkpoint",
+            config.checkpoint,
+            ("null with train.py (resume=FILE continues a run, export.py checkpoint=FILE exports it)"),
+        )
     if not from_checkpoint and (config.onnx is not None or config.mode is not None):
         key = "mode" if config.onnx is None else "onnx"
-        raise ConfigError(key, getattr(config, key), "null: export.py takes onnx=FILE mode=MODE")
+        raise ConfigError(key, getattr(config, key), "null with train.py (use export.py onnx=FILE mode=MODE)")
     if config.resume not in (None, "auto") and not from_checkpoint and not Path(config.resume).is_file():
         raise ConfigError("resume", config.resume, "null, auto, or a checkpoint file that exists")
     if config.search.trials and from_checkpoint:
-        raise ConfigError("search.trials", config.search.trials, "0: train.py searches")
+        raise ConfigError("search.trials", config.search.trials, "0 with export.py (only train.py searches)")
     if config.search.trials and importlib.util.find_spec("optuna") is None:
-        allowed = "0 without the extra search: uv sync --extra search"
+        allowed = "0 without the extra search (install it with uv sync --extra search)"
         raise ConfigError("search.trials", config.search.trials, allowed)
     for key, path in dotted_paths(config):
         if not key.startswith("algorithm."):
@@ -55,7 +59,7 @@ def _check_climb(config: Config) -> None:
     for key, kinds in (("activation_dtype", WIDE), ("bias_dtype", NARROW_BIASES)):
         if (kind := getattr(config.backend, key)) in kinds:
             raise ConfigError(
-                "rescue.climb", True, f"false with backend.{key}={kind}, which no kernel is faster by"
+                "rescue.climb", True, f"false with backend.{key}={kind}, which no kernel makes faster"
             )
 
 
@@ -64,7 +68,7 @@ def _check_algorithms(config: Config) -> None:
 
     for name, algorithm in algorithms_of(config.algorithm).items():
         if algorithm.weights_alone and not backend_of(config).weights_alone:
-            reason = "the algorithm needs a backend that quantizes weights alone (backend=weight_only)"
+            reason = "the algorithm needs a backend that only quantizes weights; set backend=weight_only"
             raise ConfigError(f"algorithm.{name}.target", config.algorithm[name]["target"], reason=reason)
 
 
@@ -84,16 +88,15 @@ def check_machine(config: Config) -> None:
     cores, wanted = os.cpu_count() or 1, config.trainer
     for key, value in (("verify.threads", config.verify.threads), ("data.workers", config.data.workers)):
         if value > _A_CORE * cores:
-            raise ConfigError(key, value, f"at most {_A_CORE * cores}: this machine has {cores} cores")
+            allowed = f"at most {_A_CORE * cores} on this machine with {counted(cores, 'core')}"
+            raise ConfigError(key, value, allowed)
     tasks, devices = os.environ.get("SLURM_NTASKS"), _devices(wanted)
     processes = devices * wanted.num_nodes
     if tasks is not None and wanted.num_nodes > 1 and tasks != str(processes):
-        allowed = f"a job of {processes} tasks, trainer.devices on each node; this one has {tasks}"
+        allowed = f"a job of {processes} tasks (trainer.devices on each node); this one has {tasks}"
         raise ConfigError("trainer.num_nodes", wanted.num_nodes, allowed)
     if tasks == str(processes) != "1" and "SLURM_NTASKS_PER_NODE" not in os.environ:
-        allowed = (
-            f"a job submitted with --ntasks-per-node={devices}: with --ntasks nothing says where they are"
-        )
+        allowed = f"a job submitted with --ntasks-per-node={devices}; --ntasks does not place tasks on nodes"
         raise ConfigError("trainer.devices", wanted.devices, allowed)
     _check_folder(config, tasks, processes)
     if wanted.accelerator not in ("auto", "cpu") or wanted.devices != 1:
@@ -121,7 +124,7 @@ def _check_folder(config: Config, tasks: str | None, processes: int) -> None:
         return
     if config.output_dir is None and config.resume in (None, "auto") and not config.search.trials:
         allowed = (
-            f"a folder, the same for all {processes} processes of this run, as no other process starts them"
+            f"the same folder for all {processes} processes of this run, since they are started from outside"
         )
         raise ConfigError("output_dir", None, allowed)
 
@@ -132,11 +135,13 @@ def _check_devices(wanted: TrainerConfig) -> None:
     found = 0 if wanted.accelerator == "cpu" else torch.cuda.device_count()
     if found == 0 and wanted.accelerator in ("auto", "cpu"):  # any number of processes on the CPU
         if wanted.devices == -1:
-            raise ConfigError("trainer.devices", -1, "1 or more: all of them means GPUs, and none is taken")
+            raise ConfigError("trainer.devices", -1, "1 or more, since -1 means all GPUs and none is used")
     elif found == 0:
-        raise ConfigError("trainer.accelerator", wanted.accelerator, "auto or cpu: no such device is visible")
+        raise ConfigError(
+            "trainer.accelerator", wanted.accelerator, "auto or cpu, since no such device is visible"
+        )
     elif wanted.devices > found:
-        raise ConfigError("trainer.devices", wanted.devices, f"1 to {found}, the devices visible")
+        raise ConfigError("trainer.devices", wanted.devices, f"1 to {found}, the number of visible devices")
 
 
 def _check_compiler(wanted: TrainerConfig) -> None:
@@ -149,7 +154,7 @@ def _check_compiler(wanted: TrainerConfig) -> None:
     except Exception as error:  # of the tracer, the compiler, its linker or the device
         lines = str(error).splitlines()
         why = next((line.strip() for line in lines if "error:" in line), first_line(error))
-        allowed = f"false, or a C++ compiler by which torch.compile works (CXX names another): {why}"
+        allowed = f"false, or a C++ compiler that works with torch.compile (set CXX); it failed with: {why}"
         raise ConfigError("trainer.compile", "true", allowed) from error
     finally:
         torch.compiler.reset()

@@ -132,7 +132,7 @@ def _missing(source: Path) -> Any:
 def _hand_over(found: Cleaned, folder: Path, key: str | None) -> None:
     """Copies the files into the run's folder, weights before the model that names them."""
     if key is not None and len(found.files) > 1:
-        raise ConfigError("export.encrypt", key, "null for a file with external data")
+        raise ConfigError("export.encrypt", key, "null with a file that has external data")
     folder.mkdir(parents=True, exist_ok=True)
     for path in reversed(found.files):
         with secret(folder / path.name) if key is not None else whole(folder / path.name) as temporary:

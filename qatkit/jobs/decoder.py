@@ -43,11 +43,11 @@ from qatkit_verify.errors import ConfigError
 from qatkit_verify.files import unfinished, write_text
 
 _NEW, _PAST = 11, 7  # tokens of the example: sizes that no width of a model has
-_PROVEN = 16  # tokens that are computed in two parts before anything long
+_PROVEN = 16  # tokens that are computed in two parts before the long stages
 
 
 class CheckDecoder(Conditional):
-    """Checks, before anything long, that a decoder can be made from the model."""
+    """Checks, before the long stages, that a decoder can be made from the model."""
 
     def done(self, state: State) -> bool:
         return not state.run.config.export.decoder
@@ -55,19 +55,21 @@ class CheckDecoder(Conditional):
     def run(self, state: State) -> State:
         config = state.run.config
         if not backend_of(config).weights_alone:
-            allowed = f"false with backend={backend_of(config).name}: a decoder has quantized weights alone"
-            raise ConfigError(KEY, True, f"{allowed} (backend=weight_only)")
+            allowed = f"false with backend={backend_of(config).name}, since only the weights of a decoder are quantized"
+            raise ConfigError(KEY, True, f"{allowed} (use backend=weight_only)")
         if config.export.encrypt is not None:
             raise ConfigError(
-                KEY, True, "false with export.encrypt, which a decoder's folder has no form for"
+                KEY, True, "false with export.encrypt, since the folder of a decoder cannot be encrypted"
             )
         if config.schedule.float_epochs:
             raise ConfigError(
-                KEY, True, "false with schedule.float_epochs above 0, whose model it is not made of"
+                KEY,
+                True,
+                "false with schedule.float_epochs above 0, since a decoder is not made of that model",
             )
         decoder, tokens = Decoder(state.model), _tokens(state)
         if tokens.shape[1] > decoder.longest:
-            allowed = f"at most {decoder.longest} with {KEY}=true, the window that its layers attend to"
+            allowed = f"at most {decoder.longest} with {KEY}=true, the attention window of the model"
             raise ConfigError("data.context", tokens.shape[1], allowed)
         decoder.prove(tokens[:, :_PROVEN])
         return state
@@ -81,7 +83,7 @@ class WriteDecoder(Conditional):
 
     def run(self, state: State) -> State:
         run, target = state.run, state.run.folder / DECODER_FOLDER
-        with run.stage("decoder", "exporting the decoder, with keys and values of earlier tokens"):
+        with run.stage("decoder", "exporting the decoder with its cache of keys and values"):
             new = unfinished(target)
             new.mkdir()
             try:
@@ -148,9 +150,9 @@ def _choose_level(state: State, path: Path) -> list[str]:
     other.unlink(missing_ok=True)
     before, now = found.perplexity
     return [
-        f"export.accuracy_level=auto: {INT8 if found.pays else FLOAT} is chosen; on {len(tokens)} windows of the"
-        f" calibration text level 4 decodes {found.ratio:.2f} times as fast as level 0, with perplexity {now:.3f} in"
-        f" place of {before:.3f} and the same next token in {100 * found.agreement:.2f} %"
+        f"export.accuracy_level=auto: level {INT8 if found.pays else FLOAT} is chosen; on {len(tokens)} windows of the"
+        f" calibration text, level 4 decodes {found.ratio:.2f} times as fast as level 0, with perplexity {now:.3f}"
+        f" instead of {before:.3f} and the same next token in {100 * found.agreement:.2f} %"
     ]
 
 
@@ -182,7 +184,7 @@ def _tokens(state: State) -> Tensor:
 
 
 def _ends(model: Any) -> list[int]:
-    """Returns the tokens that end a text: those of the generation settings, where there are some."""
+    """Returns the tokens that end a text: from the generation settings if there are any."""
     for settings in (getattr(model, "generation_config", None), model.config):
         ends = getattr(settings, "eos_token_id", None)
         if ends is not None:
@@ -196,5 +198,7 @@ def check_settings(config: Config) -> None:
         raise ConfigError(KEY, True, f"false with export.mode={config.export.mode}")
     if config.export.decoder and config.task != "causal_lm":
         raise ConfigError(
-            KEY, True, f"false with task={config.task}: a decoder continues text (task=causal_lm)"
+            KEY,
+            True,
+            f"false with task={config.task}, since only language models (task=causal_lm) have a decoder",
         )

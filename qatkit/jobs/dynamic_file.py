@@ -33,5 +33,10 @@ def with_dynamic(subject: Subject, config: Config) -> tuple[Subject, tuple[str, 
     except Exception as error:  # the tool raises any exception, and the run's own file deserves its report
         if disk_error(error) is not None:
             raise
-        return subject, (f"verify.dynamic: ONNX Runtime can't quantize this model ({one_line(error)})",)
+        return subject, (
+            (
+                "verify.dynamic: there is no dynamic file, since ONNX Runtime cannot "
+                f"quantize this model ({one_line(error)})"
+            ),
+        )
     return replace(subject, files={**subject.files, DYNAMIC: target}), tuple(left.notes)

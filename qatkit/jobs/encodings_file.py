@@ -37,14 +37,14 @@ def write_encodings(config: Config, folder: Path) -> int:
             content, without = aimet.as_dict(found, version), aimet.left_out(found, version)
             if len(without) == len(found.all) + len(found.formats):
                 raise ConfigError(
-                    "encodings.format", wanted, f"{_OURS} for {source.name}, which has no integers"
+                    "encodings.format", wanted, f"{_OURS} for {source.name}, which has no integer encodings"
                 )
         folder.mkdir(parents=True, exist_ok=True)
         write_text(folder / RECORD, json.dumps(content, indent=2, allow_nan=False) + "\n")
     for line in _table(found):
         print(line)
     if without:
-        print(f"left out, since {wanted} has no entry for them: {', '.join(without)}")
+        print(f"left out, since {wanted} cannot express them: {', '.join(without)}")
     for note in found.notes:
         print(note)
     print(folder / RECORD)

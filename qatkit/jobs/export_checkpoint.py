@@ -23,7 +23,8 @@ from qatkit.jobs.hand_over import bundle_line, bundled, check_hand_over, same_fi
 from qatkit.jobs.packed_weights import check_form
 from qatkit.records.detections import nms_file
 from qatkit.records.run_files import CONFIG_FILE, FLOAT_FILE, REPORT_FILE, file_name, write_model_json
-from qatkit.run.build import captured, data_of, float_model, qat_module
+from qatkit.run.build import captured, data_of, qat_module
+from qatkit.run.build_model import float_model
 from qatkit.run.export import check_integer_ends, check_weights, finish_file, has_nms, write_file, write_nms
 from qatkit.run.find import output_dir
 from qatkit.run.folder import read_checkpoint, say
@@ -32,7 +33,7 @@ from qatkit.run.memory import check_memory
 from qatkit.train.module import QATModule
 from qatkit.verify.audit import audit
 from qatkit.verify.checks.audit import audit_line
-from qatkit_verify.errors import ConfigError
+from qatkit_verify.errors import ConfigError, counted
 from qatkit_verify.fitting import by_sides
 from qatkit_verify.stream import stream_file
 
@@ -57,7 +58,7 @@ def _exported(config: Config) -> int:
     inputs = inputs_of(stored["qatkit"])
     if not config.export.dynamic_batch:
         batch = config.verify.latency_batch
-        check_memory("verify.latency_batch", batch, inputs.bytes, inputs, "the input alone")
+        check_memory("verify.latency_batch", batch, inputs.bytes, inputs, "the inputs")
     integer = config.export.io == "uint8"
     if integer:
         check_integer_ends(module)
@@ -101,7 +102,7 @@ def _opened(config: Config, inputs: Inputs) -> DataModule | None:
     data = data_of(config)
     if integer and data.inputs.shape != inputs.shape:
         channels, size = inputs.shape[0], by_sides(inputs.shape[1:])
-        allowed = f"images of {channels} channels and {size} pixels, as the checkpoint's"
+        allowed = f"images of {counted(channels, 'channel')} and {size} pixels, like the checkpoint"
         raise ConfigError("data.image_size", list(data.inputs.shape), allowed)
     return data
 
@@ -110,7 +111,7 @@ def _bundle(config: Config, path: Path, data: DataModule) -> None:
     """Makes a bundle of the exported file and the run next to the checkpoint."""
     run = Path(str(config.checkpoint)).parent
     if config.export.demo and not (run / FLOAT_FILE).is_file():
-        say(f"note: {run} has no {FLOAT_FILE}, so the demo page compares nothing with float")
+        say(f"note: {run} has no {FLOAT_FILE}, so the demo page has no comparison with float")
     with readable(path) as plain:
         for beside in (nms_file, stream_file):
             if plain != path and beside(path).is_file():
@@ -122,16 +123,16 @@ def _bundle(config: Config, path: Path, data: DataModule) -> None:
 def _check_settings(config: Config, folder: Path, run: Path) -> None:
     """Rejects, by ConfigError, settings that no file of a checkpoint, or not this run's, can have."""
     if config.export.mode != "static":
-        allowed = "static: a checkpoint is exported as QDQ; onnx=model.float.onnx takes mode=MODE"
+        allowed = (
+            "static, since a checkpoint is exported as QDQ (use onnx=model.float.onnx mode=MODE for others)"
+        )
         raise ConfigError("export.mode", config.export.mode, allowed)
     _check_neighbours(config, folder)
     check_hand_over(config)
     check_weights(config)
     check_form(config)
     if config.export.bundle and not (run / REPORT_FILE).is_file():
-        allowed = (
-            f"false: {run} has no {REPORT_FILE}, so its run is not finished and nothing is known of the file"
-        )
+        allowed = f"false, since the run in {run} has not finished (there is no {REPORT_FILE})"
         raise ConfigError("export.bundle", True, allowed)
 
 
@@ -164,5 +165,5 @@ def _check_neighbours(config: Config, folder: Path) -> None:
     if not (folder / REPORT_FILE).exists() or not (folder / CONFIG_FILE).is_file():
         return
     for name, value in same_file(config.export, load_config(folder / CONFIG_FILE).export).items():
-        allowed = f"{value} in {folder}, whose report tells of such a file; or another output_dir"
+        allowed = f"{value} in {folder}, whose report describes such a file, or another output_dir"
         raise ConfigError(f"export.{name}", getattr(config.export, name), allowed)

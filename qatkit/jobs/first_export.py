@@ -1,4 +1,4 @@
-"""The first export of a run, before anything long: shortfalls that calibration and training cannot fix.
+"""The first export of a run, before the long stages: shortfalls that calibration and training cannot fix.
 
     module ─ convert, export ─> file of made-up ranges ─ the checks that read only files ─> shortfalls
 
@@ -38,7 +38,7 @@ from qatkit_verify.stream import KEY, stream_file
 _PROVEN, _ALIKE_DB = 4, 60.0  # samples, and how near both float files have to be
 _STOPPED = (
     "stopped at the first export: nothing was calibrated, trained or written;"
-    " verify.audit=false goes on to the end regardless"
+    " set verify.audit=false to run to the end regardless"
 )
 
 
@@ -66,7 +66,7 @@ def _try_module(run: Run, model: Captured, module: QATModule, data: DataModule) 
     """
     config, inputs = run.config, data.inputs
     with (
-        run.stage("export_first", "exporting once, before anything long runs"),
+        run.stage("export_first", "exporting once, before the long stages"),
         tempfile.TemporaryDirectory() as new,
     ):
         module.check_gradients()
@@ -111,7 +111,7 @@ def _prove_stream(file: Path, data: DataModule, threads: int) -> None:
     kept = kept_db(run_outputs(whole, batch)[0], in_chunks(stream, batch)[0])
     if kept < _ALIKE_DB:
         told = f"{_PROVEN} samples in chunks differ from the whole ones ({kept:.1f} dB)"
-        why = "something else than LSTM, GRU and RNN connects the frames, such as a convolution or a mean"
+        why = "operators other than LSTM, GRU and RNN connect the frames, such as a convolution or a mean"
         raise ConfigError(KEY, True, reason=f"{told}: {why}; set export.stream=false")
 
 
@@ -119,7 +119,7 @@ def _try_mode(run: Run, model: Captured, data: DataModule) -> bool:
     """Quantizes a float file once; returns whether the run can continue."""
     config, mode = run.config, run.config.export.mode
     with (
-        run.stage("export_first", "exporting once, before anything long runs"),
+        run.stage("export_first", "exporting once, before the long stages"),
         tempfile.TemporaryDirectory() as new,
     ):
         folder = Path(new)

@@ -25,7 +25,7 @@ from qatkit.run.build import opened_data
 from qatkit.run.folder import Run
 from qatkit.run.memory import check_inputs
 from qatkit.tasks import task_of
-from qatkit_verify.errors import ConfigError, one_line
+from qatkit_verify.errors import ConfigError, counted, one_line
 from qatkit_verify.feeds import Array, by_name, input_names, rows
 from qatkit_verify.files import whole
 from qatkit_verify.session import open_session, run_outputs
@@ -123,12 +123,14 @@ def _checked(
     task = data.task
     width, name = data.num_classes if data.labelled else None, task.names.outputs
     if not task.fits(first.shape, count, width):
-        told = "it gives" if data.labelled else f"of {count} samples it gives"
-        allowed = f"{name} {task.shape_text(width)}; {told} {list(first.shape)}"
+        told = "it returned" if data.labelled else f"for {counted(count, 'sample')} it returned"
+        allowed = f"a model that returns {name} {task.shape_text(width)}; {told} {list(first.shape)}"
         raise ConfigError("onnx", config.onnx, allowed)
     if not np.isfinite(first).all():
         on = "the first samples" if data.of_arrays else "noise"
-        raise ConfigError("onnx", config.onnx, f"finite {name}; on {on} it gives NaN or infinity")
+        raise ConfigError(
+            "onnx", config.onnx, f"a model with finite {name}; for {on} it returned NaN or infinity"
+        )
     data.task = task.suited(outputs, [one.name for one in session.get_outputs()], count)
     if file.upgraded is not None:
         _check_upgrade(config, file, session, data, given)
@@ -167,7 +169,7 @@ def _does_not_run(file: FloatFile, inputs: str, error: Exception) -> ConfigError
 
 
 def _task_for(config: Config, data: DataModule, outputs: Sequence[Array]) -> str:
-    """Returns the task's name: as set, or "outputs" where the outputs are no logits of the data's classes."""
+    """Returns the task's name: as set, or "outputs" if the outputs are not logits of the data's classes."""
     if config.task != _CLASSES or config.verify.decision != VerifyConfig().decision:
         return config.task if config.task != _CLASSES else _ANY
     alone = data.labelled or (len(outputs) == 1 and not data.of_arrays)
@@ -178,10 +180,10 @@ def _unused_labels(config: Config, data: DataModule, first: Array, count: int) -
     """Returns a note where the data have labels that the file's first output can't be compared with."""
     if config.task != _ANY or not data.labelled:
         return ()
-    samples = "1 sample" if count == 1 else f"{count} samples"
     return (
-        f"the first output, {list(first.shape)} of {samples}, is no row of logits: its figures are those of "
-        "task=outputs, without the labels",
+        f"the first output ({list(first.shape)} for {counted(count, 'sample')}) does not hold "
+        "the logits of the classes, so it is "
+        "measured as with task=outputs, without the labels",
     )
 
 
@@ -198,8 +200,8 @@ def _check_upgrade(config: Config, file: FloatFile, session: Any, data: DataModu
         difference = _largest_difference(exact, found)
         if not difference <= _UPGRADE_TOLERANCE * float(np.ptp(exact[np.isfinite(exact)])):
             name = data.task.names.outputs if len(session.get_outputs()) == 1 else f"output '{output.name}'"
-            reason = f"upgraded from {file.opset}, its {name} differ by {difference:.3g}"
-            allowed = f"a file of opset {file.upgraded} or higher ({reason}): export it again"
+            reason = f"after the upgrade from {file.opset}, its {name} differ by {difference:.3g}"
+            allowed = f"a file exported with opset {file.upgraded} or higher ({reason})"
             raise ConfigError("onnx", config.onnx, allowed)
 
 
@@ -238,4 +240,4 @@ class _Calibration:
 
 def _upgrade_note(file: FloatFile) -> Iterable[str]:
     if file.upgraded is not None:
-        yield f"{file.path.name} has opset {file.opset}: upgraded to {file.upgraded} before it was quantized"
+        yield f"{file.path.name} has opset {file.opset} and was upgraded to {file.upgraded} before quantization"

@@ -25,7 +25,7 @@ from qatkit_verify.untrusted import read_json
 
 
 def check_hand_over(config: Config) -> None:
-    """Rejects what can't be handed over, before anything long.
+    """Rejects what can't be handed over, before the long stages.
 
     Raises:
         ConfigError: a key or a demo without a bundle, a key that can't sign, a demo without its runtime.
@@ -33,11 +33,15 @@ def check_hand_over(config: Config) -> None:
     asked = config.export
     if asked.demo:
         if not asked.bundle:
-            raise ConfigError("export.demo", True, "false without export.bundle=true, whose page it is")
+            raise ConfigError(
+                "export.demo", True, "false without export.bundle=true, which contains the page"
+            )
         find_runtime(asked.demo_runtime)
     if asked.sign is not None:
         if not asked.bundle:
-            raise ConfigError("export.sign", asked.sign, "null without export.bundle=true, which it signs")
+            raise ConfigError(
+                "export.sign", asked.sign, ("null without export.bundle=true, since the key signs the bundle")
+            )
         private_key(asked.sign)
     if asked.encrypt_bundle and (asked.encrypt is None or not asked.bundle):
         allowed = "false without export.encrypt=KEYFILE and export.bundle=true"
@@ -49,7 +53,7 @@ def hand_over(run: Run, data: DataModule, status: int, int8: str) -> int:
     """Makes the bundle of a finished run and publishes it; does neither where no bundle is requested.
 
     Args:
-        status: of the run: a file that falls short is not handed over automatically.
+        status: of the run: a file that misses a bound is not handed over automatically.
         int8: the name of the file that ships.
     """
     if not run.config.export.bundle:
@@ -57,8 +61,10 @@ def hand_over(run: Run, data: DataModule, status: int, int8: str) -> int:
         return status
     if status:
         checkpoint = run.folder / CHECKPOINT_FILE  # of a run that trains or calibrates
-        made = f"; export.py checkpoint={checkpoint} export.bundle=true makes one all the same"
-        say(f"no bundle: the file falls short of a bound (above){made if checkpoint.is_file() else ''}")
+        made = f"; export.py checkpoint={checkpoint} export.bundle=true writes one regardless"
+        say(
+            f"no bundle was written, since the file misses a bound (see above){made if checkpoint.is_file() else ''}"
+        )
         track_end(run, None)
         return status
     with run.stage("bundle", "bundling"):
@@ -91,8 +97,10 @@ def bundle_line(path: Path) -> str:
     """Returns a line with the bundle's path and the command to use it at its destination."""
     if path.name == SEALED_BUNDLE:
         opened = f"python -m qatkit.encryption.command open {path} KEYFILE bundle.zip"
-        return f"bundle: {path}  (in the clear again: {opened})"
-    return f"bundle: {path}  (there: pip install qatkit-verify && qatkit-verify {path.name})"
+        return f"bundle: {path}  (to decrypt: {opened})"
+    return (
+        f"bundle: {path}  (to check it on the target: pip install qatkit-verify && qatkit-verify {path.name})"
+    )
 
 
 def same_file(asked: ExportConfig, reported: ExportConfig) -> dict[str, object]:
@@ -112,7 +120,7 @@ def check_places(config: Config) -> None:
     if asked.publish is None:
         return
     if not asked.bundle:
-        allowed = "null without export.bundle=true, which makes what is published"
+        allowed = "null without export.bundle=true, since the bundle is published"
         raise ConfigError("export.publish", asked.publish, allowed)
     if main_process():
         publish.check(asked.publish, config.name, asked.version)
@@ -128,7 +136,7 @@ def published(run: Run, bundle: Path) -> int:
             place = publish.publish(bundle, wanted.publish, run.config.name, wanted.version)
     except (ConfigError, OSError) as error:
         later = _later(bundle, run.config)
-        print(f"error: {error}: the bundle is not published; to do it later: {later}", file=sys.stderr)
+        print(f"error: {error}: the bundle was not published; to publish it later: {later}", file=sys.stderr)
         return 1
     say(f"published: {place}")
     return 0

@@ -1,4 +1,4 @@
-"""Checks of packed weights against the operators of the model, before anything long."""
+"""Checks of packed weights against the operators of the model, before the long stages."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ def check_packed(module: QATModule, config: Config) -> None:
         name = config.model.name
         key, value = ("onnx", name.removeprefix(PREFIX)) if name.startswith(PREFIX) else ("model.name", name)
         reason = (
-            "it has no weight to quantize: no Conv, Linear, embedding or recurrent layer with a constant one"
+            "the model has no weight to quantize: no Conv, Linear, embedding or "
+            "recurrent layer with a constant weight"
         )
-        raise ConfigError(key, value, reason=f"{reason} that is not left float")
+        raise ConfigError(key, value, reason=f"{reason} that may be quantized")
     rows = [
         (_width(operator), path, fake.spec.granularity)
         for path, operator, fake in found
@@ -73,7 +74,7 @@ def check_form(config: Config) -> None:
             allowed = f"{default} with backend={name}, whose weights are not packed (backend=weight_only)"
             raise ConfigError(key, value, allowed)
     if asked.packed_weights == DEQUANTIZE and asked.accuracy_level != "0":
-        allowed = f"0 with export.packed_weights={DEQUANTIZE}: there a session sets the level"
+        allowed = f"0 with export.packed_weights={DEQUANTIZE}, where the session sets the level"
         raise ConfigError("export.accuracy_level", asked.accuracy_level, f"{allowed} ({ACCURACY_LEVEL})")
 
 
@@ -86,7 +87,10 @@ def _check_dequantized(config: Config, dtype: str) -> None:
             continue
         if name not in DEQUANTIZED:
             known = ", ".join((*UNSCALED, *DEQUANTIZED))
-            allowed = f"matmul_nbits with weights of {name}: ONNX Runtime's DequantizeLinear knows {known}"
+            allowed = (
+                f"matmul_nbits with weights of {name}, since ONNX Runtime's "
+                f"DequantizeLinear only supports {known}"
+            )
             raise ConfigError("export.packed_weights", asked.packed_weights, allowed)
         if asked.opset < DEQUANTIZED[name]:
             allowed = (
@@ -105,6 +109,6 @@ def _too_long(config: Config, size: int, width: int, path: str) -> ConfigError:
     widest = f"the widest weight, '{path}', has {width} inputs per output channel"
     if config.weights.bits is not None:
         allowed = f"at most {fitting[-1]}, or per_channel" if fitting else "per_channel"
-        return ConfigError("weights.block", size, f"{allowed}: {widest}")
-    allowed = f"{{block: {fitting[-1]}}} at most, or per_channel" if fitting else "per_channel"
-    return ConfigError("backend.weight_granularity", f"{{block: {size}}}", f"{allowed}: {widest}")
+        return ConfigError("weights.block", size, f"{allowed}; {widest}")
+    allowed = f"at most {{block: {fitting[-1]}}}, or per_channel" if fitting else "per_channel"
+    return ConfigError("backend.weight_granularity", f"{{block: {size}}}", f"{allowed}; {widest}")

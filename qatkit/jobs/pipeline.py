@@ -42,7 +42,8 @@ from qatkit.jobs.training import Control, FineTune, TrainFloat
 from qatkit.jobs.verify import checks_of
 from qatkit.quant.observers.base import with_other_ranks
 from qatkit.run.allocator import keep_freed_memory, return_freed_memory
-from qatkit.run.build import built, data_of, naming_the_file
+from qatkit.run.build import data_of
+from qatkit.run.build_model import built, naming_the_file
 from qatkit.run.export import check_weights
 from qatkit.run.float_average import warn_of_average
 from qatkit.run.folder import Run, check_images, folder_of, main_process
@@ -96,7 +97,7 @@ def train(config: Config, module_type: type[QATModule] = QATModule, *, notes: tu
 
 @contextmanager
 def begun(config: Config, notes: tuple[str, ...] = ()) -> Iterator[tuple[Run, DataModule, nn.Module]]:
-    """Yields run, data and model of any job, checked as far as possible before anything long; writes nothing.
+    """Yields run, data and model of any job, checked as far as possible before the long stages; writes nothing.
 
     Within the context, the run's folder is locked.
 

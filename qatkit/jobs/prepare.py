@@ -61,7 +61,7 @@ class KnownPlaces(Always):
 
 
 class Prepare(Conditional):
-    """Builds the module, where there is none or the previous one no longer applies."""
+    """Builds the module if there is none, or if the previous one no longer applies."""
 
     def done(self, state: State) -> bool:
         return state.module is not None

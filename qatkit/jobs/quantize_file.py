@@ -48,7 +48,7 @@ _OURS, _ARRAYS = "qatkit.data.", ("qatkit.data.arrays.", AUDIO, DRAWN, TEXT, PAI
 
 
 def quantize(config: Config) -> int:
-    """Quantizes `config.onnx` by `config.mode`. Returns 0, or 1 when the file falls short of a bound.
+    """Quantizes `config.onnx` by `config.mode`. Returns 0, or 1 if the file misses a bound.
 
     Raises:
         ConfigError: any mistake of the user, before any long work; nothing is written.
@@ -185,7 +185,9 @@ def _read(config: Config) -> FloatFile:
     if config.mode != "static" and not _packs(config):
         refuse_selectors(config.backend, f"mode={config.mode}")
     if config.verify.control:
-        raise ConfigError("verify.control", True, "false: nothing is fine-tuned of an ONNX file")
+        raise ConfigError(
+            "verify.control", True, "false with onnx=FILE, since an ONNX file is not fine-tuned"
+        )
     if config.backend.reduce_range is True and config.mode in ("float16", "weight_only"):
         allowed = f"false with mode={config.mode}, which multiplies in float"
         raise ConfigError("backend.reduce_range", True, allowed)
@@ -226,12 +228,12 @@ def _check_images(config: Config, file: FloatFile) -> None:
     batch, verify = image.shape[0], config.verify
     if batch not in (None, verify.latency_batch):
         if verify.latency_batch != VerifyConfig().latency_batch:
-            allowed = f"{batch}, the fixed batch of {config.onnx}"
+            allowed = f"{batch}, the fixed batch size of {config.onnx}"
             raise ConfigError("verify.latency_batch", verify.latency_batch, allowed)
         verify.latency_batch = batch
     images = config.calibration.images
     if config.mode == "static" and batch is not None and batch > images:
-        raise ConfigError("calibration.images", images, f"at least {batch}, the file's batch")
+        raise ConfigError("calibration.images", images, f"at least {batch}, the batch size of the file")
 
 
 def _check_runs(file: FloatFile) -> None:

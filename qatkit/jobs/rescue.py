@@ -184,7 +184,9 @@ class _Climb:
             return RungResult(name, title, why=f"not possible: {error}"), {}
         seconds = self.seconds.setdefault(name, round(time.monotonic() - start, 1))
         if not (folder / REPORT_FILE).is_file():
-            return RungResult(name, title, place, seconds=seconds, why=f"no file: see {place}/{_TABLE}"), {}
+            return RungResult(
+                name, title, place, seconds=seconds, why=f"no file was written; see {place}/{_TABLE}"
+            ), {}
         report = json.loads((folder / REPORT_FILE).read_text(encoding="utf-8"))
         return replace(rung_result(name, title, place, report), seconds=seconds), report
 
@@ -218,11 +220,11 @@ class _Climb:
 
     def _ladder(self) -> Ladder:
         target, names = self._target, self.data.task.names
-        signal = "" if target.min_sqnr is None else f" and {target.min_sqnr:g} dB of its outputs"
+        signal = "" if target.min_sqnr is None else f" and an SQNR of {target.min_sqnr:g} dB"
         wanted = (
             f"{names.main.name} at most {target.max_drop:g} {names.main.points} {names.main.below} float"
             if self.data.labelled
-            else f"float's {names.decision} on {100 * target.min_agreement:g} % of the images{signal} (no labels)"
+            else f"same {names.decision} as float on {100 * target.min_agreement:g} % of the images{signal} (no labels)"
         )
         return Ladder(tuple(self.rungs), target=wanted, task=names)
 
@@ -231,7 +233,7 @@ class _Climb:
         chosen = self.won or self.contest.kept
         if chosen is None:
             raise ConfigError(
-                "rescue.climb", True, f"a model that some rung can quantize; {self.rungs[-1].why}"
+                "rescue.climb", True, f"a model that at least one rung can quantize; {self.rungs[-1].why}"
             )
         asked = self.asked.config
         ladder = replace(self._ladder(), chosen=chosen.name)
@@ -240,7 +242,7 @@ class _Climb:
         rung = self.folder / chosen.verdict.folder / CHECKPOINT_FILE
         with readable(rung) as plain, secret(checkpoint) as temporary:
             shutil.copyfile(plain, temporary)
-        say(f"rescue: verifying the file of '{chosen.verdict.title}'")
+        say(f"rescue: verifying the file of rung '{chosen.verdict.title}'")
         final = replace(handed_over(asked, chosen.made), output_dir=str(self.folder), resume=str(checkpoint))
         save_config(final, self.folder / CONFIG_FILE)  # the rung is what a restart continues
         status = self._train(final)

@@ -1,6 +1,6 @@
 """The rungs of a climb, each a change of the configuration kept so far.
 
-    naive → whole operators → per-channel scales → tournament of ranges → the backend's places
+    naive → whole operators → per-channel scales → tournament of ranges → the backend's placement
     → SmoothQuant → corrections compete → block reconstruction → mixed precision → QAT with distillation
 
 The first is ONNX Runtime's quantize_static with its defaults, which splits a LayerNorm into its sums and
@@ -72,7 +72,7 @@ class Rung:
         change: (the inputs, the configuration kept so far) -> its own.
         always: whether later rungs build on it whatever its result: it is on the way to the user's configuration.
         ends: whether the climb may end there. Not where every operator is quantized: kernels that multiply two
-            activations are simulated to within a step, not exactly, and the file would fall short in parity.
+            activations are simulated to within a step, not exactly, and the file would miss the parity bound.
     """
 
     name: str
@@ -152,18 +152,25 @@ def _qat(asked: RungInputs, kept: Config) -> Config:
     return replace(kept, algorithm=kept_below, algorithm_choice="all", schedule=schedule, verify=verify)
 
 
-NAIVE = ("naive", "quantize_static as it comes", "every ONNX operator, per-tensor scales, min-max")
+NAIVE = (
+    "naive",
+    "quantize_static with its defaults",
+    "every ONNX operator, per-tensor scales, min-max ranges",
+)
 RUNGS = (
-    Rung("whole_operators", "whole operators", "LayerNorm, Softmax and GELU one operator each", _whole,
+    Rung("whole_operators", "whole operators", "LayerNorm, Softmax and GELU as one operator each", _whole,
          always=True, ends=False),
-    Rung("per_channel", "per-channel scales", "weights by output channel", _per_channel, always=True, ends=False),
-    Rung("calibration", "tournament of ranges", "as files, on images held out", _tournament, always=True, ends=False),
-    Rung("placement", "the backend's places", "LayerNorm, Softmax, GELU, residual sums in float", _places, always=True),
-    Rung("smooth_quant", "SmoothQuant", "outlier channels of activations go into the weights behind", _smooth),
-    Rung("corrections", "corrections compete", "of biases, roundings and channels; what pays stays", _corrections),
-    Rung("block_reconstruction", "block reconstruction", "roundings learned block by block", _blocks),
-    Rung("mixed_precision", "mixed precision", "what loses most for its time stays float, as measured here", _mixed),
-    Rung("qat", "fine-tuning", "QAT, with float's outputs as its target", _qat),
+    Rung("per_channel", "per-channel scales", "one weight scale per output channel", _per_channel,
+         always=True, ends=False),
+    Rung("calibration", "tournament of ranges", "compared as files, on held-out images", _tournament,
+         always=True, ends=False),
+    Rung("placement", "the backend's placement", "LayerNorm, Softmax, GELU and residual sums in float", _places,
+         always=True),
+    Rung("smooth_quant", "SmoothQuant", "outlier channels of activations move into the weights after them", _smooth),
+    Rung("corrections", "corrections compete", "of biases, roundings and channels; the useful are kept", _corrections),
+    Rung("block_reconstruction", "block reconstruction", "roundings are learned block by block", _blocks),
+    Rung("mixed_precision", "mixed precision", "operators with the largest loss for their time stay float", _mixed),
+    Rung("qat", "fine-tuning", "QAT with the outputs of float as its target", _qat),
 )  # fmt: skip
 
 

@@ -30,8 +30,8 @@ from qatkit.train.learner import FloatModule, Learner
 from qatkit.train.module import QATModule
 
 _SGD_AND_SCALES = (
-    "schedule.optimizer=sgd behind an algorithm that divides channels (SmoothQuant): its steps follow the scale of a"
-    " weight and can end far from float; schedule.optimizer=adamw does not"
+    "schedule.optimizer=sgd is used with an algorithm that rescales channels (SmoothQuant): its steps depend on the"
+    " scale of a weight, and accuracy can fall; schedule.optimizer=adamw is not affected"
 )
 
 
@@ -132,7 +132,7 @@ def fine_tune(
 def _validating(
     run: Run, module: Learner, data: DataModule, checkpoint: Path, title: str, epochs: int
 ) -> Validating | None:
-    """Returns the validation of each epoch, where there are several; else None."""
+    """Returns the validation of each epoch if there are several, else None."""
     if epochs < 2 or not data.labelled:
         return None
     trainer = run.config.trainer

@@ -20,7 +20,7 @@ from qatkit.run.export import write_file, write_float_file
 from qatkit.run.folder import say
 from qatkit.run.sound import overrides_of
 from qatkit.train.module import QATModule
-from qatkit_verify.errors import ConfigError
+from qatkit_verify.errors import ConfigError, counted
 from qatkit_verify.placement.measure import VARIANTS_FILE, Variant, Variants, write_variants
 from qatkit_verify.placement.record import FLOAT, TABLE
 from qatkit_verify.placement.sites import Sites
@@ -34,17 +34,17 @@ def variants(config: Config) -> int:
     """
     if config.export.encrypt is not None:
         raise ConfigError(
-            "export.encrypt", config.export.encrypt, "null: variants are for another machine to run"
+            "export.encrypt",
+            config.export.encrypt,
+            ("null with placement=variants, since another machine has to run the files"),
         )
     with pipeline.begun(config) as (run, data, model):
         folder, inputs = run.folder, data.inputs
         if not data.of_pictures:
-            allowed = (
-                f"fixed or measured with data.source={config.data.source}: variants are timed on pictures"
-            )
+            allowed = f"fixed or measured with data.source={config.data.source}, since variants are timed on pictures"
             raise ConfigError("placement", config.placement, allowed)
         if (folder / CHECKPOINT_FILE).exists():
-            raise ConfigError("output_dir", folder, "a folder without a run, for variants")
+            raise ConfigError("output_dir", folder, "a folder without a run with placement=variants")
         source = captured(config, model, inputs)
         module = qat_module(config, source, inputs, QATModule, algorithms=())
         opened = module.opened(source).graph
@@ -75,7 +75,8 @@ def variants(config: Config) -> int:
             ),
         )
         say(
-            f"{len(files)} files; there: qatkit-measure {folder}, which writes placement.json for placement=FILE"
+            f"{counted(len(files), 'file')}; next, on the target: qatkit-measure {folder} "
+            "(writes placement.json for placement=FILE)"
         )
         print(f"output folder: {folder}", flush=True)
         return 0

@@ -66,7 +66,7 @@ def checks_of(config: Config, *, labelled: bool) -> list[Check]:
     for key in UNLABELLED_BOUNDS if labelled else ():
         value, default = getattr(config.verify, key), getattr(VerifyConfig(), key)
         if value != default:
-            allowed = f"{default} with labels: verify.max_drop is the bound"
+            allowed = f"{default} with labels, where verify.max_drop is the bound"
             raise ConfigError(f"verify.{key}", value, allowed)
     _check_runtimes(config)
     checks = load_checks(config.verify.checks)
@@ -74,7 +74,7 @@ def checks_of(config: Config, *, labelled: bool) -> list[Check]:
     absent = [check for check in default_checks() if check.name not in names]
     nothing = Results(config.name, "", "", labelled=labelled)
     for missing in shortfalls(absent, config.verify, nothing):
-        allowed = f"a list with the check of each bound that is set ({missing.line})"
+        allowed = f"a list with the check of each bound ({missing.line})"
         raise ConfigError("verify.checks", ", ".join(config.verify.checks), allowed)
     return checks
 
@@ -86,7 +86,7 @@ def _check_runtimes(config: Config) -> None:
     if others and static and backend_of(config).other_runtime:
         given = ", ".join(one.name for one in others.values())
         allowed = (
-            f"[onnxruntime] with backend.target={config.backend.target}, whose files another runtime executes"
+            f"[onnxruntime] with backend.target={config.backend.target}, whose files are for another runtime"
         )
         raise ConfigError("verify.runtimes", given, allowed)
 
@@ -112,7 +112,9 @@ def conclude(run: Run, subject: Subject, told: Results, files: Sequence[str]) ->
             results = check.measure(subject, results)
             run.seconds[f"verify, {check.name}"] = round(time.monotonic() - start, 2)
             if not isinstance(results, Results):
-                allowed = f"checks whose `measure` returns the results, not {type(results).__name__}"
+                allowed = (
+                    f"a check whose `measure` returns Results; this one returned {type(results).__name__}"
+                )
                 raise ConfigError("verify.checks", check.name, allowed)
     files = [*files, *(path.name for name, path in subject.files.items() if name == DYNAMIC)]
     run.keep(files)

@@ -1,4 +1,4 @@
-"""The backend of a run, with the changes of its configuration. There is no torch here."""
+"""The backend of a run, with the changes of its configuration. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def backend_of(config: Config) -> Backend:
     """Returns the backend that `config.backend` names, with the changes of the group.
 
     Raises:
-        ConfigError: `backend.target` is no Backend, or `export.pack_int4` has no weights to pack.
+        ConfigError: `backend.target` is not a Backend, or `export.pack_int4` has no weights to pack.
     """
     backend = resolve(config.backend.target, "backend.target")
     if not isinstance(backend, Backend):
@@ -49,7 +49,7 @@ def backend_of(config: Config) -> Backend:
     dtypes = {backend.weight.dtype, *(one.weight_dtype for one in config.backend.overrides.values())}
     if config.export.pack_int4 and dtypes.isdisjoint(FEW_BITS):
         kinds = ", ".join(FEW_BITS)
-        allowed = f"false without an operator of weights of {kinds} (backend.overrides.PATTERN.weight_dtype)"
+        allowed = f"false without weights of {kinds} (backend.overrides.PATTERN.weight_dtype sets them)"
         raise ConfigError("export.pack_int4", True, allowed)
     return backend.reduced(config.backend.reduce_range)
 
@@ -66,11 +66,11 @@ def _check_scales(config: Config, usual: str) -> None:
         if kind == "float" or dtype != "uint8":
             continue
         if one.weight_scale_dtype == "uint8":
-            allowed = f"float32 or float16 with scale_type={kind}, of which products of integers are none"
+            allowed = f"float32 or float16 with scale_type={kind}, since integer scales do not have this form"
             raise ConfigError(f"{place}.weight_scale_dtype", dtype, allowed)
         raise ConfigError(f"{place}.scale_type", kind, "null or float with backend.weight_scale_dtype=uint8")
     if usual != "float" and config.export.io != "float32":
-        allowed = f"float32 with backend.scale_type={usual}: pixels have steps of 1/255"
+        allowed = f"float32 with backend.scale_type={usual}, since the scale of pixels is 1/255"
         raise ConfigError("export.io", config.export.io, allowed)
 
 
@@ -81,7 +81,7 @@ def _check_weights_alone(config: Config) -> None:
             "backend.reduce_range",
             config.backend.reduce_range,
             ("auto", False),
-            "whose products are of floats",
+            "which multiplies in float",
         ),
         ("backend.activation_dtype", config.backend.activation_dtype, (None,), "whose activations are float"),
         (
@@ -101,7 +101,7 @@ def _check_weights_alone(config: Config) -> None:
         if any(value is not None for name, value in vars(override).items() if name.startswith("activation_")):
             key = f"backend.overrides.{pattern}"
             raise ConfigError(
-                key, "activation_*", "settings of weights with this backend, whose activations are float"
+                key, "activation_*", "weight_* settings with this backend, whose activations are float"
             )
 
 
@@ -109,7 +109,7 @@ def _check_float_biases(config: Config) -> None:
     """Rejects integer biases where biases stay float."""
     for place, one in _settings(config.backend):
         if one.bias_dtype not in (None, "float"):
-            allowed = f"null or float with {config.backend.target}, which takes float biases alone"
+            allowed = f"null or float with {config.backend.target}, which only supports float biases"
             raise ConfigError(f"{place}.bias_dtype", one.bias_dtype, allowed)
 
 
@@ -117,12 +117,12 @@ def _check_other_runtime(config: Config, backend: Backend) -> None:
     """Rejects zero points, and 16-bit integers where the other runtime does not support them."""
     for place, one in _settings(config.backend):
         if one.activation_symmetric is False:
-            allowed = f"null or true with {config.backend.target}, which takes no zero points"
+            allowed = f"null or true with {config.backend.target}, which does not support zero points"
             raise ConfigError(f"{place}.activation_symmetric", False, allowed)
         for key in ("activation_dtype", "weight_dtype"):
             if (value := getattr(one, key)) in WIDE and not backend.sixteen_bits:
                 allowed = (
-                    f"null or {', '.join(WHOLE)} with {config.backend.target}, which takes 8 bits at most"
+                    f"null or {', '.join(WHOLE)} with {config.backend.target}, which supports at most 8 bits"
                 )
                 raise ConfigError(f"{place}.{key}", value, allowed)
 
@@ -152,7 +152,7 @@ _OF_INTEGERS: tuple[tuple[str, object], ...] = (
 
 
 def _check_formats(config: Config, backend: Backend) -> None:
-    """Rejects formats on an integer backend, integers on a backend of formats, and settings that count integers.
+    """Rejects formats on an integer backend, integers on a backend of formats, and settings that need integers.
 
     Raises:
         ConfigError: the first setting that does not fit.
@@ -161,7 +161,7 @@ def _check_formats(config: Config, backend: Backend) -> None:
         if dtype is not None and (dtype in FORMAT_NAMES) != backend.simulated:
             formats, integers = (
                 f"one of {', '.join(FORMAT_NAMES)}",
-                "an integer type (backend=simulated has others)",
+                "an integer type (only backend=simulated has number formats)",
             )
             raise ConfigError(
                 key, dtype, f"{formats} with backend=simulated" if backend.simulated else integers
@@ -174,29 +174,35 @@ def _check_formats(config: Config, backend: Backend) -> None:
         value = getattr(getattr(config, group), name) if name else getattr(config, group)
         if value != needed:
             allowed = "null" if needed is None else str(needed).lower()
-            raise ConfigError(key, value, f"{allowed} with backend=simulated, whose numbers are no integers")
+            raise ConfigError(
+                key, value, f"{allowed} with backend=simulated, whose number formats are not integers"
+            )
     _check_takes_formats(config)
 
 
 def _check_takes_formats(config: Config) -> None:
-    """Rejects algorithms and observers that count integers."""
+    """Rejects algorithms and observers that need integers."""
     for name, algorithm in algorithms_of(config.algorithm).items():
         if not algorithm.formats:
             known = "equalize, smooth_quant, bias_correction, gptq or none"
-            raise ConfigError("algorithm", name, f"{known} with backend=simulated: others count integers")
+            raise ConfigError(
+                "algorithm", name, f"{known} with backend=simulated; other algorithms need integers"
+            )
     if config.calibration.observer not in _OBSERVERS:
-        allowed = f"one of {', '.join(_OBSERVERS)} with backend=simulated: others count integers"
+        allowed = f"one of {', '.join(_OBSERVERS)} with backend=simulated; other observers need integers"
         raise ConfigError("calibration.observer", config.calibration.observer, allowed)
 
 
 def _check_no_scales(asked: BackendConfig) -> None:
-    """Rejects scales and ranges of single tensors where numbers are no integers."""
+    """Rejects scales and ranges of single tensors of number formats, which are not integers."""
     names = [f"{of}_{what}" for of in ("weight", "activation") for what in ("scale", "zero_point", "range")]
     for pattern, override in asked.overrides.items():
         for name in (*names, "weight_axis", "activation_reduce_range", "scale_type", "bias_dtype"):
             if (value := getattr(override, name)) is not None:
                 key = f"backend.overrides.{pattern}.{name}"
-                raise ConfigError(key, value, "null with backend=simulated, whose numbers are no integers")
+                raise ConfigError(
+                    key, value, "null with backend=simulated, whose number formats are not integers"
+                )
 
 
 _OBSERVERS = tuple(

@@ -10,7 +10,7 @@ from qatkit.data.preprocessing import Preprocessing
 from qatkit.importing.inputs import ImageInput
 from qatkit.models.onnx_files import PREFIX
 from qatkit.records.run_files import MODEL_FILE
-from qatkit_verify.errors import ConfigError
+from qatkit_verify.errors import ConfigError, counted
 from qatkit_verify.fitting import UNIT
 
 # Defaults of keys that a model.json leaves out.
@@ -23,7 +23,7 @@ def check_channels(config: Config, image: ImageInput | None, used: Preprocessing
     if wanted in (None, used.channels):
         return
     file = config.model.name.removeprefix(PREFIX)
-    allowed = f"{wanted} numbers: the input of {file} has {wanted} channels"
+    allowed = f"{counted(wanted, 'number')}, since the input of {file} has {counted(wanted, 'channel')}"
     raise ConfigError("data.mean", list(used.mean), allowed)
 
 
@@ -35,8 +35,8 @@ def other_images(model: ModelConfig, told: Preprocessing | None, used: Preproces
     said, done = told.as_dict(), used.as_dict()
     keys = [key for key in {**said, **done} if said.get(key) != done.get(key)]
     return (
-        f"the {MODEL_FILE} beside {Path(model.name).name} says {_listed(said, keys)}; "
-        f"this run's images have {_listed(done, keys)}, and its accuracy is of those",
+        f"the {MODEL_FILE} next to {Path(model.name).name} says {_listed(said, keys)}; "
+        f"this run uses images with {_listed(done, keys)}, and measures its accuracy on them",
     )
 
 
@@ -49,8 +49,8 @@ def other_recordings(
     assert told is not None
     keys = [key for key in {**told, **used} if told.get(key) != used.get(key)]
     return (
-        f"the {MODEL_FILE} beside {Path(model.name).name} says {_listed(told, keys)}; "
-        f"this run's recordings have {_listed(used, keys)}, and its accuracy is of those",
+        f"the {MODEL_FILE} next to {Path(model.name).name} says {_listed(told, keys)}; "
+        f"this run uses recordings with {_listed(used, keys)}, and measures its accuracy on them",
     )
 
 

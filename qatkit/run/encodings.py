@@ -20,7 +20,7 @@ _ONNX = ".onnx"
 
 
 def check_encodings(module: QATModule, config: Config) -> None:
-    """Checks, before anything long, that the file can be read and fits the module.
+    """Checks, before the long stages, that the file can be read and fits the module.
 
     Args:
         module: prepared.
@@ -33,7 +33,7 @@ def check_encodings(module: QATModule, config: Config) -> None:
     found = _matched(module, config.calibration.encodings)
     for name, algorithm in algorithms_of(config.algorithm).items():
         if algorithm.changes_weights or found.weights:
-            allowed = f"none with {KEY} ({name} changes weights or their scales)"
+            allowed = f"none with {KEY}, since {name} changes weights or their scales"
             raise ConfigError("algorithm", name, allowed)
 
 

@@ -44,11 +44,12 @@ from qatkit.records.run_files import (
     write_model_json,
 )
 from qatkit.run.backend import backend_of
-from qatkit.run.build import example_batch, quantizers_of
+from qatkit.run.build import example_batch
 from qatkit.run.folder import Run
+from qatkit.run.quantizers import quantizers_of
 from qatkit.tasks import task_of
 from qatkit.train.module import QATModule
-from qatkit_verify.errors import ConfigError
+from qatkit_verify.errors import ConfigError, counted
 from qatkit_verify.files import write_text
 from qatkit_verify.installed import ZERO_POINTS_OF_CHANNELS, version_numbers
 from qatkit_verify.session import RUNTIME_VERSION, open_session, run_images
@@ -95,7 +96,7 @@ def with_blocks(path: Path) -> list[str]:
     opset = as_dequantized_blocks(path)
     if opset is None:
         return []
-    return [f"{path.name} has opset {opset}, which export.packed_weights={DEQUANTIZE} needs"]
+    return [f"{path.name} has opset {opset}, since export.packed_weights={DEQUANTIZE} needs it"]
 
 
 def _written(graph: nn.Module, config: Config, inputs: Inputs, path: Path) -> list[str]:
@@ -109,7 +110,7 @@ def _written(graph: nn.Module, config: Config, inputs: Inputs, path: Path) -> li
         except ConfigError as error:
             if fixed:
                 raise
-            notes.append(f"the INT8 file is a new one, not the given one edited: {error.problem}")
+            notes.append(f"the INT8 file is a new export instead of the edited given file: {error.problem}")
     _check_fixed_batch(config, inputs)
     example, wanted = example_batch(config, inputs), config.export
     not_free = export_onnx(
@@ -131,7 +132,7 @@ def _check_fixed_batch(config: Config, inputs: Inputs) -> None:
         return
     for name, axis in inputs.axes.items():
         if axis not in (0, None):
-            reason = f"'{name}' has its batch on axis {axis}: a file of one batch size has it on axis 0; expected true"
+            reason = f"the batch axis of '{name}' is {axis}, and must be 0 for a fixed batch size; set true"
             raise ConfigError("export.dynamic_batch", False, reason=reason)
 
 
@@ -145,9 +146,7 @@ def _only_edited(graph: nn.Module, config: Config) -> bool:
     if path is None:
         return False
     if any(isinstance(module, RoundToFormat) for module in graph.modules()):
-        reason = (
-            f"number formats need a new file, in which '{path}', which ONNX Runtime computes, has no form"
-        )
+        reason = f"number formats need a new export, which is not possible for '{path}' (only ONNX Runtime computes it)"
         raise ConfigError("backend.target", config.backend.target, reason=reason)
     wanted = config.export
     options = {
@@ -158,8 +157,12 @@ def _only_edited(graph: nn.Module, config: Config) -> bool:
     for name, (given, allowed) in options.items():
         if given != allowed:
             value = str(allowed).lower()
-            reason = f"it asks for a new file, in which '{path}', which ONNX Runtime computes, has no form"
-            raise ConfigError(f"export.{name}", given, reason=f"{reason}; {value} edits the given file")
+            reason = (
+                f"it needs a new export, which is not possible for '{path}' (only ONNX Runtime computes it)"
+            )
+            raise ConfigError(
+                f"export.{name}", given, reason=f"{reason}; with {value}, the given file is edited"
+            )
     return True
 
 
@@ -205,20 +208,20 @@ def check_weights(config: Config) -> None:
     of_channels = weight.granularity.separates(0) and not weight.symmetric
     old = version_numbers(RUNTIME_VERSION) < version_numbers(ZERO_POINTS_OF_CHANNELS)
     if backend.for_onnxruntime and of_channels and old:
-        allowed = f"symmetric weights, or per-tensor scales, with onnxruntime {RUNTIME_VERSION}: from "
-        allowed += (
-            f"{ZERO_POINTS_OF_CHANNELS} on each channel of a convolution may have a zero point of its own"
+        allowed = (
+            f"symmetric weights or per-tensor scales with onnxruntime {RUNTIME_VERSION}; zero points per channel of a "
+            f"convolution need {ZERO_POINTS_OF_CHANNELS} or higher"
         )
         raise ConfigError("backend.target", config.backend.target, allowed)
     if config.export.weights_for_amx and not backend.has_amx:
-        allowed = f"false with backend={backend.name}, which runs on no CPU with AMX"
+        allowed = f"false with backend={backend.name}, which does not run on CPUs with AMX"
         raise ConfigError("export.weights_for_amx", True, allowed)
 
 
 def check_integer_ends(module: QATModule) -> None:
     """Rejects, by ConfigError, a module whose backend accepts no uint8 images."""
     if not module.backend.for_onnxruntime:
-        allowed = f"float32 with backend={module.backend.name}, which takes no uint8"
+        allowed = f"float32 with backend={module.backend.name}, which does not accept uint8"
         raise ConfigError("export.io", "uint8", allowed)
 
 
@@ -262,8 +265,8 @@ def _low_bits(module: QATModule, config: Config) -> list[str]:
     quantizers = fake_quantizers(module.graph).values()
     if module.backend.simulated:
         return [
-            f"{len(quantizers)} activations and their weights are numbers of formats, simulated: the file computes in "
-            "float what they hold; its accuracy and the size of its weights are theirs, its latency is not"
+            f"{len(quantizers)} activations and their weights have simulated number formats: the file computes their "
+            "values in float, so its accuracy and the size of its weights are those of the formats, but not its latency"
         ]
     narrow = [q for q in quantizers if q.spec.dtype not in (*WHOLE, *WIDE)]
     biases = [fake for _, _, fake in quantized_operators(module.graph) if fake.spec.narrow_bias]
@@ -271,22 +274,26 @@ def _low_bits(module: QATModule, config: Config) -> list[str]:
     notes = []
     if wide:
         notes.append(
-            f"{len(wide)} of {len(quantizers)} activations have 16 bits: ONNX Runtime rounds to them and computes in "
-            "float; an accelerator with such kernels has the same accuracy, and another latency"
+            f"{len(wide)} of {len(quantizers)} activations have 16 bits: ONNX "
+            "Runtime rounds to 16 bits and computes in "
+            "float; an accelerator with 16-bit kernels has the same accuracy but another latency"
         )
     if biases and not module.backend.weights_alone:
         notes.append(
-            f"{len(biases)} operators have biases of fewer than 32 bits: ONNX Runtime computes them in float; an "
-            "accelerator with such kernels has the same accuracy, and another latency"
+            f"{counted(len(biases), 'operator')} with biases of fewer than 32 bits: "
+            "ONNX Runtime computes them in float; an "
+            "accelerator with such kernels has the same accuracy but another latency"
         )
     if narrow:
         notes.append(
-            f"{len(narrow)} of {len(quantizers)} activations have 4 bits, which no kernel computes: the file clips "
-            "them to 16 steps; its accuracy is that of 4 bits, its size and latency are not"
+            f"{len(narrow)} of {len(quantizers)} activations have 4 bits, for which there is no kernel: the file clips "
+            "them to 16 steps, so its accuracy is that of 4 bits, but not its size and latency"
         )
     if config.export.pack_int4:
         notes.append(
-            "export.pack_int4=true: weights are made float when the file is loaded; the size is that of 4 bits"
+            "export.pack_int4=true: ONNX Runtime converts the weights to float when "
+            "it loads the file; only the file size "
+            "is that of 4 bits"
         )
     return notes
 
@@ -317,5 +324,5 @@ def write_files(run: Run, data: DataModule, model: Captured, module: QATModule) 
         write_text(folder / TABLE_FILE, table)
         extra.append(TABLE_FILE)
         if missing:
-            notes.append(f"{TABLE_FILE} lacks {', '.join(missing)}: {FLOAT_FILE} has no such tensor")
+            notes.append(f"{TABLE_FILE} lacks {', '.join(missing)}, since {FLOAT_FILE} has no such tensor")
     return Written(converted, (run.int8_name, *BESIDE_INT8, *extra), tuple(notes))

@@ -3,8 +3,8 @@
 The files in a run's folder show its progress: `config.yaml`, a checkpoint for each stage that trains or the
 partial result of an algorithm before it, `report.json` once it is done, and then the bundle, if one is
 requested. `resume=auto` searches for a folder where the second exists, one of the last two is missing, and
-the first equals the present configuration. There is no torch here: the command line asks before it is
-imported.
+the first equals the present configuration. This module does not import torch: the command line
+calls it before that.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def output_dir(config: Config, job: int | None = None) -> Path:
         every = OUTPUTS / config.name
         folder = next(new for name in names if not (new := every / name).exists())  # clocks may be set back
     if reason := not_writable(folder):
-        raise ConfigError("output_dir", folder, f"a folder that can be created and written ({reason})")
+        raise ConfigError("output_dir", folder, f"a folder that can be created and written to ({reason})")
     return folder
 
 
@@ -96,7 +96,7 @@ def taken(config: Config, job: int | None = None) -> Iterator[Path]:
         except FileExistsError:  # by a run that began in this second
             continue
         except OSError as error:
-            allowed = f"a folder that can be created and written ({error.strerror})"
+            allowed = f"a folder that can be created and written to ({error.strerror})"
             raise ConfigError("output_dir", folder, allowed) from error
     try:
         yield folder

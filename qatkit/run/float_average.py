@@ -28,8 +28,8 @@ def warn_of_average(config: Config) -> None:
     decay = decay_of(Path(path))
     if decay:
         warnings.warn(
-            f"model.checkpoint={path}: the float weights are an average over steps (schedule.ema={decay:g}), and this"
-            f" fine-tuning leaves it for the weights of its last step; add schedule.ema={decay:g} to keep an average",
+            f"model.checkpoint={path}: the float weights are an average over steps (schedule.ema={decay:g}), but this"
+            f" fine-tuning ends with the weights of its last step; add schedule.ema={decay:g} to average them too",
             stacklevel=2,
         )
 

@@ -57,8 +57,8 @@ def check_same(
     }.items():
         if name in found and known.get(name, found[name]) != found[name]:
             allowed = (
-                f"the weights that the run in {folder} began with, which teach or which accuracy is compared with;"
-                " these are others; resume=null starts again"
+                f"the weights that the run in {folder} began with, as teacher or float reference; these weights are"
+                " different (resume=null starts again)"
             )
             raise ConfigError(key, value, allowed)
 

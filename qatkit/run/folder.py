@@ -120,14 +120,17 @@ def folder_of(config: Config) -> Path:
             )
         there = Path(config.resume).parent
         if config.output_dir is not None and Path(config.output_dir).resolve() != there.resolve():
-            allowed = f"null or {there} with resume={config.resume}: a run goes on in its own folder"
+            allowed = f"null or {there} with resume={config.resume}, since a run continues in its own folder"
             raise ConfigError("output_dir", config.output_dir, allowed)
         return _checked(there)
     folder = output_dir(config)
     if not main_process():
         return folder  # the first process has opened it
     if any((folder / name).exists() for name in (REPORT_FILE, CLIMB_FILE)) or list(folder.glob("*.ckpt")):
-        reason = "the folder holds another run; choose another folder (resume=auto continues an unfinished, equal run)"
+        reason = (
+            "the folder holds another run; choose another folder (resume=auto continues an "
+            "unfinished run of the same configuration)"
+        )
         raise ConfigError("output_dir", folder, reason=reason)
     return folder
 
@@ -137,7 +140,7 @@ def _checked(folder: Path) -> Path:
     for path in (folder / name for name in STAGE_CHECKPOINTS):
         if path.is_file():
             if key_held() is not None and not is_encrypted(path):
-                allowed = f"null: {path} was written without it, and is in the clear"
+                allowed = f"null, since {path} was written without encryption"
                 raise ConfigError(KEY_SETTING, key_file_held(), allowed)
             read_checkpoint(str(path), "resume")
     return folder
@@ -156,10 +159,8 @@ def check_images(config: Config, folder: Path, fingerprint: str) -> None:
     state = {} if found is None else read_checkpoint(str(found), "resume").get("DataModule", {})
     if state.get("fingerprint", fingerprint) != fingerprint:
         key, value = ("root", config.data.root) if config.data.root else ("source", config.data.source)
-        allowed = (
-            f"the training images, with their labels and in their order, that the run in {folder} began with"
-        )
-        raise ConfigError(f"data.{key}", value, f"{allowed}; resume=null starts again")
+        allowed = f"the same training images, labels and order with which the run in {folder} began"
+        raise ConfigError(f"data.{key}", value, f"{allowed} (resume=null starts again)")
 
 
 def open_folder(run: Run) -> None:
@@ -173,7 +174,7 @@ def read_checkpoint(path: str, key: str = "checkpoint") -> dict[str, Any]:
     """Reads a checkpoint of `train`, tensors only.
 
     Raises:
-        ConfigError: a file that is no such checkpoint, is damaged, or holds code.
+        ConfigError: the file is not such a checkpoint, is damaged, or contains code.
     """
     allowed = "an undamaged checkpoint of train.py"
     with readable(path) as plain:

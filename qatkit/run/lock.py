@@ -1,6 +1,6 @@
 """A lock that allows one run per folder and ends with its process, however that ends.
 
-    folder/.lock    locked by fcntl while a run is active, with its process and machine for whoever comes second
+    folder/.lock    locked by fcntl while a run is active, with its process and machine for the error of a second run
 
 The lock belongs to the process (POSIX), so forked processes that load images do not hold it, and a killed
 run's folder is free at once. Other ranks of a run take no lock. The file is removed when the run ends; a
@@ -42,7 +42,7 @@ def locked(folder: Path) -> Iterator[None]:
         place.mkdir(parents=True, exist_ok=True)
         descriptor = _acquired(place)
     except OSError as error:
-        allowed = f"a folder that can be created and written ({error.strerror})"
+        allowed = f"a folder that can be created and written to ({error.strerror})"
         raise ConfigError("output_dir", folder, allowed) from error
     _HELD.add(place)
     try:
@@ -79,13 +79,13 @@ def _acquired(folder: Path) -> int | None:
         except (BlockingIOError, PermissionError) as error:
             os.close(descriptor)
             who = _holder(path)
-            allowed = f"a folder that no other run is using ({who} is)"
+            allowed = f"a folder that no other run is using; {who} is using it"
             raise ConfigError("output_dir", folder, allowed) from error
         except FileNotFoundError:
             pass
         except OSError as error:
             warnings.warn(
-                f"{folder} can't be locked ({error.strerror}): nothing keeps a second run from writing there",
+                f"{folder} cannot be locked ({error.strerror}): do not start a second run there",
                 stacklevel=2,
             )
             return descriptor

@@ -108,14 +108,14 @@ def check_weights_fit(config: Config, parameters: int | None) -> None:
         return
     if 4 * parameters > _LARGEST_FILE:
         allowed = (
-            f"at most {_LARGEST_FILE // 4:,} parameters, whose float32 file has the 2 GB that ONNX holds in one file;"
+            f"a model of at most {_LARGEST_FILE // 4:,} parameters, since an ONNX file is limited to 2 GB (float32);"
             f" this model has {parameters:,}"
         )
         raise ConfigError("model.name", config.model.name, allowed)
     room, needed = available_memory(), _COPIES * 4 * parameters
     if room is not None and needed > room:
-        told = f"{parameters:,} parameters, {_bytes(needed)} in float32 with their quantized copy"
-        allowed = f"a model that fits into memory ({told}, {_bytes(room)} available)"
+        told = f"{parameters:,} parameters need {_bytes(needed)} in float32 with their quantized copy"
+        allowed = f"a model that fits into memory; {told}, and {_bytes(room)} is available"
         raise ConfigError("model.name", config.model.name, allowed)
 
 
@@ -132,22 +132,24 @@ def check_inputs(config: Config, data: DataModule) -> None:
     kept, each = config.data.cache_mb, 1_000_000 * max(1, config.trainer.devices)
     if config.data.cache == "ram" and room is not None and kept * each > room:
         allowed = (
-            f"at most {room // each} here: {_bytes(kept * each)} of decoded images, {_bytes(room)} available"
+            f"at most {room // each} here; {_bytes(kept * each)} of decoded images "
+            f"exceeds the available {_bytes(room)}"
         )
         raise ConfigError("data.cache_mb", kept, allowed)
     for key, batch in _batches(config, data):
-        check_memory(key, batch, image, data.inputs, "the input alone")
+        check_memory(key, batch, image, data.inputs, "the inputs")
 
 
 def _too_large(config: Config, data: DataModule, room: int, each: int) -> ConfigError:
     """Returns the error of a sample of `each` bytes that does not fit into `room`."""
-    told = f"{_bytes(each)} for one {'image' if data.of_pictures else 'sample'}, {_bytes(room)} available"
+    what = "image" if data.of_pictures else "sample"
+    told = f"one {what} needs {_bytes(each)}, and {_bytes(room)} is available"
     if not data.of_pictures:
-        return ConfigError("data.source", config.data.source, f"samples that fit into memory ({told})")
+        return ConfigError("data.source", config.data.source, f"samples that fit into memory; {told}")
     size = as_typed(data.preprocessing.image_size)
     pixels = room // (8 * data.preprocessing.channels)
-    most = math.isqrt(pixels) if isinstance(size, int) else f"{pixels} pixels in all"
-    return ConfigError("data.image_size", size, f"at most {most} here: {told}")
+    most = math.isqrt(pixels) if isinstance(size, int) else f"{pixels} pixels in total"
+    return ConfigError("data.image_size", size, f"at most {most} here; {told}")
 
 
 def check_model(config: Config, data: DataModule, cost: Cost) -> None:
@@ -162,7 +164,7 @@ def check_model(config: Config, data: DataModule, cost: Cost) -> None:
         if training and not _on_cpu(config):
             continue
         each = cost.kept if training else cost.largest
-        check_memory(key, batch, each, data.inputs, "the model's activations alone")
+        check_memory(key, batch, each, data.inputs, "the activations")
     _check_time("verify.latency_runs", config.verify.latency_runs, config.verify.latency_batch * cost.seconds)
     if config.calibration.random:
         _check_time("calibration.images", config.calibration.images, cost.seconds)
@@ -212,14 +214,18 @@ def check_memory(key: str, batch: int, each: int, inputs: Inputs, what: str) -> 
     room = available_memory()
     if room is not None and batch * each > room:
         sizes = "x".join(map(str, inputs.shape))
-        allowed = f"at most {room // each} at {sizes} here: {_bytes(batch * each)} for {what}, {_bytes(room)} available"
+        allowed = (
+            f"at most {room // each} here, for samples of {sizes}; {what} need {_bytes(batch * each)}, and "
+            f"{_bytes(room)} is available"
+        )
         raise ConfigError(key, batch, allowed)
 
 
 def _check_time(key: str, count: int, each: float) -> None:
     if count * each > _LONGEST:
         allowed = (
-            f"at most {int(_LONGEST / each)} here: {count * each / _DAY:,.0f} days by one run of the model"
+            f"at most {int(_LONGEST / each)} here; it would take "
+            f"{count * each / _DAY:,.0f} days, estimated from one batch"
         )
         raise ConfigError(key, count, allowed)
 

@@ -77,10 +77,13 @@ def changes(folder: Path, config: Config) -> list[str]:
     fixed = [key for key in differ if (key in FIXED or not listed(key, MAY_CHANGE)) and key not in shared]
     if fixed:
         told = ", ".join(
-            f"{key} {_shown(before.get(key))} there, {_shown(now.get(key))} here" for key in fixed[:_SHOWN]
+            f"{key} is {_shown(before.get(key))} there, but {_shown(now.get(key))} here"
+            for key in fixed[:_SHOWN]
         )
         more = f", and {len(fixed) - _SHOWN} more" if len(fixed) > _SHOWN else ""
-        allowed = f"a run of these settings ({told}{more}); what may change: {', '.join(MAY_CHANGE[3:])}"
+        allowed = (
+            f"a run of the same settings ({told}{more}); only these may change: {', '.join(MAY_CHANGE[3:])}"
+        )
         raise ConfigError("resume", folder, allowed)
     told_keys = [key for key in differ if key not in ("resume", "output_dir")]
     return [f"{key} {_shown(before.get(key))} → {_shown(now.get(key))}" for key in told_keys]

@@ -1,7 +1,7 @@
 """Logs a run to MLflow (`trainer.mlflow`): parameters, training metrics, final figures, report and bundle.
 
 Lightning's own MLFlowLogger does the logging. All stages of a run, also those after a kill, are one run of
-MLflow: its id is kept in the folder as mlflow.json. A server is contacted before anything long. If it goes
+MLflow: its id is kept in the folder as mlflow.json. A server is contacted before the long stages. If it goes
 away later, it ends no training and delays none: missed calls wait in this process and are sent when it is
 back. If some still wait at the end, a message gives the command that logs them later:
 
@@ -41,7 +41,7 @@ _SCHEMES = ("http", "https", "file", "sqlite", "postgresql", "mysql", "mssql", "
 _IMPATIENT = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
 # Seconds until a server that did not answer is tried again, and at least so many times its response time.
 _PAUSE, _TIMES = 30.0, 20.0
-_AWAY = "does not answer: what it misses is sent when it does"
+_AWAY = "does not answer; unsent data is sent when it does"
 _NO_KEY = re.compile(r"[^A-Za-z0-9_./: -]")  # characters that MLflow rejects in the name of a parameter
 
 
@@ -56,9 +56,11 @@ def check_tracking(config: Config) -> None:
         return
     scheme, found, rest = uri.partition("://")
     if not found or scheme.partition("+")[0] not in _SCHEMES or not rest.strip("/"):
-        raise ConfigError(_KEY, uri, "a tracking URI: http://HOST:PORT, sqlite:///FILE, file:///FOLDER")
+        raise ConfigError(
+            _KEY, uri, "a tracking URI, such as http://HOST:PORT, sqlite:///FILE or file:///FOLDER"
+        )
     if "@" in rest.partition("/")[0] and scheme.startswith("http"):
-        allowed = "a URI without credentials: MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD have them"
+        allowed = "a URI without credentials (use MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD)"
         raise ConfigError(_KEY, f"{scheme}://***@{rest.rpartition('@')[2]}", allowed)
     try:
         from mlflow.tracking import MlflowClient
@@ -72,7 +74,10 @@ def check_tracking(config: Config) -> None:
     except Exception as error:  # of requests, SQLAlchemy, MLflow itself
         raise ConfigError(_KEY, uri, f"a tracking server that answers ({first_line(error)[:200]})") from error
     if experiment is not None and experiment.lifecycle_stage == "deleted":
-        allowed = f"an experiment that was not deleted on {uri} (mlflow experiments restore), or another name"
+        allowed = (
+            f"another name, since this experiment was deleted on {uri} (mlflow "
+            "experiments restore brings it back)"
+        )
         raise ConfigError("name", config.name, allowed)
 
 
@@ -160,7 +165,7 @@ class Tracker(MLFlowLogger):
                     self._again = time.monotonic() + max(_PAUSE, _TIMES * (time.monotonic() - start))
                     self._say(_AWAY, error)
                     return
-                self._say("refuses something", error)
+                self._say("rejected a request", error)
             finally:
                 self._sending = False
             self.waiting.pop(0)
@@ -196,7 +201,7 @@ def track_end(run: Run, bundle: Path | None) -> None:
     logger.end(bundle)
     if logger.waiting:
         later = shlex.join(["python", "-m", __name__, str(run.folder), run.config.trainer.mlflow])
-        say(f"{_KEY}: not all of this run is logged; its figures, report and bundle later: {later}")
+        say(f"{_KEY}: this run is only partly logged; to send its figures, report and bundle later: {later}")
 
 
 def parameters(settings: Mapping[str, Any]) -> dict[str, str]:
@@ -272,15 +277,15 @@ def _finished(folder: Path) -> tuple[str, dict[str, str]]:
         figures(report)
         return str(report["name"]), parameters(report["config"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = f"lacks {error}" if isinstance(error, KeyError) else first_line(error)
+        reason = f"the key {error} is missing" if isinstance(error, KeyError) else first_line(error)
         raise ConfigError("run", folder, f"the folder of a finished run ({REPORT_FILE}: {reason})") from error
 
 
 def main(typed: Sequence[str] | None = None) -> int:
-    """Logs a finished run: its settings, figures, report and bundle. The exit status, 2 for a mistake."""
+    """Logs a finished run: its settings, figures, report and bundle. The exit status is 2 for a mistake."""
     parser = argparse.ArgumentParser("python -m qatkit.run.tracking", description=main.__doc__)
     parser.add_argument("run", type=Path, help="the folder of a finished run")
-    parser.add_argument("uri", help="of the tracking server, http://HOST:PORT")
+    parser.add_argument("uri", help="URI of the tracking server, such as http://HOST:PORT")
     given = parser.parse_args(typed)
     try:
         name, told = _finished(given.run)

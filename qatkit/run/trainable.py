@@ -22,8 +22,8 @@ def check_trains(model: nn.Module, config: Config) -> None:
         and not any(p.requires_grad for p in parameters)
     ):
         allowed = (
-            "a model with parameters that train; requires_grad is false in all of this one's, so that it can be"
-            " quantized by schedule=calibrate_only alone"
+            "a model with trainable parameters; all parameters of this one have requires_grad=False, so use"
+            " schedule=calibrate_only"
         )
         raise ConfigError("model.name", config.model.name, allowed)
     of_targets = schedule.float_epochs or (schedule.epochs and schedule.distill < 1)
@@ -40,7 +40,7 @@ def check_head(model: nn.Module, config: Config) -> None:
     fresh = getattr(model, "fresh_head", ())
     if fresh and not config.schedule.float_epochs:
         reason = (
-            f"{config.model.name} has no weights for this head ({fresh[0]}), and random ones mean nothing; train it in"
-            " float first (schedule.float_epochs=3 schedule.float_lr=5e-5 schedule.optimizer=adamw)"
+            f"{config.model.name} has no pretrained weights for this head ({fresh[0]}); train the float model"
+            " first (schedule.float_epochs=3 schedule.float_lr=5e-5 schedule.optimizer=adamw)"
         )
         raise ConfigError("model.weights", config.model.weights, reason=reason)

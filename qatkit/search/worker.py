@@ -24,7 +24,7 @@ from typing import Any
 
 from qatkit.algorithms.base import algorithms_of
 from qatkit.config.argv import typing
-from qatkit.config.fields import hint_of
+from qatkit.config.field_types import hint_of
 from qatkit.config.schema import Config, SearchConfig
 from qatkit.config.search_space import Axis, Value, axes, hint_in_schema, override
 from qatkit.data import DataModule
@@ -35,7 +35,8 @@ from qatkit.records.run_files import CONTROL_CHECKPOINT, report_of
 from qatkit.records.study import Study, Trial
 from qatkit.report.search_page import PAGE, write_search_page
 from qatkit.report.search_text import print_study, trial_line
-from qatkit.run.build import built, opened_data
+from qatkit.run.build import opened_data
+from qatkit.run.build_model import built
 from qatkit.run.find import going_on
 from qatkit.run.folder import say
 from qatkit.run.loop.epoch_listener import Pruned, listening

@@ -90,7 +90,7 @@ _TRAINING = [
         ("schedule.distill_features=[fc]", "algorithm=auto", "schedule.distill_features=fc: "
          "expected [] with algorithm_choice"),
         ("schedule.distill=0.5", "schedule.distill_teacher=resnet50",
-         "schedule.distill_teacher=resnet50: expected a teacher of the data's 10 classes; this one has 1000"),
+         "schedule.distill_teacher=resnet50: expected a teacher with the 10 classes of the data; this one has 1000"),
         ("schedule.distill=0.5", "schedule.distill_teacher=resnet5", "schedule.distill_teacher=resnet5: "
          "expected a torchv"),
         ("schedule.distill=0.5", "schedule.distill_teacher=os.path", "schedule.distill_teacher=os.path: "),
@@ -171,8 +171,8 @@ _KEYS = [
     bad("quantizer.activation=qatkit.quant.learned.lsq.LSQWeightFakeQuantize", "quantizer.activation="),
     bad(
         "schedule.relative_lr=true",
-        "schedule.relative_lr=True: expected false with schedule.optimizer=sgd, whose "
-        "steps follow the size of the gradient (adamw has it)",
+        "schedule.relative_lr=True: expected false with schedule.optimizer=sgd, "
+        "since only adamw has relative learning rates",
     ),
     bad("schedule.scale_lr=0", "schedule.scale_lr=0.0: expected a number above 0"),
     bad("schedule.scale_lr=1", "schedule.scale_lr=1.0: expected a number above 0"),
@@ -249,7 +249,7 @@ _DEMO = [
 _SPACE = "search.space={schedule.lr:{low:1e-4,high:1e-2,log:true}}"
 _SEARCH = [
     bad("launcher=slurm", "launcher=slurm: expected -m in front"),
-    bad(_SPACE, "search.trials=0: expected 1 or more with a search.space"),
+    bad(_SPACE, "search.trials=0: expected 1 or more with search.space"),
     bad("search=optuna", "search.space={{}}: expected at least one key"),
     *(
         Case((*TINY, "search=optuna", *typed), says)
@@ -294,7 +294,7 @@ _SEARCH = [
             *(
                 (
                     [_SPACE, f"search.storage='postgresql://{given}'"],
-                    f"search.storage=postgresql://{shown}: expected a URL without a password: PGPASSWORD ",
+                    f"search.storage=postgresql://{shown}: expected a URL without a password (use PGPASSWORD ",
                 )
                 for given, shown in (
                     ("me:secret@127.0.0.1:1/x", "***@127.0.0.1:1/x"),

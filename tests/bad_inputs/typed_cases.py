@@ -7,7 +7,7 @@ from cases import TINY, Case, bad
 TWICE = [
     Case((*TINY, "schedule.lr=1", "schedule.lr=abc"), "schedule.lr=abc: "),
     Case((*TINY, "schedule.lr=abc", "schedule.lr=1"), "schedule.lr=abc: "),
-    Case((*TINY, "recipe=quickstart", "recipe=vit_qat"), "data.root=...: required, "),
+    Case((*TINY, "recipe=quickstart", "recipe=vit_qat"), "data.root=...: the key is required; set it to "),
 ]
 SYNTAX = [
     bad("data.root=${nothing}", "data.root=${{nothing}}: "),

@@ -157,7 +157,7 @@ def interrupted(config: Config) -> int:
 
 def test_an_interrupted_run_says_how_to_go_on(launch: Launch, capfd: pytest.CaptureFixture[str]) -> None:
     assert launch(interrupted) == 130
-    assert capfd.readouterr().err == "interrupted: the same command with resume=auto continues\n"
+    assert capfd.readouterr().err == "interrupted: run the same command with resume=auto to continue\n"
 
 
 def test_a_sweep_runs_every_combination_in_a_folder_of_its_own(launch: Launch) -> None:

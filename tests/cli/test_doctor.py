@@ -40,7 +40,7 @@ def test_doctor_says_what_is_missing_and_how_to_get_it() -> None:
     assert done.returncode == 1
     (line,) = [one for one in done.stdout.splitlines() if one.startswith("! torch ")]
     assert "missing" in line and "uv sync" in line
-    assert done.stdout.splitlines()[-1].startswith("does not work here: torch,")
+    assert done.stdout.splitlines()[-1].startswith("missing or broken: torch,")
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def test_an_export_takes_the_configuration_of_the_run(launch: Launch, checkpoint
     [
         (
             ["checkpoint=CKPT", "schedule.lr=1"],
-            "schedule.lr=1: the key cannot be set when a checkpoint is exported, which takes ",
+            "schedule.lr=1: the key cannot be set when a checkpoint is exported; the keys that can are ",
         ),
         (
             ["checkpoint=CKPT", "backend=qnnpack"],

@@ -9,7 +9,7 @@ import pytest
 from command_line import RECIPES, Launch, no_job
 
 ALGORITHMS = sorted(path.stem for path in (Path(__file__).parents[2] / "conf" / "algorithm").glob("*.yaml"))
-ENTRY = "{target: DOTTED_PATH, SETTING: VALUE, ...}; on the command line algorithm=NAME chooses "
+ENTRY = "{target: DOTTED_PATH, SETTING: VALUE, ...}; on the command line, algorithm=NAME selects "
 MISTAKES = [
     # unknown recipe, option, key
     (["recipe=resnt18_qat"], f"recipe=resnt18_qat: expected one of {RECIPES} (did you mean resnet18_qat?)"),
@@ -32,12 +32,12 @@ MISTAKES = [
     (["hydra.verbos=1"], "hydra.verbos=1: the key does not exist (did you mean hydra.verbose, "),
     (
         ["model.kwargs.p=1"],
-        "model.kwargs.p=1: expected an existing entry (a new one is set with +model.kwargs.p=1",
+        "model.kwargs.p=1: expected an existing entry (+model.kwargs.p=1 adds a new one)",
     ),
     (
         ["backend.overrides={conv1:{float:true}}"],
-        "backend.overrides={conv1:{float:true}}: expected an existing entry (a new one is set with "
-        "+backend.overrides={conv1:{float:true}}",
+        "backend.overrides={conv1:{float:true}}: expected an existing entry "
+        "(+backend.overrides={conv1:{float:true}} adds a new one)",
     ),
     (
         ["+backend.overrides.conv1.float=true"],
@@ -56,7 +56,7 @@ MISTAKES = [
     (
         ["+backend.overrides.layer[12].weight_dtype=int4"],
         "+backend.overrides.layer[12].weight_dtype=int4: expected a pattern without any of [ ] { } ! =, "
-        "which are read only in a YAML file (a recipe)",
+        "which only work in a YAML file (a recipe)",
     ),
     (
         ["+backend.overrides={conv1:{flot:true}}"],
@@ -76,12 +76,12 @@ MISTAKES = [
     # value
     (["export.opset=12"], "export.opset=12: expected an integer from 13 to 23"),
     (["calibration.images=0"], "calibration.images=0: expected an integer of at least 1"),
-    (["recipe=vit_qat"], "data.root=...: required, the folder with train/ and val/"),
+    (["recipe=vit_qat"], "data.root=...: the key is required; set it to the folder with train/ and val/"),
     (
         ["recipe=vit_cifar10_qat", "data.root=x"],
-        "model.checkpoint=...: required, a float state_dict of this model",
+        "model.checkpoint=...: the key is required; set it to a float state_dict of this model",
     ),
-    (["checkpoint=x.ckpt"], "checkpoint=x.ckpt: expected null: export.py reads it"),
+    (["checkpoint=x.ckpt"], "checkpoint=x.ckpt: expected null with train.py"),
     (["resume=nothing.ckpt"], "resume=nothing.ckpt: expected null, auto, or a checkpoint file that exists"),
     (
         ["backend.target=qatkit.quant.backends.FBGEM"],
@@ -155,13 +155,14 @@ MISTAKES = [
     ),
     (
         ["algorithm=equalize", "export.tensorrt_table=8601", "schedule=calibrate_only"],
-        "algorithm=equalize: expected none with export.tensorrt_table, whose ranges are the float file's",
+        "algorithm=equalize: expected none with export.tensorrt_table, "
+        "which holds ranges of the unchanged float model",
     ),
     # syntax
     (["schedule.lr"], "schedule.lr=: expected KEY=VALUE"),
     (
         ["checkpoint=a=b"],
-        "checkpoint=a=b: expected KEY=VALUE, special characters in quotes: \"checkpoint='a=b'\"",
+        "checkpoint=a=b: expected KEY=VALUE, with special characters in quotes: \"checkpoint='a=b'\"",
     ),
     (["--epochs", "3"], "argument=--epochs: expected KEY=VALUE"),
     (["~schedule.lrr"], "~schedule.lrr=: Could not delete from config. 'schedule.lrr' does not exist."),
@@ -169,14 +170,15 @@ MISTAKES = [
     # sweeps
     (
         ["backend=fbgemm,qnnpack"],
-        "backend=fbgemm,qnnpack: expected one value (or -m before it, for a sweep over several)",
+        "backend=fbgemm,qnnpack: expected one value, or the flag -m in front for a sweep over several",
     ),
     (
         ["data.root=/a/b,c"],
-        "data.root=/a/b,c: expected one value (or -m before it, for a sweep over several); a path is typed in quotes: "
+        "data.root=/a/b,c: expected one value, or the flag -m in front for a sweep "
+        "over several; type a path in quotes: "
         "\"data.root='/a/b,c'\"",
     ),
-    (["-m", "recipe=vit_qat,quickstart"], "data.root=...: required, the folder"),
+    (["-m", "recipe=vit_qat,quickstart"], "data.root=...: the key is required; set it to the folder"),
     (
         ["-m", "backend=fbgemm,qnnpck"],
         "backend=qnnpck: expected one of fbgemm, npu_cnn, npu_transformer, qnnpack, simulated, "
@@ -222,7 +224,7 @@ def test_a_gpu_that_is_not_there_is_refused(launch: Launch, capfd: pytest.Captur
     assert launch(no_job, "trainer=gpu") == 2
     assert (
         capfd.readouterr().err
-        == "error: trainer.accelerator=gpu: expected auto or cpu: no such device is visible\n"
+        == "error: trainer.accelerator=gpu: expected auto or cpu, since no such device is visible\n"
     )
 
 
@@ -232,9 +234,9 @@ def test_a_gpu_that_is_not_there_is_refused(launch: Launch, capfd: pytest.Captur
         (["trainer.accelerator=mps"], "trainer.accelerator=mps: expected one of auto, cpu, gpu, cuda"),
         (
             ["trainer.accelerator=cpu", "trainer.devices=-1"],
-            "trainer.devices=-1: expected 1 or more: all of them means GPUs",
+            "trainer.devices=-1: expected 1 or more, since -1 means all GPUs",
         ),
-        (["trainer.devices=-1"], "trainer.devices=-1: expected 1 or more: all of them means GPUs"),
+        (["trainer.devices=-1"], "trainer.devices=-1: expected 1 or more, since -1 means all GPUs"),
         (["verify.threads=100000"], "verify.threads=100000: expected at most "),
         (["data.workers=100000"], "data.workers=100000: expected at most "),
         (["--cfg", "foo"], "argument=foo: argument --cfg/-c: invalid choice: 'foo'"),

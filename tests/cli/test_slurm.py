@@ -72,7 +72,7 @@ def test_runs_restarted_by_slurm_end_as_local_runs_do(
     assert status == 1, said  # of the one that was cancelled
     rows = _rows(said)
     assert all(" done " in rows[f"seed={seed}"] for seed in range(3)), said
-    assert "failed: Slurm ended it: cancelled" in rows["seed=3"]
+    assert "failed: Slurm ended the job: cancelled" in rows["seed=3"]
 
     folders = [_folder(tmp_path, number) for number in range(2)]
     assert all(report_of(folder)["notes"][0] == "resumed from last.ckpt" for folder in folders if folder)
@@ -126,15 +126,15 @@ def test_an_interrupted_sweep_lists_its_runs_and_rejoins_them(slurm: dict[str, s
     assert " queued, job 1_2 " in rows["seed=2"]
     assert str(_folder(tmp_path, 1)) in rows["seed=1"]
     assert err.splitlines()[-1] == (
-        "interrupted while 2 of 3 runs are on Slurm, job 1, and go on there: the same command waits for them and"
-        " repeats none; scancel 1 ends them"
+        "interrupted while 2 of 3 runs are on Slurm (job 1), where they continue: the same command waits for them"
+        " without repeating any; scancel 1 ends them"
     )
 
     with subprocess.Popen(command, cwd=tmp_path, env=slurm, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
                           text=True) as sweep:  # fmt: skip
         assert sweep.stderr is not None
         said = next(line for line in sweep.stderr if "submitted" in line)
-        assert said == "3 of 3 runs were submitted before, job 1, and are not made again\n"
+        assert said == "3 of 3 runs were submitted before, job 1, and are not submitted again\n"
         sweep.kill()
 
     done = subprocess.run(
@@ -167,13 +167,13 @@ def test_resuming_the_sweep_resumes_a_cancelled_run(slurm: dict[str, str], tmp_p
         out, _ = sweep.communicate(timeout=MINUTES)
         told.kill()
         told.wait()
-    assert sweep.returncode == 1 and "failed: Slurm ended it: cancelled" in _rows(out)["seed=1"]
+    assert sweep.returncode == 1 and "failed: Slurm ended the job: cancelled" in _rows(out)["seed=1"]
     again = [*command, "resume=auto"]
     done = subprocess.run(
         again, cwd=tmp_path, env=slurm, capture_output=True, text=True, check=False, timeout=MINUTES
     )
     assert done.returncode == 0, done.stderr
-    assert "1 of 2 runs were submitted before, job 1, and are not made again" in done.stderr
+    assert "1 of 2 runs were submitted before, job 1, and are not submitted again" in done.stderr
     assert all(" done " in _rows(done.stdout)[f"seed={seed}"] for seed in range(2)), done.stdout
     assert len(_jobs(slurm)) == 3 and len(list(tmp_path.glob("outputs/*/*"))) == 2
     assert "resumed from last.ckpt" in report_of(folder)["notes"][0]

@@ -57,7 +57,7 @@ def test_a_full_disk_is_one_line_and_leaves_what_was_there(
 
     assert launch(job) == 1
     assert capfd.readouterr().err == (
-        f"error: {path}: File too large: make room there, then the same command with resume=auto continues\n"
+        f"error: {path}: File too large: free some space, then run the same command with resume=auto to continue\n"
     )
     assert path.read_text() == "before" and os.listdir(path.parent) == ["file"]
 
@@ -68,8 +68,8 @@ def test_a_folder_with_too_long_a_name_is_one_line(
 ) -> None:
     assert launch(lambda config: 0, f"output_dir='{name}'") == 2
     assert capfd.readouterr().err == (
-        f"error: output_dir={name}: expected a path, without control characters, of names of at most 240 bytes, "
-        "4000 in all, or null\n"
+        f"error: output_dir={name}: expected a path without control characters, of at most 4000 bytes, "
+        "with names of at most 240 bytes, or null\n"
     )
 
 

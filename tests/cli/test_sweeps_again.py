@@ -64,7 +64,7 @@ def stopped(launch: Launch, capsys: pytest.CaptureFixture[str]) -> Job:
     assert launch(job, *SWEEP) == 130
     said = capsys.readouterr()
     assert said.err.splitlines()[-1] == (
-        "interrupted at step 3 of 9 in job 1 of the sweep: the same command with resume=auto continues"
+        "interrupted at step 3 of 9 in job 1 of the sweep: run the same command with resume=auto to continue"
     )
     assert [row[1] for row in _rows(said.out)] == ["90.00", "-"]
     job.stop_at = None
@@ -82,7 +82,7 @@ def test_resume_lists_finished_runs_and_makes_only_the_others(
     assert launch(stopped, *SWEEP, "resume=auto") == 1  # the third falls short
     assert stopped.seeds[2:] == [1, 2] and stopped.seen[2][1] == unfinished
     said = capsys.readouterr()
-    assert f"run 0 of the sweep was finished before, and is taken from {folder}\n" in said.err
+    assert f"run 0 of the sweep is already finished; its results are in {folder}\n" in said.err
     rows = _rows(said.out)
     assert [row[:2] for row in rows] == [["seed=0", "90.00"], ["seed=1", "91.00"], ["seed=2", "92.00"]]
     assert rows[0][-1] == folder and rows[1][-1] == unfinished
@@ -98,7 +98,7 @@ def test_a_finished_run_in_the_folder_is_reported_not_repeated(
     job, typed = Job(), (f"seed={seed}", "output_dir=mine")
     assert launch(job, *typed) == seed // 2  # one falls short
     assert launch(job, *typed, "resume=auto") == seed // 2
-    told = ["this run was finished before, and is taken from mine"]
+    told = ["this run is already finished; its results are in mine"]
     if seed == 2:
         told += ["falls short: verify.max_drop=1: more", "  to fix it: train longer"]
     assert capsys.readouterr().err.splitlines() == told

@@ -10,7 +10,7 @@ from qatkit.config.rules import validate
 from qatkit.config.schema import BackendConfig, Config, OverrideConfig
 from qatkit.jobs.checks import check_job
 from qatkit.run.backend import backend_of
-from qatkit.run.build import quantizers_of
+from qatkit.run.quantizers import quantizers_of
 from qatkit_verify.errors import ConfigError
 
 BACKENDS = "qatkit.quant.backends."
@@ -21,25 +21,28 @@ BACKENDS = "qatkit.quant.backends."
     [
         (
             BackendConfig(target=f"{BACKENDS}TENSORRT", bias_dtype="int16"),
-            f"backend.bias_dtype=int16: expected null or float with {BACKENDS}TENSORRT, which takes float biases alone",
+            (
+                "backend.bias_dtype=int16: expected null or float with "
+                f"{BACKENDS}TENSORRT, which only supports float biases"
+            ),
         ),
         (
             BackendConfig(
                 target=f"{BACKENDS}WEIGHT_ONLY", overrides={"fc": OverrideConfig(bias_dtype="int32")}
             ),
             "backend.overrides.fc.bias_dtype=int32: expected null or float with "
-            f"{BACKENDS}WEIGHT_ONLY, which takes float biases alone",
+            f"{BACKENDS}WEIGHT_ONLY, which only supports float biases",
         ),
         (
             BackendConfig(target=f"{BACKENDS}SIMULATED", bias_dtype="int8"),
-            "backend.bias_dtype=int8: expected null with backend=simulated, whose numbers are no integers",
+            "backend.bias_dtype=int8: expected null with backend=simulated, whose number formats are not integers",
         ),
         (
             BackendConfig(
                 target=f"{BACKENDS}SIMULATED", overrides={"fc": OverrideConfig(scale_type="int16")}
             ),
             "backend.overrides.fc.scale_type=int16: expected null with backend=simulated, "
-            "whose numbers are no integers",
+            "whose number formats are not integers",
         ),
         (
             BackendConfig(
@@ -87,5 +90,7 @@ def test_a_rescue_with_narrow_biases_is_refused() -> None:
 def test_learned_scales_in_an_override_of_powers_are_refused() -> None:
     config = replace(Config(), backend=BackendConfig(overrides={"fc": OverrideConfig(scale_type="pow2")}))
     config.quantizer.weight = "qatkit.quant.learned.lsq.LSQWeightFakeQuantize"
-    with pytest.raises(ConfigError, match=r"learns no scales with backend.overrides.fc.scale_type=pow2$"):
+    with pytest.raises(
+        ConfigError, match=r"without learned scales with backend.overrides.fc.scale_type=pow2$"
+    ):
         quantizers_of(config)

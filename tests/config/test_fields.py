@@ -12,16 +12,15 @@ import pytest
 import torch
 from torch import nn
 
+from qatkit.config.field_types import checked, settings_of
 from qatkit.config.fields import (
     PLACE,
     Choices,
     Limit,
     Range,
     check_limits,
-    checked,
     limit_of,
     setting,
-    settings_of,
 )
 from qatkit.config.schema import (
     MODES,
@@ -109,7 +108,7 @@ def test_a_place_is_what_a_file_system_and_a_yaml_file_can_hold() -> None:
     for path in ("a/b", "~/ä b", "x" * 240, "/", "d/" * 1000):
         PLACE.check("key", path)
     for path in ("", " ", "a\0b", "a\nb", "a\x1b[31m", "x" * 241, "é" * 121, "\udcff", "d/" * 2500):
-        with pytest.raises(ConfigError, match=r"^key=.*: expected a path, without control characters"):
+        with pytest.raises(ConfigError, match=r"^key=.*: expected a path without control characters"):
             PLACE.check("key", path)
 
 

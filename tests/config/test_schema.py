@@ -160,7 +160,7 @@ def test_recipes_override_axes_and_typed_values_override_both() -> None:
         ("data.layout", "hwc", "one of nchw, nhwc, or null (did you mean nhwc?)"),
         ("data.pixels", "0..256", "one of 0..1, 0..255, or null (did you mean 0..255?)"),
         ("data.mean", [0.1, 0.2], "one number per channel: 1 (grey) or 3 (RGB)"),
-        ("data.std", [0.5], "null or numbers, as data.mean=None"),
+        ("data.std", [0.5], "null with data.mean=null"),
         ("data.workers", -1, "an integer of at least 0"),
         ("schedule.epochs", -1, "an integer of at least 0"),
         ("schedule.optimizer", "lion", "one of sgd, adamw"),
@@ -183,7 +183,7 @@ def test_recipes_override_axes_and_typed_values_override_both() -> None:
         ("analysis.batch_size", 0, "an integer of at least 1"),
         ("analysis.tensors", -1, "an integer of at least 0"),
         ("analysis.pictures", -1, "an integer of at least 0"),
-        ("name", "a/b", "a folder's name, without a path"),
+        ("name", "a/b", "the name of a folder, without a path"),
         ("seed", -1, "an integer from 0 to 4294967295"),
     ],
 )
@@ -325,7 +325,7 @@ def test_an_output_dir_inside_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
 
     with pytest.raises(
-        ConfigError, match=r"output_dir=.*file/run: expected a folder that can be created and written"
+        ConfigError, match=r"output_dir=.*file/run: expected a folder that can be created and written to"
     ):
         output_dir(Config(output_dir=str(tmp_path / "file" / "run")))
 

@@ -99,7 +99,7 @@ def test_without_slurm_the_missing_commands_are_named(
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     assert launch(no_job, "-m", "launcher=slurm", "seed=0,1") == 2
     assert capsys.readouterr().err.startswith(
-        "error: launcher=slurm: expected local where there is no sbatch, srun, "
+        "error: launcher=slurm: expected local on a machine without sbatch, srun, "
     )
     assert os.listdir(tmp_path) == ["bin"]
 
@@ -119,7 +119,7 @@ def test_an_option_of_the_users_own_is_known_for_slurm(
     monkeypatch.setenv("PATH", str(tmp_path / "mine"))
     assert launch(no_job, "-m", "--config-dir", str(tmp_path / "mine"), "launcher=gpus", "seed=0,1") == 2
     assert capsys.readouterr().err.startswith(
-        "error: launcher=gpus: expected local where there is no sbatch, srun, "
+        "error: launcher=gpus: expected local on a machine without sbatch, srun, "
     )
 
 

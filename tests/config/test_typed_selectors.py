@@ -121,7 +121,10 @@ def test_mistakes_are_told_before_a_model_is_built(typed: list[str], said: str) 
             ["backend=simulated", "+backend.overrides={conv1:{activation_range:[0,6]}}"],
             "null with backend=simulated",
         ),
-        (["backend=weight_only", "+backend.overrides={conv1:{activation_scale:0.1}}"], "settings of weights"),
+        (
+            ["backend=weight_only", "+backend.overrides={conv1:{activation_scale:0.1}}"],
+            "weight_. settings with",
+        ),
     ],
 )
 def test_a_backend_without_such_scales_refuses_them(typed: list[str], said: str) -> None:

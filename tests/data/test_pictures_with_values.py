@@ -59,7 +59,7 @@ def test_each_part_may_have_a_table_of_several_numbers(tmp_path: Path) -> None:
         ("file,value\na.png,nan", "targets.csv has 'nan' as value in line 2; expected a number"),
         ("file,value\na.png,1\nq.png,1", "targets.csv names q.png in line 3; expected a picture in "),
         ("file,value\na.png,1\na.png,1", "targets.csv names a.png in line 3 again; expected each picture once"),
-        ("file,value\na.png,1", "at least one picture to train and one to verify"),
+        ("file,value\na.png,1", "at least one picture for training and one for verification"),
     ],
 )  # fmt: skip
 def test_a_table_with_a_mistake_names_the_line(tmp_path: Path, table: str, told: str) -> None:

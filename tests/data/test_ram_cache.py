@@ -139,7 +139,7 @@ def test_a_ram_cache_beyond_memory_is_refused_for_all_processes(tmp_path: Path, 
     config.data = DataConfig(root=str(folder), workers=0, cache="ram", cache_mb=room // 1_500_000, **NORM)
     data = DataModule(config.data, image_folder, 0)
     with pytest.raises(
-        ConfigError, match=r"^data.cache_mb=\d+: expected at most \d+ here: .* of decoded images, "
+        ConfigError, match=r"^data.cache_mb=\d+: expected at most \d+ here; .* of decoded images exceeds "
     ):
         memory.check_inputs(config, data)
     config.data.cache_mb //= 2

@@ -116,9 +116,7 @@ def test_there_must_be_weights_to_pack() -> None:
     config.export.pack_int4, config.export.opset = True, 21
     with pytest.raises(ConfigError) as refused:
         backend_of(config)
-    message = (
-        "export.pack_int4=True: expected false without an operator of weights of int4, int3, int2, uint4"
-    )
+    message = "export.pack_int4=True: expected false without weights of int4, int3, int2, uint4"
     assert str(refused.value).startswith(message)
     config.backend.overrides = {"conv": OverrideConfig(weight_dtype="int3")}
     assert backend_of(config).name == "fbgemm"

@@ -211,7 +211,7 @@ def test_a_checkpoints_bundle_gets_a_demo_page(
         assert "demoParts" in (out / "bundle" / "demo" / "int8.js").read_text()
         assert (out / "bundle" / "demo.html").is_file()
         assert (out / "bundle" / "demo" / "float.js").is_file() != told
-        note = "has no model.float.onnx, so the demo page compares nothing with float"
+        note = "has no model.float.onnx, so the demo page has no comparison with float"
         assert (note in capfd.readouterr().err) == told
         shutil.rmtree(out)
 
@@ -222,7 +222,13 @@ def test_without_evidence_there_is_none(run: Config, tmp_path: Path) -> None:
     for name in ("last.ckpt", "config.yaml", "model.float.onnx"):
         shutil.copy(Path(str(run.output_dir)) / name, alone / name)
     config = replace(again(run, tmp_path / "out"), checkpoint=str(alone / "last.ckpt"))
-    with pytest.raises(ConfigError, match=r"has no report\.json, so its run is not finished"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"expected false, since the run in .* has not finished "
+            r"\(there is no report\.json\)"
+        ),
+    ):
         export(config)
 
     with pytest.raises(ConfigError, match="is another, by other settings or versions"):

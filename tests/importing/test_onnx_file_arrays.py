@@ -64,10 +64,13 @@ def test_a_file_of_two_inputs_is_quantized_from_arrays(recipe: str, tmp_path: Pa
         (("recipe=onnx_ptq",), "onnx=None: expected a float ONNX file"),
         (
             ("onnx=x.onnx",),
-            "onnx=x.onnx: expected null with model.name=resnet18; a float ONNX file is the model of",
+            "onnx=x.onnx: expected null with model.name=resnet18; to train a float ONNX file, use",
         ),
-        (("recipe=onnx_ptq", "onnx=x.onnx", "mode=static"), "mode=static: expected null: export.py takes"),
-        (("recipe=onnx_ptq", "onnx=x.onnx"), "data.root=...: required, the folder of .npz or .npy files"),
+        (("recipe=onnx_ptq", "onnx=x.onnx", "mode=static"), "mode=static: expected null with train.py"),
+        (
+            ("recipe=onnx_ptq", "onnx=x.onnx"),
+            "data.root=...: the key is required; set it to the folder of .npz or .npy files",
+        ),
     ],
 )
 def test_a_file_needs_its_recipe(settings: tuple[str, ...], message: str) -> None:

@@ -98,7 +98,7 @@ def test_whole_numbers_are_judged_by_their_equality(outputs: list[str], tmp_path
 def test_whole_numbers_alone_are_not_trained_on(tmp_path: Path) -> None:
     done, _ = _run(_file(tmp_path / "classes.onnx", [_CLASSES], ["y"]), "onnx_qat")
     (line,) = [one for one in done.stderr.splitlines() if one.startswith("error")]
-    assert done.returncode == 2 and "expected 0 with a model that gives whole numbers alone" in line
+    assert done.returncode == 2 and "expected 0 with a model whose outputs are all integers" in line
 
 
 def test_floats_that_are_ids_stay_ids(tmp_path: Path) -> None:

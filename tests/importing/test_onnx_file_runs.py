@@ -139,7 +139,10 @@ def test_a_run_edits_the_file_and_uses_its_names(tmp_path: Path) -> None:
             ("data.image_size=9", "data.mean=[0.5,0.5,0.5]", "data.std=[0.5,0.5,0.5]"),
             "data.image_size=9: expected null or",
         ),
-        (("schedule.distill=0", "schedule.epochs=1"), "schedule.distill=1, which learns from float"),
+        (
+            ("schedule.distill=0", "schedule.epochs=1"),
+            "schedule.distill=1, which learns from the float model",
+        ),
         (
             ("+model.kwargs={custom_ops:no.so}", "export.bundle=true"),
             "export.bundle=True: expected false with model.kwargs.custom_ops",
@@ -234,7 +237,7 @@ def test_a_run_leaves_what_pytorch_lacks_in_the_files(tmp_path: Path) -> None:
         (("schedule=qat_adamw",), "the weights of '/first/Conv' reach its outputs through '/inverse' alone"),
         (
             ("schedule=calibrate_only", "export.dynamic_batch=false"),
-            "export.dynamic_batch=False: it asks for a new file, in which '/inverse'",
+            "export.dynamic_batch=False: it needs a new export, which is not possible for '/inverse'",
         ),
     ],
 )

@@ -92,7 +92,7 @@ def test_precision_is_chosen_by_free_runs(tmp_path: Path) -> None:
     [
         (
             ("{h: hN, h: y}",),
-            "model.kwargs.states=h: hN, h: y: expected each input once; 'h' stands there twice",
+            "model.kwargs.states=h: hN, h: y: expected each input once; 'h' is listed twice",
         ),
         (("{h: y}",), "the input 'h' is float32 [n, 8], but the output 'y' is float32 [n, 1]"),
         (("{hh: hN}",), "there is no 'hh' (did you mean h"),

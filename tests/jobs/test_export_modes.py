@@ -136,7 +136,7 @@ def test_impossible_integer_io_fails_before_anything_is_written(tmp_path: Path) 
 def test_a_checkpoint_has_no_other_mode(tmp_path: Path) -> None:
     config = _config(ExportConfig(mode="dynamic"), checkpoint=str(tmp_path / "last.ckpt"))
     with pytest.raises(
-        ConfigError, match=r"export\.mode=dynamic: expected static: a checkpoint is exported as QDQ"
+        ConfigError, match=r"export\.mode=dynamic: expected static, since a checkpoint is exported as QDQ"
     ):
         export_checkpoint.export(config)
 
@@ -199,7 +199,7 @@ def test_integer_io_from_a_checkpoint_needs_a_separate_folder(tmp_path: Path) ->
     again = replace(run, checkpoint=str(folder / "last.ckpt"), export=ExportConfig(io="uint8"))
 
     with pytest.raises(
-        ConfigError, match=r"export\.io=uint8: expected float32 in .*run, whose report tells of such a file"
+        ConfigError, match=r"export\.io=uint8: expected float32 in .*run, whose report describes such a file"
     ):
         export_checkpoint.export(again)
     missing = replace(again, output_dir=str(other), data=replace(run.data, image_size=16))

@@ -63,10 +63,10 @@ def test_a_weight_that_stays_float_ends_the_run_at_once(
     ) in printed
     assert printed.endswith(
         "stopped at the first export: nothing was calibrated, trained or written;"
-        " verify.audit=false goes on to the end regardless\n"
+        " set verify.audit=false to run to the end regardless\n"
     )
     assert "size MB" in printed and "output folder" not in printed
-    assert said == "exporting once, before anything long runs\n"
+    assert said == "exporting once, before the long stages\n"
     assert not (tmp_path / "run").exists()
 
 

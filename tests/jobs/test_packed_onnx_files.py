@@ -170,7 +170,7 @@ MISTAKES = {
     "level": (
         narrow,
         ["weights.bits=4", "export.packed_weights=dequantize_linear", "export.accuracy_level=auto"],
-        "export.accuracy_level=auto: expected 0 with export.packed_weights=dequantize_linear: there a session",
+        "export.accuracy_level=auto: expected 0 with export.packed_weights=dequantize_linear, where the session",
     ),
     "form": (
         narrow,

@@ -86,7 +86,7 @@ MISTAKES = {
     "nothing trains": (
         _with(model={"name": f"{__name__}.Frozen"}),
         "model.name=test_pipeline_refusals.Frozen: "
-        "expected a model with parameters that train; requires_grad is false in all",
+        "expected a model with trainable parameters; all parameters of this one have requires_grad=False",
     ),
     "untraceable": (
         _with(model={"name": f"{__name__}.Untraceable"}),
@@ -106,7 +106,7 @@ MISTAKES = {
     "one channel for a model of three": (
         _with(data={"mean": [0.5], "std": [0.5]}),
         r"model.name=tiny_run.Net: "
-        r"expected a model of images \[N, 1, 8, 8\], as data.image_size and data.mean say \(.*channels",
+        r"expected a model that accepts images \[N, 1, 8, 8\], as data.image_size and data.mean say \(.*channels",
     ),
     "weights": (
         _with(calibration={"weights": "kl"}),
@@ -118,7 +118,7 @@ MISTAKES = {
     ),
     "table of a release by its name": (
         _with(export={"tensorrt_table": "8.6.1"}),
-        'export.tensorrt_table=8.6.1: expected digits of a release: "8601" for 8.6.1',
+        'export.tensorrt_table=8.6.1: expected the digits of a TensorRT release, such as "8601" for 8.6.1',
     ),
     "search without a histogram": (
         _with(calibration={"search": "tournament"}),
@@ -132,7 +132,7 @@ MISTAKES = {
     ),
     "half an observer": (
         _with(calibration={"observer": "qatkit.quant.observers.HistogramObserver"}),
-        r"calibration.observer=.*: expected an observer that needs no arguments \(it needs method\)",
+        r"calibration.observer=.*: expected an observer without required arguments \(this one needs method\)",
     ),
     "few images for a tournament": (
         _with(

@@ -145,7 +145,9 @@ def test_an_opset_upgrade_that_changes_outputs_is_refused(tmp_path: Path) -> Non
         helper.make_node("Gemm", ["f", "fc"], ["output"], "fc", transB=1),
     ]
     path = by_hand(tmp_path / "old.onnx", opset=11, nodes=nodes, weights=weights)
-    with pytest.raises(ConfigError, match=r"opset 13 or higher \(upgraded from 11, its logits differ by"):
+    with pytest.raises(
+        ConfigError, match=r"opset 13 or higher \(after the upgrade from 11, its logits differ by"
+    ):
         quantize_file.quantize(settings(path, "float16", tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 
@@ -230,7 +232,7 @@ def test_an_older_opset_is_upgraded_and_said(
 
     model = onnx.load(str(tmp_path / "run" / f"model.{mode}.onnx"))
     assert next(item.version for item in model.opset_import if item.domain == "") == 13
-    note = "old.onnx has opset 11: upgraded to 13 before it was quantized"
+    note = "old.onnx has opset 11 and was upgraded to 13 before quantization"
     assert json.loads((tmp_path / "run" / "report.json").read_text())["notes"] == [note]
     printed = capsys.readouterr()
     assert note in printed.out and note in printed.err
@@ -314,8 +316,8 @@ def test_a_bundle_tells_how_the_images_of_its_file_were_prepared(tmp_path: Path)
         assert prepared == told | set_to | {"upright": False}  # as this run opened its images
         notes = json.loads((tmp_path / name / "report.json").read_text())["notes"]
         said = (
-            "the model.json beside model.float.onnx says mean [0.1, 0.2, 0.3], std [0.9, 0.8, 0.7]; this run's "
-            "images have mean [0.5, 0.5, 0.5], std [0.5, 0.5, 0.5], and its accuracy is of those"
+            "the model.json next to model.float.onnx says mean [0.1, 0.2, 0.3], std [0.9, 0.8, 0.7]; this run "
+            "uses images with mean [0.5, 0.5, 0.5], std [0.5, 0.5, 0.5], and measures its accuracy on them"
         )
         assert notes == ([said] if set_to else [])
 

@@ -168,7 +168,7 @@ BAD_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "channels": (made_with(shape=["N", 8, 8, 3]),
                  f"{INPUT}; the input 'input' is float32 [?, 8, 8, 3] (data.layout=nhwc supports it)"),
     "bytes": (made_with(kind=TensorProto.UINT8), f"{INPUT}; the input 'input' is uint8 [?, 3, 8, 8]"),
-    "classes": (made_with(classes=7), "logits [N, 10], one for each class of the data; it gives [2, 7]"),
+    "classes": (made_with(classes=7), "logits [N, 10], one for each class of the data; it returned [2, 7]"),
 }  # fmt: skip
 
 
@@ -239,7 +239,7 @@ BAD_SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "batch": (
         {"shape": [4, 3, 8, 8]},
         {"verify": {"latency_batch": 2}},
-        "verify.latency_batch=2: expected 4, the fixed batch of ",
+        "verify.latency_batch=2: expected 4, the fixed batch size of ",
     ),
     "fewer images than the batch": (
         {"shape": [100, 3, 8, 8]},
@@ -319,9 +319,13 @@ def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path: Path) -> None:
         (
             "train.py",
             ["onnx=x.onnx", "mode=static"],
-            "mode=static: expected null: export.py takes onnx=FILE mode=MODE",
+            "mode=static: expected null with train.py (use export.py onnx=FILE mode=MODE)",
         ),
-        ("train.py", ["mode=static"], "mode=static: expected null: export.py takes onnx=FILE mode=MODE"),
+        (
+            "train.py",
+            ["mode=static"],
+            "mode=static: expected null with train.py (use export.py onnx=FILE mode=MODE)",
+        ),
     ],
 )
 def test_a_mistake_on_the_command_line_is_status_2(

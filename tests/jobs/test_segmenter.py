@@ -139,8 +139,11 @@ class SmallAux(TinySegmenter):
 @pytest.mark.parametrize(
     ("model", "told"),
     [
-        ("AuxFirst", "expected a model that gives 'out' first and 'aux' last; this one gives aux, out"),
-        ("SmallAux", "'aux', which trains beside 'out', is [2, 3, 24, 32]; this one is [2, 3, 12, 16]"),
+        ("AuxFirst", "expected a model that returns 'out' first and 'aux' last; this one returns aux, out"),
+        (
+            "SmallAux",
+            "'aux', trained together with 'out', has shape [2, 3, 24, 32]; it has shape [2, 3, 12, 16]",
+        ),
     ],
 )
 def test_auxiliary_outputs_that_cannot_train_are_refused(model: str, told: str, tmp_path: Path) -> None:

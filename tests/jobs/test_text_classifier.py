@@ -162,7 +162,7 @@ def test_a_head_without_weights_has_to_be_trained(tmp_path: Path) -> None:
     told = refused(asked(tmp_path / "run", model, root))
     assert (
         told.startswith("model.weights=DEFAULT: ")
-        and "has no weights for this head (classifier.bias)" in told
+        and "has no pretrained weights for this head (classifier.bias)" in told
     )
     assert "schedule.float_epochs=3" in told
 

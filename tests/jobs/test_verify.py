@@ -138,7 +138,7 @@ def test_a_file_without_a_module_is_held_against_itself(tmp_path: Path) -> None:
         (["qatkit.verify.checks.base.Check"], r"verify\.checks=qatkit\.verify\.checks\.base\.Check: .*class of"),
         (["qatkit.verify.checks.size.SizeCheck"] * 2, r"one check named 'size', not two"),
         (["qatkit.verify.checks.size.SizeCheck"],
-         r"verify\.checks=.*with the check of each bound that is set \(verify\.max_drop=1\.0: accuracy was not"),
+         r"verify\.checks=.*with the check of each bound \(verify\.max_drop=1\.0: accuracy was not"),
     ],
 )  # fmt: skip
 def test_a_wrong_list_is_one_line_before_anything(paths: list[str], message: str, tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def test_a_full_disk_ends_in_one_line_and_the_run_resumes(
     said = capfd.readouterr().err
     if status != 0:
         assert status == 1 and "Traceback" not in said
-        assert said.splitlines()[-1].startswith("error: ") and "File too large: make room" in said
+        assert said.splitlines()[-1].startswith("error: ") and "File too large: free some space" in said
         assert not list(tmp_path.rglob("*.part")) and not (folder / "report.json").exists()
         assert launch(pipeline.train, *command) == 0
     assert {path.name for path in folder.iterdir()} == BUNDLE | {"float.ckpt"}
@@ -119,6 +119,6 @@ def test_a_folder_that_cannot_be_written_is_one_line(
         assert launch(pipeline.train, *TINY, f"output_dir={place}") == 2
         said = capfd.readouterr().err
         assert said.startswith(
-            f"error: output_dir={place}: expected a folder that can be created and written ("
+            f"error: output_dir={place}: expected a folder that can be created and written to ("
         )
         assert said.count("\n") == 1

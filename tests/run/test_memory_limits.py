@@ -60,7 +60,7 @@ def test_a_batch_whose_input_alone_exceeds_memory_is_refused(tmp_path: Path) -> 
     config.verify.latency_batch = 2 * room // IMAGE
 
     with pytest.raises(
-        ConfigError, match=r"^verify.latency_batch=\d+: expected at most (\d+) at 3x8x8 here: "
+        ConfigError, match=r"^verify.latency_batch=\d+: expected at most (\d+) here, for samples of 3x8x8; "
     ) as caught:
         memory.check_inputs(config, data_of(config))
 
@@ -76,7 +76,8 @@ def test_a_run_says_so_before_anything_is_written(tmp_path: Path) -> None:
 
     with pytest.raises(
         ConfigError,
-        match=r"^verify.latency_batch=2147483647: expected at most \d+ at 3x8x8 here: 1.65 TB for",
+        match=r"^verify.latency_batch=2147483647: expected at most \d+ here, for samples of 3x8x8; the inputs need "
+        "1.65 TB",
     ):
         pipeline.train(config)
     assert not (tmp_path / "run").exists()
@@ -87,7 +88,7 @@ def test_an_image_that_is_larger_than_the_memory_names_its_size(tmp_path: Path) 
     config.data.image_size = 2_000_000
 
     with pytest.raises(
-        ConfigError, match=r"^data.image_size=2000000: expected at most \d+ here: 48 TB for one image"
+        ConfigError, match=r"^data.image_size=2000000: expected at most \d+ here; one image needs 48 TB"
     ):
         memory.check_inputs(config, data_of(config))
 
@@ -128,7 +129,8 @@ def test_activations_that_training_keeps_are_counted(tmp_path: Path) -> None:
     much = memory.Cost(largest=1000, kept=room // 16, seconds=1e-6)  # times 32 images
 
     with pytest.raises(
-        ConfigError, match=r"^data.batch_size=32: expected at most 1\d at 3x8x8 here: .* activations alone"
+        ConfigError,
+        match=r"^data.batch_size=32: expected at most 1\d here, for samples of 3x8x8; the activations need ",
     ):
         memory.check_model(config, data_of(config), much)
     memory.check_model(config, data_of(config), replace(much, kept=room // 64))
@@ -145,7 +147,7 @@ def test_what_would_take_years_is_refused(tmp_path: Path, key: str, value: int) 
     cost = memory.Cost(largest=1000, kept=1000, seconds=0.1)
 
     with pytest.raises(
-        ConfigError, match=rf"^{key}={value}: expected at most (\d+) here: [\d,]+ days"
+        ConfigError, match=rf"^{key}={value}: expected at most (\d+) here; it would take [\d,]+ days"
     ) as caught:
         memory.check_model(config, data_of(config), cost)
 
@@ -181,7 +183,10 @@ def test_an_oblong_image_that_is_too_large_names_its_pixels(tmp_path: Path) -> N
 
     with pytest.raises(
         ConfigError,
-        match=r"^data.image_size=\[1000000, 4000000\]: expected at most \d+ pixels in all here: 48 TB for one image",
+        match=(
+            r"^data.image_size=\[1000000, 4000000\]: expected at most \d+ pixels "
+            r"in total here; one image needs 48 TB"
+        ),
     ):
         memory.check_inputs(config, data_of(config))
 
@@ -203,11 +208,13 @@ def test_weights_that_memory_does_not_hold_are_refused_unread(
 
     monkeypatch.setattr(memory, "available_memory", lambda: 950_000_000)
     with pytest.raises(
-        ConfigError, match=r"fits into memory \(120,000,000 parameters, 960 MB .* 950 MB available"
+        ConfigError, match=r"fits into memory; 120,000,000 parameters need 960 MB .* 950 MB is available"
     ):
         memory.check_weights_fit(config, found)
     monkeypatch.setattr(memory, "available_memory", lambda: 970_000_000)
     memory.check_weights_fit(config, found)
     memory.check_weights_fit(config, models.parameters(ModelConfig("hf/vit")))
-    with pytest.raises(ConfigError, match="at most 532,676,608 parameters, whose float32 file has the 2 GB"):
+    with pytest.raises(
+        ConfigError, match="a model of at most 532,676,608 parameters, since an ONNX file is limited to 2 GB"
+    ):
         memory.check_weights_fit(config, 2**29)

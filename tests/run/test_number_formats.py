@@ -88,7 +88,7 @@ def test_what_counts_integers_is_refused() -> None:
     assert backend_of(asked).simulated
     asked = config()
     asked.calibration.observer = "qatkit.quant.observers.MSEObserver"
-    with pytest.raises(ConfigError, match="others count integers"):
+    with pytest.raises(ConfigError, match="other observers need integers"):
         backend_of(asked)
     asked = config()
     asked.export.io = "uint8"

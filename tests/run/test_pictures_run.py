@@ -201,7 +201,7 @@ REFUSED = {
     "labels for fine-tuning": (
         _groups(schedule={"epochs": 1, "distill": 0.9}),
         "schedule.epochs=1: expected 0 with data.source=qatkit.data.pictures, which has no labels "
-        "(schedule=calibrate_only), or schedule.distill=1, which learns from float",
+        "(schedule=calibrate_only), or schedule.distill=1, which learns from the float model",
     ),
     "a control": (_groups(verify={"control": True}), "verify.control=True: expected false with data.source"),
     "few pictures": (
@@ -211,7 +211,7 @@ REFUSED = {
     "no size": (_groups(data={"image_size": None}), "data.image_size=None: expected a value, since neither"),
     "no check of a bound": (
         _groups(verify={"checks": ["qatkit.verify.checks.size.SizeCheck"], "audit": False, "min_agreement": None}),
-        "verify.checks=qatkit.verify.checks.size.SizeCheck: expected a list with the check of each bound that is set "
+        "verify.checks=qatkit.verify.checks.size.SizeCheck: expected a list with the check of each bound "
         "(verify.min_float_agreement=0.5: agreement with float was not measured)",
     ),
 }  # fmt: skip
@@ -230,6 +230,7 @@ def test_a_bound_of_images_without_labels_is_refused_with_labels(tmp_path: Path)
     config = calibrate_only(tmp_path / "run")
     config.verify.min_float_sqnr = 20.0
     with pytest.raises(
-        ConfigError, match=r"verify\.min_float_sqnr=20\.0: expected 12\.0 with labels: verify\.max_drop is"
+        ConfigError,
+        match=r"verify\.min_float_sqnr=20\.0: expected 12\.0 with labels, where verify\.max_drop is",
     ):
         pipeline.train(config)

@@ -72,13 +72,13 @@ def test_what_decides_weights_or_the_file_is_refused(key: str, value: object, st
     _set(key, value)(config)
     with pytest.raises(ConfigError, match=f"resume=.*{key}") as error:
         pipeline.train(config)
-    assert "there, " in str(error.value) and "what may change: " in str(error.value)
+    assert "there, " in str(error.value) and "only these may change: " in str(error.value)
     assert sha256(stopped / "last.ckpt") == before and not (stopped / "report.json").exists()
 
 
 def test_another_folder_is_refused(stopped: Path, tmp_path: Path) -> None:
     config = replace(going_on(stopped), output_dir=str(tmp_path / "other"))
-    with pytest.raises(ConfigError, match=r"output_dir=.*a run goes on in its own folder"):
+    with pytest.raises(ConfigError, match=r"output_dir=.*since a run continues in its own folder"):
         pipeline.train(config)
     assert not (tmp_path / "other").exists()
 

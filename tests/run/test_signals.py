@@ -59,7 +59,7 @@ def test_a_signal_in_training_keeps_the_step(
         said = capfd.readouterr().err.splitlines()
         step = 40 * times + 1
         assert said[-1] == (
-            f"interrupted at step {step} of {STEPS}: the same command with resume=auto continues"
+            f"interrupted at step {step} of {STEPS}: run the same command with resume=auto to continue"
         )
         assert torch.load(tmp_path / "run" / "last.ckpt", weights_only=True)["global_step"] == step
         assert not list((tmp_path / "run").glob(".*"))
@@ -85,7 +85,7 @@ def test_a_signal_elsewhere_ends_the_run_where_it_is(
     assert launch(job, *TINY) == 128 + number
     assert signal.getsignal(number) is not before  # still served, until the process ends
     assert capfd.readouterr().err.splitlines()[-1] == (
-        "interrupted in export first: the same command with resume=auto continues"
+        "interrupted in export first: run the same command with resume=auto to continue"
     )
 
 
@@ -181,7 +181,9 @@ def test_an_exception_that_is_made_of_a_signal_is_no_mistake(
 
     assert launch(job, *TINY) == 128 + signal.SIGTERM
     said = capfd.readouterr().err
-    assert "Traceback" not in said and said == "interrupted: the same command with resume=auto continues\n"
+    assert (
+        "Traceback" not in said and said == "interrupted: run the same command with resume=auto to continue\n"
+    )
 
 
 def test_ctrl_c_during_the_import_of_the_command_ends_in_a_line(tmp_path: Path) -> None:
@@ -201,5 +203,5 @@ sys.exit(train())
     )
 
     assert (done.returncode, done.stdout) == (130, "")
-    assert done.stderr == "interrupted before anything began\n"
+    assert done.stderr == "interrupted before the command started\n"
     assert not list(tmp_path.iterdir())

@@ -284,7 +284,7 @@ class TestWithAServer:
         done = train(tmp_path, f"trainer.mlflow={server.uri}")
         assert done.returncode == 2 and done.stderr.count("\n") == 1
         assert done.stderr.startswith(
-            f"error: name={tmp_path.name}: expected an experiment that was not deleted"
+            f"error: name={tmp_path.name}: expected another name, since this experiment was deleted on "
         )
 
 

@@ -224,7 +224,8 @@ def test_a_space_of_invalid_settings_is_refused_before_a_trial(
 
 @pytest.mark.parametrize(("typed", "says"), [
     (["model.name=resnet181"], "error: model.name=resnet181: "),
-    (["data.mean=[0.5]", "data.std=[0.5]"], "error: model.name=tiny_run.Net: expected a model of images [N, 1, 8, 8]"),
+    (["data.mean=[0.5]", "data.std=[0.5]"], ("error: model.name=tiny_run.Net: expected a model that "
+"accepts images [N, 1, 8, 8]")),
     (["data=pictures", "data.root=.", "data.mean=[0.5,0.5,0.5]", "data.std=[0.5,0.5,0.5]"],
      "error: search.objectives=accuracy: expected agreement, sqnr, latency, speedup, size: "),
     (["search.space={calibration.observer:[qatkit.quant.observers.MSEObserver,qatkit.quant.observers.Nope]}"],

@@ -250,15 +250,15 @@ def _config(**schedule: object) -> Config:
     [
         (
             {"distill_teacher": "resnet50"},
-            "schedule.distill_teacher=resnet50: expected a teacher of the data's 10 classes; this one has 1000",
+            "schedule.distill_teacher=resnet50: expected a teacher with the 10 classes of the data; this one has 1000",
         ),
         (
             {"distill_teacher": f"{__name__}.five_classes"},
-            "a teacher of the data's 10 classes; this one has 5",
+            "a teacher with the 10 classes of the data; this one has 5",
         ),
         (
             {"distill_teacher": f"{__name__}.of_another_size"},
-            "a model of images [N, 3, 8, 8], as data.image_size",
+            "a model that accepts images [N, 3, 8, 8], as data.image_size",
         ),
         (
             {"distill_teacher": "resnet5"},

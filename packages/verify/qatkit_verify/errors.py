@@ -44,6 +44,11 @@ def printable(value: object, longest: int = _LONGEST) -> str:
     return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in cut)
 
 
+def counted(count: int, noun: str) -> str:
+    """Returns a number with its noun: "1 image", "2 images"."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def near_matches(word: str, words: Iterable[str], n: int = 5) -> str:
     """Returns the `n` of `words` that are closest to `word`, separated by commas."""
     pool = sorted(set(words))

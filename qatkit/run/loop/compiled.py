@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from qatkit_verify.errors import counted
+
 
 @dataclass
 class Compiled:
@@ -30,7 +32,8 @@ class Compiled:
     @property
     def note(self) -> str:
         """A line for the report."""
-        return f"torch.compile: {self.graphs} graphs (phases of the schedule), {self.breaks} graph breaks"
+        graphs, breaks = counted(self.graphs, "graph"), counted(self.breaks, "graph break")
+        return f"torch.compile: {graphs} (one per phase of the schedule), {breaks}"
 
 
 @contextmanager

@@ -184,7 +184,7 @@ def _end_if_unheard(over: threading.Event, number: int) -> None:
     if over.wait(_A_STEP if stopping.waits() else _A_CALL) or stopping.wanted() is not None:
         return
     if main_process():
-        text = "interrupted while it waited for other processes: the same command with resume=auto continues"
+        text = "interrupted while it waited for other processes: run the same command with resume=auto to continue"
         print(f"\n{text}", file=sys.stderr, flush=True)
     _leave(128 + number)
 
@@ -194,8 +194,8 @@ def _end(rank: int, status: int) -> None:
     number = -status if status < 0 else status - 128 if status in _STOPPED else 0
     how = f"was ended by {signal.Signals(number).name}" if number else f"ended with status {status}"
     print(
-        f"\nerror: process {rank + 1} of {len(_Family.children) + 1} {how}, so this run ends; the same command with"
-        " resume=auto goes on from its last checkpoint",
+        f"\nerror: process {rank + 1} of {len(_Family.children) + 1} {how}, so this run ends; run the same command"
+        " with resume=auto to continue from its last checkpoint",
         file=sys.stderr,
         flush=True,
     )
@@ -264,6 +264,8 @@ def wait_for_first(checkpoint: Path) -> None:
         if at_work(checkpoint.parent) is not False:
             seen = time.monotonic()
         elif time.monotonic() - seen > _NOBODY:
-            allowed = "the folder that the first process is at work in: it has ended, or was given another"
+            allowed = (
+                "the folder in which the first process works; that process has ended or uses another folder"
+            )
             raise ConfigError("output_dir", checkpoint.parent, allowed)
         time.sleep(_EVERY)

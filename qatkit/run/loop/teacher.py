@@ -62,16 +62,18 @@ def _check(teacher: nn.Module, data: DataModule, key: str, shown: str | None) ->
             output = output_leaves(call(teacher, batch))[1][0]
     except Exception as error:  # any error of a forward pass
         raise ConfigError(
-            key, shown, f"a model of {data.inputs.text}, as {data.inputs.said_by} ({described(error)})"
+            key,
+            shown,
+            f"a model that accepts {data.inputs.text}, as {data.inputs.said_by} ({described(error)})",
         ) from error
     width = data.task.width_of(output.shape) if isinstance(output, Tensor) else None
     if width is None:
-        wanted = f"a model that gives {data.task.names.outputs} {data.task.shape_text(None)}"
+        wanted = f"a model that returns {data.task.names.outputs} {data.task.shape_text(None)}"
         raise ConfigError(key, shown, wanted)
     _check_classes(width, data, key, shown)
 
 
 def _check_classes(count: int | None, data: DataModule, key: str, shown: str | None) -> None:
     if None not in (count, data.num_classes) and count != data.num_classes:
-        allowed = f"a teacher of the data's {data.num_classes} classes; this one has {count}"
+        allowed = f"a teacher with the {data.num_classes} classes of the data; this one has {count}"
         raise ConfigError(key, shown, allowed)

@@ -96,7 +96,7 @@ def test_a_signal_reaches_a_process_that_waits_in_a_library(number: int, when: s
             process.kill()
     assert process.returncode == 128 + number, said
     assert said.splitlines()[-1] == (
-        "interrupted while it waited for other processes: the same command with resume=auto continues"
+        "interrupted while it waited for other processes: run the same command with resume=auto to continue"
     )
 
 
@@ -164,7 +164,7 @@ def test_a_process_that_waits_where_nobody_is_at_work_says_so(
     monkeypatch.setattr(ranks, "main_process", lambda: False)
     monkeypatch.setattr(ranks, "_NOBODY", 1.0)
     with pytest.raises(
-        ConfigError, match=r"output_dir=.*: expected the folder that the first process is at work in"
+        ConfigError, match=r"output_dir=.*: expected the folder in which the first process works"
     ):
         ranks.wait_for_first(tmp_path / "last.ckpt")
 
@@ -183,9 +183,7 @@ def test_processes_that_others_start_are_told_their_folder(
     """Each would make one of its own, with the time in its name, and wait there for the first one's checkpoint."""
     for key, value in environment.items():
         monkeypatch.setenv(key, value)
-    with pytest.raises(
-        ConfigError, match=r"^output_dir=None: expected a folder, the same for all 2 processes"
-    ):
+    with pytest.raises(ConfigError, match=r"^output_dir=None: expected the same folder for all 2 processes"):
         check_machine(Config(trainer=trainer))
     check_machine(Config(trainer=trainer, output_dir="mine"))
     check_machine(Config(trainer=trainer, resume="mine/last.ckpt"))
@@ -209,7 +207,7 @@ def test_all_gpus_of_a_machine_are_the_tasks_of_a_job_or_are_not(
         check_machine(config)
     else:
         with pytest.raises(
-            ConfigError, match=r"^output_dir=None: expected a folder, the same for all 4 processes"
+            ConfigError, match=r"^output_dir=None: expected the same folder for all 4 processes"
         ):
             check_machine(config)
 
