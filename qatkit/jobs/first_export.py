@@ -10,6 +10,7 @@ would end with the same line. `verify.audit=false` accepts float operators, and 
 from __future__ import annotations
 
 import tempfile
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from qatkit.records.run_files import FLOAT_FILE, file_name
 from qatkit.run.build import examples
 from qatkit.run.export import check_integer_ends, write_file, write_float_file
 from qatkit.run.folder import Run, main_process
+from qatkit.run.pace import EARLY, of_first_file
 from qatkit.train.module import QATModule
 from qatkit.verify.checks.base import Check, Subject
 from qatkit.verify.thresholds import shortfalls
@@ -71,7 +73,8 @@ def _try_module(run: Run, model: Captured, module: QATModule, data: DataModule) 
     ):
         module.check_gradients()
         files = {"int8": Path(new) / run.int8_name}
-        write_file(module.convert().graph, config, inputs, files["int8"])
+        converted = module.convert().graph
+        write_file(converted, config, inputs, files["int8"])
         if config.export.io == "uint8":
             check_integer_ends(module)
             channels = data.preprocessing.channels
@@ -95,7 +98,12 @@ def _try_module(run: Run, model: Captured, module: QATModule, data: DataModule) 
             labelled=data.labelled,
             task=data.task,
         )
-        return _go_on(config, subject)
+        start = time.monotonic()
+        goes_on = _go_on(config, subject)
+        if goes_on and main_process():
+            run.speeds = of_first_file(files["int8"], converted, config, inputs, subject.options)
+            run.speeds[EARLY] = time.monotonic() - start  # about what opening sessions costs again
+        return goes_on
 
 
 def _prove_stream(file: Path, data: DataModule, threads: int) -> None:

@@ -1,0 +1,318 @@
+"""Measures the speed of a run's own model on its own data, in a second or two, for the estimates of its plan.
+
+    a few samples ─┬─ loaded                            ─> seconds per sample, x the samples of a stage
+                   ├─ float model, forward
+                   ├─ copy of the prepared graph: observed, quantized, two sizes of a training step
+                   └─ first exported file, in ONNX Runtime (`of_first_file`)
+
+Each speed is measured when a stage first asks for it, so a resumed run measures only what is left. Everything
+happens on copies and with the random generators restored afterwards: the run's results stay the same.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import fx, nn
+
+from qatkit.calibration.mixed_scales import SAMPLE, mixed_scales
+from qatkit.calibration.observe import calibrate
+from qatkit.config.schema import Config
+from qatkit.data import DataModule
+from qatkit.data.inputs import Inputs
+from qatkit.export.converted_reference import ConvertedReference
+from qatkit.graph.phase import inference, set_phase
+from qatkit.graph.precomputed import settled_graph
+from qatkit.graph.quantizers import fake_quantizers
+from qatkit.graph.signature import call
+from qatkit.graph.trace import copy_of
+from qatkit.run.build import examples
+from qatkit.run.loop.fit import on_gpu
+from qatkit.run.memory import available_memory
+from qatkit.train.learner import FloatModule, Learner, make_optimizer
+from qatkit.train.module import QATModule
+from qatkit.verify.accuracy import all_cores
+from qatkit_verify.feeds import rows
+from qatkit_verify.session import open_session, run_outputs
+
+EARLY = "early"  # of `Pace.files`: seconds of the checks at the first export
+_SHORT = 0.15  # seconds of a forward pass over the samples that are measured
+_FEWEST, _MOST = 4, 32  # samples
+_VALUES = 2**18  # of the inputs that a file is timed with
+_COPIES = 4  # of the weights, in a training step on a copy: weights, gradients, two moments
+
+
+class Calibrating(NamedTuple):
+    """Seconds of a calibration: per sample, and once."""
+
+    each: float
+    once: float
+
+
+class Stepping(NamedTuple):
+    """Seconds of a training step: per sample, and once per step."""
+
+    each: float
+    once: float
+
+
+class Unknown(Exception):  # noqa: N818  no error: a stage without an estimate
+    """A speed that could not be measured; the message says why."""
+
+
+class Pace:
+    """The speeds of a run. Each raises `Unknown` where it can't be measured.
+
+    Args:
+        config: of the run.
+        data: of the run.
+        model: the float model, which is left unchanged.
+        module: prepared, not calibrated yet; None for a run without one.
+        files: seconds per sample of the first exported file, by name (`of_first_file`).
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        data: DataModule,
+        model: nn.Module,
+        module: QATModule | None,
+        files: dict[str, float],
+    ) -> None:
+        self.config, self.data, self.files = config, data, files
+        self._model, self._module = model, module
+        self._failed = dict[str, str]()
+
+    @cached_property
+    def load(self) -> float:
+        """Seconds to read and prepare a sample, by all worker processes."""
+        count = self._count
+        with self._measuring("loading of data"):
+            seconds = _timed(lambda: self.data.first_batch(count)) / count
+        return seconds / max(1, self.config.data.workers)
+
+    @cached_property
+    def forward(self) -> float:
+        """Seconds of a sample in the float model, on the CPU."""
+        with self._measuring("forward"), inference(self._model):
+            return _timed(lambda: call(self._model, self._batch)) / self._count
+
+    @cached_property
+    def calibration(self) -> Calibrating:
+        """Seconds of a calibration with the run's observer."""
+        return self._copied[1]
+
+    @cached_property
+    def simulated(self) -> float:
+        """Seconds of a sample in the simulation, on the device that trains."""
+        module = self._copied[0]
+        with self._measuring("simulation"), inference(module.graph):
+            set_phase(module.graph, observe=False, quantize=True)
+            graph = settled_graph(module.graph.to(self._device)).eval()
+            tensors = [one.to(self._device) for one in module.tensors(self._batch)]
+            graph(*tensors)
+            return _timed(lambda: graph(*tensors)) / self._count
+
+    @cached_property
+    def float_step(self) -> Stepping:
+        """Seconds of a step that trains the float model."""
+        self._check_room()
+        with self._measuring("float step"):
+            schedule = self.config.schedule
+            return self._step(FloatModule(copy_of(self._model), schedule, self.data.task), schedule.float_lr)
+
+    @cached_property
+    def step(self) -> Stepping:
+        """Seconds of a step that fine-tunes the quantized model; with observers for their share of the steps."""
+        module, schedule = self._copied[0], self.config.schedule
+        with self._measuring("step"):
+            module.learn(self.data.task)
+            module.begin()
+            set_phase(module.graph, observe=schedule.freeze_observers > 0, quantize=True)
+            try:
+                return self._step(module, schedule.lr)
+            finally:
+                for teacher in module.teacher:  # the run's own model, which the loss has moved
+                    teacher.cpu()
+
+    @staticmethod
+    def known(seconds: float | None) -> float:
+        """Returns seconds that were measured elsewhere."""
+        if seconds is None:
+            raise Unknown("")
+        return seconds
+
+    def file(self, name: str) -> float:
+        """Returns the seconds of a sample in a file: "int8", "unoptimized", "converted", or "float"."""
+        if name == "float" or (name not in self.files and name != "converted"):
+            return self.forward
+        if name not in self.files:
+            raise Unknown("the file was not run")
+        return self.files[name]
+
+    @cached_property
+    def _device(self) -> torch.device:
+        return torch.device("cuda" if on_gpu(self.config.trainer) else "cpu")
+
+    @cached_property
+    def _count(self) -> int:
+        """The number of samples that are measured: as many as the float model takes a moment for."""
+        with self._measuring("model"), inference(self._model):
+            few = self.data.first_batch(2)
+            call(self._model, few)
+            each = _timed(lambda: call(self._model, few)) / 2
+        return self.data.rows(int(min(_MOST, max(_FEWEST, _SHORT / max(each, 1e-9)))))
+
+    @cached_property
+    def _batch(self) -> Any:
+        return self.data.first_batch(self._count)
+
+    @cached_property
+    def _copied(self) -> tuple[QATModule, Calibrating]:
+        """The module with a copy of its graph, calibrated on the few samples, and how long that took."""
+        self._check_room()
+        if self._module is None:
+            raise Unknown("there is no module")
+        with self._measuring("calibration"):
+            module = copy.copy(self._module)
+            module._modules = dict(self._module._modules)
+            module.graph, module._tapped = copy_of(self._module.graph), ()
+            times, few = list[float](), self.data.first_batch(2)
+
+            def batches() -> Iterator[Any]:
+                for batch in (few, self._batch):
+                    times.append(time.perf_counter())
+                    yield module.tensors(batch)
+                times.append(time.perf_counter())
+
+            calibrate(module.graph, batches())
+            once = time.perf_counter() - times[-1]
+            if module.quantize and not module.backend.simulated and fake_quantizers(module.graph):
+                sample = [module.tensors(few)]
+                once += _timed(lambda: mixed_scales(module.graph, sample)) * SAMPLE / 2
+        return module, Calibrating((times[2] - times[1]) / self._count, once)
+
+    def _step(self, learner: Learner, lr: float) -> Stepping:
+        """Times steps of two sizes on a copy, whose weights they change."""
+        if self.config.trainer.compile:
+            raise Unknown("trainer.compile")
+        learner.graph.to(self._device).train()
+        optimizer = make_optimizer(learner.graph, self.config.schedule, lr)
+        few, count = self.data.rows(2), self._count
+
+        def seconds(samples: int) -> float:
+            images, targets = self._training_batch(samples)
+
+            def step() -> None:
+                optimizer.zero_grad()
+                with self._precision():
+                    loss = learner.loss(images, targets)
+                loss.backward()
+                optimizer.step()
+
+            return _timed(step, self._device)
+
+        seconds(few)
+        small, large = seconds(few), seconds(count)
+        each = max(0.0, large - small) / max(1, count - few) or large / count
+        return Stepping(each, max(0.0, small - few * each))
+
+    def _training_batch(self, samples: int) -> tuple[Any, Any]:
+        loader = self.data.train_dataloader()
+        keys = [(0, index) for index in self.data.calibration_indices(samples)]
+        images, targets = loader.dataset.__getitems__(keys)  # type: ignore[attr-defined]
+        return _on(images, self._device), _on(targets, self._device)
+
+    def _precision(self) -> AbstractContextManager[Any]:
+        kinds = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+        kind = kinds.get(self.config.trainer.precision)
+        return nullcontext() if kind is None else torch.autocast(self._device.type, kind)
+
+    def _check_room(self) -> None:
+        """Raises Unknown where a copy of the model would leave too little memory."""
+        room, needed = available_memory(), _COPIES * sum(one.nbytes for one in self._model.parameters())
+        if room is not None and 2 * needed > room:
+            raise Unknown("too little memory to try it on a copy")
+
+    @contextmanager
+    def _measuring(self, what: str) -> Iterator[None]:
+        """Restores the random generators; any error means that there is no estimate, and is raised once."""
+        if what in self._failed:
+            raise Unknown(self._failed[what])
+        try:
+            with undisturbed():
+                yield
+        except Unknown as error:
+            self._failed[what] = str(error)
+            raise
+        except (
+            Exception
+        ) as error:  # a model of the user's may raise anything; the stage itself then reports it
+            self._failed[what] = f"the {what} could not be timed"
+            raise Unknown(self._failed[what]) from error
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Restores every random generator on exit; warnings are left to the stage that is tried."""
+    states = random.getstate(), np.random.get_state()
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+
+
+def of_first_file(
+    path: Path, converted: fx.GraphModule, config: Config, inputs: Inputs, options: Mapping[str, str]
+) -> dict[str, float]:
+    """Returns the seconds per sample of a file and of the module that it was made from, for `Pace.files`.
+
+    {} where one of them does not run; the verification will say why.
+    """
+    try:
+        fitting = max(2, min(_MOST, 4 * _VALUES // max(1, inputs.bytes)))
+        batch = inputs.example(fitting if config.export.dynamic_batch else examples(config))
+        runs = {"converted": partial(ConvertedReference(converted), batch)}
+        for name, optimize in (("int8", True), ("unoptimized", False)):
+            session = open_session(path, threads=all_cores(), options=options, optimize=optimize)
+            runs[name] = partial(run_outputs, session, batch)
+        found = dict[str, float]()
+        with undisturbed():
+            for name, run in runs.items():
+                run()
+                found[name] = _timed(run) / rows(batch)
+    except Exception:  # of any runtime or module
+        return {}
+    return found
+
+
+def _timed(run: Callable[[], Any], device: torch.device | None = None) -> float:
+    on = device is not None and device.type == "cuda"
+    if on:
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    run()
+    if on:
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def _on(value: Any, device: torch.device) -> Any:
+    """Returns a batch on a device: a tensor, or tensors by name."""
+    if isinstance(value, dict):
+        return {name: _on(one, device) for name, one in value.items()}
+    return value.to(device) if isinstance(value, torch.Tensor) else value
