@@ -27,11 +27,13 @@ class _Typed:
         program: `TRAIN` or `EXPORT`.
         overrides: as typed.
         flags: of Hydra, such as --config-dir.
+        swept: whether it is one of several of a sweep.
     """
 
     program: str
     overrides: tuple[str, ...]
     flags: tuple[str, ...] = ()
+    swept: bool = False
 
 
 _TYPED: ContextVar[_Typed | None] = ContextVar("typed", default=None)
@@ -40,7 +42,11 @@ _ALIKE: ContextVar[bool] = ContextVar("alike", default=False)
 
 @contextlib.contextmanager
 def typing(
-    overrides: Sequence[str] | None, program: str = TRAIN, flags: Sequence[str] = ()
+    overrides: Sequence[str] | None,
+    program: str = TRAIN,
+    flags: Sequence[str] = (),
+    *,
+    swept: bool = False,
 ) -> Iterator[None]:
     """Sets the typed command line while a job runs that "train.py OVERRIDES..." started.
 
@@ -48,8 +54,10 @@ def typing(
         overrides: None if nothing that could be typed again started the job.
         program: `EXPORT` if export.py started it.
         flags: typed in addition to overrides.
+        swept: whether the job is one of a sweep.
     """
-    token = _TYPED.set(None if overrides is None else _Typed(program, tuple(overrides), tuple(flags)))
+    typed = None if overrides is None else _Typed(program, tuple(overrides), tuple(flags), swept)
+    token = _TYPED.set(typed)
     try:
         yield
     finally:
@@ -87,7 +95,8 @@ def again(*overrides: str, without: Sequence[str] = ()) -> str:
     typed = _TYPED.get()
     if typed is None:
         return ""
-    replaced = {_key(one) for one in overrides} | {*_OWN, *without}
+    # An addition to a mapping, +backend.overrides={...}, leaves earlier ones in place.
+    replaced = {_key(one) for one in overrides if not one.startswith("+")} | {*_OWN, *without}
     kept = [one for one in typed.overrides if _key(one) not in replaced]
     return command(typed.program, *kept, *overrides, *typed.flags)
 
@@ -99,9 +108,17 @@ def typed_value(key: str) -> str | None:
     return given[-1].partition("=")[2] if given else None
 
 
-def is_typed() -> bool:
-    """Returns whether a command line is known, so that another one can be proposed."""
-    return _TYPED.get() is not None
+def typed_like(key: str) -> tuple[str, ...]:
+    """Returns the overrides that were typed for a key or for those of a group."""
+    typed = _TYPED.get()
+    given = () if typed is None else typed.overrides
+    return tuple(one for one in given if _key(one) == key or _key(one).startswith(f"{key}."))
+
+
+def proposes() -> bool:
+    """Returns whether a job proposes further commands: one line was typed for it alone."""
+    typed = _TYPED.get()
+    return typed is not None and not typed.swept
 
 
 def command(program: str, *words: str) -> str:

@@ -18,7 +18,7 @@ from qatkit.config.schema import Config
 from qatkit.data import DataModule
 from qatkit.export import ort_modes
 from qatkit.graph.captured import Captured
-from qatkit.jobs.hand_over import hand_over
+from qatkit.jobs.hand_over import ended, hand_over
 from qatkit.jobs.stages import Always, State
 from qatkit.jobs.verify import SAMPLE_BATCH, conclude, planned_verification
 from qatkit.records.detections import nms_file
@@ -196,7 +196,7 @@ def finish(run: Run, data: DataModule, made: Made) -> int:
     )
     name = file_name(made.mode)
     status = conclude(run, subject, told, [name, FLOAT_FILE, *made.beside, MODEL_FILE, CONFIG_FILE])
-    return hand_over(run, data, status, name)
+    return ended(run, hand_over(run, data, status, name))
 
 
 def subject_of(config: Config, folder: Path, made: Made, data: DataModule) -> Subject:

@@ -25,6 +25,7 @@ from qatkit.jobs.stages import Always, State
 from qatkit.jobs.verify import checks_of, float_on_purpose
 from qatkit.records.results import Results
 from qatkit.records.run_files import FLOAT_FILE, file_name
+from qatkit.report.next_steps import lines, next_steps
 from qatkit.run.build import examples
 from qatkit.run.export import check_integer_ends, write_file, write_float_file
 from qatkit.run.folder import Run, main_process
@@ -152,6 +153,8 @@ def _go_on(config: Config, subject: Subject) -> bool:
     if results.shortfalls and main_process():
         report.print_report(results, checks=checks)
         print(_STOPPED, flush=True)
+        for line in lines(next_steps(results)):
+            print(line, flush=True)
     return not results.shortfalls
 
 

@@ -28,7 +28,7 @@ from qatkit.graph.precomputed import settled_graph
 from qatkit.graph.selectors import names_in_file
 from qatkit.importing import ImportedModel
 from qatkit.jobs.dynamic_file import with_dynamic
-from qatkit.jobs.hand_over import hand_over
+from qatkit.jobs.hand_over import ended, hand_over
 from qatkit.jobs.stages import State
 from qatkit.records.ladder import read_ladder
 from qatkit.records.plan import Planned, with_seconds
@@ -42,6 +42,7 @@ from qatkit.records.run_files import (
     REPORT_FILE,
 )
 from qatkit.report import oscillation_text
+from qatkit.report.next_steps import next_steps
 from qatkit.run.backend import backend_of
 from qatkit.run.folder import Run
 from qatkit.run.loop.fit import accelerator
@@ -169,6 +170,8 @@ def conclude(run: Run, subject: Subject, told: Results, files: Sequence[str]) ->
     results = replace(results, ladder=read_ladder(run.folder))
     explained = any(one.explained for one in found)
     results = replace(results, climb="" if explained else _climb(run.config, results))
+    run.next = next_steps(results)
+    results = replace(results, next=run.next)
     report.write_page(run.folder / PAGE_FILE, results, checks)
     report.write_report(run.folder / REPORT_FILE, results)
     report.print_report(results, checks=checks)
@@ -240,7 +243,7 @@ def conclude_module(state: State) -> int:
     subject = _subject(state, written.converted.graph)
     placed = [PLACEMENT_FILE] if run.placed is not None else []
     files = [*written.files, *placed, CHECKPOINT_FILE, CONFIG_FILE]
-    return hand_over(run, data, conclude(run, subject, told, files), run.int8_name)
+    return ended(run, hand_over(run, data, conclude(run, subject, told, files), run.int8_name))
 
 
 def other_sizes(converted: fx.GraphModule) -> list[dict[str, dict[int, int]]]:

@@ -76,16 +76,16 @@ class Pace:
     Args:
         config: of the run.
         data: of the run.
-        model: the float model, which is left unchanged.
+        model: the float model, which is left unchanged; None for a file that no module was made from.
         module: prepared, not calibrated yet; None for a run without one.
-        files: seconds per sample of the first exported file, by name (`of_first_file`).
+        files: known seconds per sample of files, by name (`of_first_file`).
     """
 
     def __init__(
         self,
         config: Config,
         data: DataModule,
-        model: nn.Module,
+        model: nn.Module | None,
         module: QATModule | None,
         files: dict[str, float],
     ) -> None:
@@ -104,8 +104,11 @@ class Pace:
     @cached_property
     def forward(self) -> float:
         """Seconds of a sample in the float model, on the CPU."""
-        with self._measuring("forward"), inference(self._model):
-            return _timed(lambda: call(self._model, self._batch)) / self._count
+        if "float" in self.files:
+            return self.files["float"]
+        model = self._float
+        with self._measuring("forward pass"), inference(model):
+            return _timed(lambda: call(model, self._batch)) / self._count
 
     @cached_property
     def calibration(self) -> Calibrating:
@@ -129,7 +132,7 @@ class Pace:
         self._check_room()
         with self._measuring("float step"):
             schedule = self.config.schedule
-            return self._step(FloatModule(copy_of(self._model), schedule, self.data.task), schedule.float_lr)
+            return self._step(FloatModule(copy_of(self._float), schedule, self.data.task), schedule.float_lr)
 
     @cached_property
     def step(self) -> Stepping:
@@ -160,6 +163,12 @@ class Pace:
             raise Unknown("the file was not run")
         return self.files[name]
 
+    @property
+    def _float(self) -> nn.Module:
+        if self._model is None:
+            raise Unknown("there is no model")
+        return self._model
+
     @cached_property
     def _device(self) -> torch.device:
         return torch.device("cuda" if on_gpu(self.config.trainer) else "cpu")
@@ -167,10 +176,14 @@ class Pace:
     @cached_property
     def _count(self) -> int:
         """The number of samples that are measured: as many as the float model takes a moment for."""
-        with self._measuring("model"), inference(self._model):
-            few = self.data.first_batch(2)
-            call(self._model, few)
-            each = _timed(lambda: call(self._model, few)) / 2
+        if "float" in self.files:
+            each = self.files["float"]
+        else:
+            model = self._float
+            with self._measuring("model"), inference(model):
+                few = self.data.first_batch(2)
+                call(model, few)
+                each = _timed(lambda: call(model, few)) / 2
         return self.data.rows(int(min(_MOST, max(_FEWEST, _SHORT / max(each, 1e-9)))))
 
     @cached_property
@@ -240,7 +253,7 @@ class Pace:
 
     def _check_room(self) -> None:
         """Raises Unknown where a copy of the model would leave too little memory."""
-        room, needed = available_memory(), _COPIES * sum(one.nbytes for one in self._model.parameters())
+        room, needed = available_memory(), _COPIES * sum(one.nbytes for one in self._float.parameters())
         if room is not None and 2 * needed > room:
             raise Unknown("too little memory to try it on a copy")
 
