@@ -21,7 +21,7 @@ from qatkit.records.run_files import PARTIAL, partial_results
 from qatkit.run.allocator import return_freed_memory
 from qatkit.run.build import example_batch
 from qatkit.run.folder import Run, main_process
-from qatkit.run.pace import Pace
+from qatkit.run.pace import Pace, undisturbed
 from qatkit.run.plan import stage
 from qatkit.train.module import IDLE
 
@@ -40,7 +40,9 @@ class Calibrate(InCheckpoint):
         config = state.run.config.calibration
         method = config.observer.rpartition(".")[2].removesuffix("Observer")
         chosen = "" if config.search == "none" else f", {config.search} of methods"
-        about = f"{config.images:,} {state.data.task.names.samples}, {method}{chosen}"
+        with undisturbed():  # a warning of too few images comes with the calibration
+            count = config.images if config.random else sum(map(len, splits(state.data, state.run.config)))
+        about = f"{count:,} {state.data.task.names.samples}, {method}{chosen}"
         if config.cache is not None and Path(config.cache).exists():
             return (stage("calibration", f"from {config.cache}", lambda: 0.0, done=self.done(state)),)
         return (stage("calibration", about, partial(_seconds, state, pace), done=self.done(state)),)

@@ -10,7 +10,6 @@ would end with the same line. `verify.audit=false` accepts float operators, and 
 from __future__ import annotations
 
 import tempfile
-import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -29,7 +28,7 @@ from qatkit.report.next_steps import lines, next_steps
 from qatkit.run.build import examples
 from qatkit.run.export import check_integer_ends, write_file, write_float_file
 from qatkit.run.folder import Run, main_process
-from qatkit.run.pace import EARLY, of_first_file
+from qatkit.run.pace import of_first_file
 from qatkit.train.module import QATModule
 from qatkit.verify.checks.base import Check, Subject
 from qatkit.verify.thresholds import shortfalls
@@ -99,11 +98,9 @@ def _try_module(run: Run, model: Captured, module: QATModule, data: DataModule) 
             labelled=data.labelled,
             task=data.task,
         )
-        start = time.monotonic()
         goes_on = _go_on(config, subject)
         if goes_on and main_process():
             run.speeds = of_first_file(files["int8"], converted, config, inputs, subject.options)
-            run.speeds[EARLY] = time.monotonic() - start  # about what opening sessions costs again
         return goes_on
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import sys
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +24,7 @@ from qatkit.records.run_files import CONFIG_FILE, FLOAT_FILE, file_name
 from qatkit.run.build import opened_data
 from qatkit.run.folder import Run
 from qatkit.run.memory import check_inputs
-from qatkit.run.pace import Pace
+from qatkit.run.pace import Pace, Span, timed
 from qatkit.run.plan import announce, stage
 from qatkit.tasks import task_of
 from qatkit_verify.errors import ConfigError, one_line
@@ -114,12 +113,12 @@ def _data(config: Config, file: FloatFile) -> DataModule:
 
 def _checked(
     config: Config, file: FloatFile, path: Path, data: DataModule, batch: int | None
-) -> tuple[Config, list[str], float]:
+) -> tuple[Config, list[str], Span]:
     """Runs the file once: it must run, as it did before an upgrade, and give the outputs that the task needs.
 
     Returns:
-        The configuration with the task that suits the outputs, notes for the report, and the seconds that the
-        file takes per sample.
+        The configuration with the task that suits the outputs, notes for the report, and the time that the file
+        takes per sample.
     """
     session = open_session(path, threads=config.verify.threads)
     given, outputs = _outputs(session, file, data, batch)
@@ -141,9 +140,7 @@ def _checked(
     data.task = task.suited(outputs, [one.name for one in session.get_outputs()], count)
     if file.upgraded is not None:
         _check_upgrade(config, file, session, data, given)
-    start = time.perf_counter()
-    run_outputs(session, given)
-    return config, notes, (time.perf_counter() - start) / max(1, count)
+    return config, notes, timed(lambda: run_outputs(session, given)).times(1 / max(1, count))
 
 
 def _outputs(

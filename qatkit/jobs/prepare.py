@@ -108,8 +108,12 @@ class Announce(Conditional):
     def run(self, state: State) -> State:
         run = state.run
         pace = Pace(run.config, state.data, state.model, state.module, run.speeds)
-        announce(run, [row for one in self.later for row in one.planned(state, pace)])
+        self._rows(state, pace)  # once to measure, then with the machine's speed as all measurements have it
+        announce(run, self._rows(state, pace))
         return state
+
+    def _rows(self, state: State, pace: Pace) -> list[Planned]:
+        return [row for one in self.later for row in one.planned(state, pace)]
 
 
 class Places(Always):

@@ -28,7 +28,7 @@ from qatkit.run.build import chooses_epochs
 from qatkit.run.folder import Run, read_checkpoint
 from qatkit.run.loop.fit import Stage, batches_a_step, fit
 from qatkit.run.loop.validation import Validating
-from qatkit.run.pace import Pace, Stepping
+from qatkit.run.pace import Pace, Parts
 from qatkit.run.plan import stage
 from qatkit.run.tracking import tracker
 from qatkit.train.learner import FloatModule, Learner
@@ -134,7 +134,7 @@ class Length:
         """The number of samples that judge the epochs which are left."""
         return self._share * self.epochs * self.state.data.validation_count
 
-    def seconds(self, step: Stepping, load: float) -> float:
+    def seconds(self, step: Parts, load: float) -> float:
         """Returns the seconds of the steps which are left."""
         config = self.state.run.config
         each = config.data.batch_size * (step.each + load) * config.trainer.accumulate

@@ -46,7 +46,7 @@ from qatkit.report.next_steps import next_steps
 from qatkit.run.backend import backend_of
 from qatkit.run.folder import Run
 from qatkit.run.loop.fit import accelerator
-from qatkit.run.pace import EARLY, Pace
+from qatkit.run.pace import Pace
 from qatkit.run.plan import stage
 from qatkit.run.sound import overrides_of
 from qatkit.train.module import IDLE, NOTHING, QATModule
@@ -82,7 +82,7 @@ def planned_verification(
     about += f", parity on {min(tests, wanted.parity_images):,}"
 
     def seconds() -> float:
-        return pace.files.get(EARLY, 0.0) + sum(check.estimate(wanted, speeds) for check in checks)
+        return sum(check.estimate(wanted, speeds) for check in checks)
 
     rows = [stage("verify", about, seconds)]
     if config.export.bundle:

@@ -40,6 +40,27 @@ def next_steps(results: Results) -> tuple[NextStep, ...]:
     return tuple(found.values())[:_MOST]
 
 
+def after_cleaning(path: Path) -> tuple[NextStep, ...]:
+    """Returns the commands for a cleaned file."""
+    file = override("onnx", path)
+    steps = (
+        NextStep(command(EXPORT, file, "mode=summary"), "lists its operators, and which run int8 here"),
+        *after_summary(path, quantized=False),
+    )
+    return steps if proposes() else ()
+
+
+def after_summary(path: Path, *, quantized: bool) -> tuple[NextStep, ...]:
+    """Returns the commands for a file whose operators were listed."""
+    file = override("onnx", path)
+    if not proposes():
+        return ()
+    if quantized:
+        return (NextStep(command(EXPORT, file, "mode=encodings"), "writes its scales and zero points"),)
+    typed = command(EXPORT, file, "mode=static", "data=drawn")
+    return (NextStep(typed, "size and speed in int8, on drawn samples; data=... for accuracy"),)
+
+
 def lines(steps: tuple[NextStep, ...]) -> list[str]:
     """Returns the commands as lines, each with its reason as a comment of the shell."""
     width = max((len(one.command) for one in steps), default=0)
@@ -204,7 +225,12 @@ def _places(results: Results) -> NextStep | None:
 def _calibrates(results: Results) -> NextStep | None:
     """Proposes static quantization of a file that was quantized without calibration on given data."""
     asked = RequestedSettings(results)
-    if asked.has_module or asked.get("mode") != "dynamic" or typed_value("data") is None:
+    if (
+        results.shortfalls
+        or asked.has_module
+        or asked.get("mode") != "dynamic"
+        or typed_value("data") is None
+    ):
         return None
     return NextStep(again("mode=static"), "calibrates ranges, which run faster than dynamic ones")
 

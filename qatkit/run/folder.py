@@ -47,7 +47,7 @@ class Run:
         asked: the configuration as it was given, where that differs; config.yaml and the report have this one.
         placed: the placement of a run that has one.
         curves: for each stage that trained, the results of its epochs (`qatkit.train.learner.Learner.curve`).
-        speeds: seconds per sample of the first exported file (`qatkit.run.pace.of_first_file`).
+        speeds: times per sample of the first exported file (`qatkit.run.pace.of_first_file`).
         plan: its stages, announced at the start.
         next: what the user may do after it.
     """
@@ -59,7 +59,7 @@ class Run:
     asked: Config | None = None
     placed: Placed | None = None
     curves: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    speeds: dict[str, float] = field(default_factory=dict)
+    speeds: Mapping[str, Any] = field(default_factory=dict)
     plan: tuple[Planned, ...] = ()
     next: tuple[NextStep, ...] = ()
 

@@ -45,22 +45,35 @@ from qatkit.verify.accuracy import all_cores
 from qatkit_verify.feeds import rows
 from qatkit_verify.session import open_session, run_outputs
 
-EARLY = "early"  # of `Pace.files`: seconds of the checks at the first export
-_SHORT = 0.15  # seconds of a forward pass over the samples that are measured
+_SHORT = 0.15  # seconds of work in a forward pass over the samples that are measured
 _FEWEST, _MOST = 4, 32  # samples
+_CROWDED = 1.3  # times as long as its work takes what runs on a machine that others use
 _VALUES = 2**18  # of the inputs that a file is timed with
 _COPIES = 4  # of the weights, in a training step on a copy: weights, gradients, two moments
 
 
-class Calibrating(NamedTuple):
-    """Seconds of a calibration: per sample, and once."""
+class Span(NamedTuple):
+    """A time, or a combination of times, by two clocks.
 
-    each: float
-    once: float
+    Attributes:
+        wall: seconds that passed.
+        work: seconds of all processor cores.
+    """
+
+    wall: float
+    work: float
+
+    def less(self, other: Span) -> Span:
+        """Returns the difference, at least 0."""
+        return Span(max(0.0, self.wall - other.wall), max(0.0, self.work - other.work))
+
+    def times(self, factor: float) -> Span:
+        """Returns a multiple."""
+        return Span(factor * self.wall, factor * self.work)
 
 
-class Stepping(NamedTuple):
-    """Seconds of a training step: per sample, and once per step."""
+class Parts(NamedTuple):
+    """Seconds of a calibration or of a training step: per sample, and once."""
 
     each: float
     once: float
@@ -78,7 +91,7 @@ class Pace:
         data: of the run.
         model: the float model, which is left unchanged; None for a file that no module was made from.
         module: prepared, not calibrated yet; None for a run without one.
-        files: known seconds per sample of files, by name (`of_first_file`).
+        files: known times per sample of files, by name (`of_first_file`).
     """
 
     def __init__(
@@ -87,66 +100,50 @@ class Pace:
         data: DataModule,
         model: nn.Module | None,
         module: QATModule | None,
-        files: dict[str, float],
+        files: Mapping[str, Span],
     ) -> None:
         self.config, self.data, self.files = config, data, files
         self._model, self._module = model, module
         self._failed = dict[str, str]()
+        self._total = Span(sum(one.wall for one in files.values()), sum(one.work for one in files.values()))
 
-    @cached_property
+    @property
     def load(self) -> float:
         """Seconds to read and prepare a sample, by all worker processes."""
-        count = self._count
-        with self._measuring("loading of data"):
-            seconds = _timed(lambda: self.data.first_batch(count)) / count
-        return seconds / max(1, self.config.data.workers)
+        return self._loaded.wall / max(1, self.config.data.workers)  # it also waits for the disk
 
-    @cached_property
+    @property
     def forward(self) -> float:
         """Seconds of a sample in the float model, on the CPU."""
-        if "float" in self.files:
-            return self.files["float"]
-        model = self._float
-        with self._measuring("forward pass"), inference(model):
-            return _timed(lambda: call(model, self._batch)) / self._count
+        return self._seconds(self._forward)
 
-    @cached_property
-    def calibration(self) -> Calibrating:
+    @property
+    def calibration(self) -> Parts:
         """Seconds of a calibration with the run's observer."""
-        return self._copied[1]
+        return Parts(*map(self._seconds, self._copied[1:]))
 
-    @cached_property
+    @property
     def simulated(self) -> float:
         """Seconds of a sample in the simulation, on the device that trains."""
-        module = self._copied[0]
-        with self._measuring("simulation"), inference(module.graph):
-            set_phase(module.graph, observe=False, quantize=True)
-            graph = settled_graph(module.graph.to(self._device)).eval()
-            tensors = [one.to(self._device) for one in module.tensors(self._batch)]
-            graph(*tensors)
-            return _timed(lambda: graph(*tensors)) / self._count
+        return self._seconds(self._simulated)
 
-    @cached_property
-    def float_step(self) -> Stepping:
+    @property
+    def float_step(self) -> Parts:
         """Seconds of a step that trains the float model."""
-        self._check_room()
-        with self._measuring("float step"):
-            schedule = self.config.schedule
-            return self._step(FloatModule(copy_of(self._float), schedule, self.data.task), schedule.float_lr)
+        return Parts(*map(self._seconds, self._float_step))
 
-    @cached_property
-    def step(self) -> Stepping:
-        """Seconds of a step that fine-tunes the quantized model; with observers for their share of the steps."""
-        module, schedule = self._copied[0], self.config.schedule
-        with self._measuring("step"):
-            module.learn(self.data.task)
-            module.begin()
-            set_phase(module.graph, observe=schedule.freeze_observers > 0, quantize=True)
-            try:
-                return self._step(module, schedule.lr)
-            finally:
-                for teacher in module.teacher:  # the run's own model, which the loss has moved
-                    teacher.cpu()
+    @property
+    def step(self) -> Parts:
+        """Seconds of a step that fine-tunes the quantized model, observers included."""
+        return Parts(*map(self._seconds, self._qat_step))
+
+    def file(self, name: str) -> float:
+        """Returns the seconds of a sample in a file: "int8", "unoptimized", "converted", or "float"."""
+        if name == "float" or (name not in self.files and name != "converted"):
+            return self.forward
+        if name not in self.files:
+            raise Unknown("the file was not run")
+        return self._seconds(self.files[name])
 
     @staticmethod
     def known(seconds: float | None) -> float:
@@ -155,13 +152,64 @@ class Pace:
             raise Unknown("")
         return seconds
 
-    def file(self, name: str) -> float:
-        """Returns the seconds of a sample in a file: "int8", "unoptimized", "converted", or "float"."""
-        if name == "float" or (name not in self.files and name != "converted"):
-            return self.forward
-        if name not in self.files:
-            raise Unknown("the file was not run")
-        return self.files[name]
+    def _seconds(self, span: Span) -> float:
+        """Returns the seconds to expect of what took `span`.
+
+        On a machine that others use, the work of a moment is known better than how long it had to wait: the share of
+        the machine is taken from everything that was measured.
+        """
+        total = self._total
+        crowded = self._device.type == "cpu" and total.wall > _CROWDED * total.work > 0
+        return span.work * total.wall / total.work if crowded else span.wall
+
+    def _timed(self, run: Callable[[], Any]) -> Span:
+        span = timed(run, self._device)
+        self._total = Span(self._total.wall + span.wall, self._total.work + span.work)
+        return span
+
+    @cached_property
+    def _loaded(self) -> Span:
+        count = self._count
+        with self._measuring("loading of data"):
+            return timed(lambda: self.data.first_batch(count)).times(1 / count)
+
+    @cached_property
+    def _forward(self) -> Span:
+        if "float" in self.files:
+            return self.files["float"]
+        model = self._float
+        with self._measuring("forward pass"), inference(model):
+            return self._timed(lambda: call(model, self._batch)).times(1 / self._count)
+
+    @cached_property
+    def _simulated(self) -> Span:
+        module = self._copied[0]
+        with self._measuring("simulation"), inference(module.graph):
+            set_phase(module.graph, observe=False, quantize=True)
+            graph = settled_graph(module.graph.to(self._device)).eval()
+            tensors = [one.to(self._device) for one in module.tensors(self._batch)]
+            graph(*tensors)
+            return self._timed(lambda: graph(*tensors)).times(1 / self._count)
+
+    @cached_property
+    def _float_step(self) -> tuple[Span, Span]:
+        self._check_room()
+        with self._measuring("float step"):
+            schedule = self.config.schedule
+            return self._steps(FloatModule(copy_of(self._float), schedule, self.data.task), schedule.float_lr)
+
+    @cached_property
+    def _qat_step(self) -> tuple[Span, Span]:
+        module, schedule = self._copied[0], self.config.schedule
+        with self._measuring("step"):
+            module.learn(self.data.task)
+            module.begin()
+            set_phase(module.graph, observe=schedule.freeze_observers > 0, quantize=True)
+            try:
+                return self._steps(module, schedule.lr)
+            finally:
+                for teacher in module.teacher:  # the run's own model, which the loss has moved
+                    teacher.cpu()
 
     @property
     def _float(self) -> nn.Module:
@@ -177,13 +225,13 @@ class Pace:
     def _count(self) -> int:
         """The number of samples that are measured: as many as the float model takes a moment for."""
         if "float" in self.files:
-            each = self.files["float"]
+            each = self.files["float"].work
         else:
             model = self._float
             with self._measuring("model"), inference(model):
                 few = self.data.first_batch(2)
                 call(model, few)
-                each = _timed(lambda: call(model, few)) / 2
+                each = self._timed(lambda: call(model, few)).work / 2
         return self.data.rows(int(min(_MOST, max(_FEWEST, _SHORT / max(each, 1e-9)))))
 
     @cached_property
@@ -191,8 +239,8 @@ class Pace:
         return self.data.first_batch(self._count)
 
     @cached_property
-    def _copied(self) -> tuple[QATModule, Calibrating]:
-        """The module with a copy of its graph, calibrated on the few samples, and how long that took."""
+    def _copied(self) -> tuple[QATModule, Span, Span]:
+        """The module with a copy of its graph, calibrated on the few samples; the time per sample, and once."""
         self._check_room()
         if self._module is None:
             raise Unknown("there is no module")
@@ -200,30 +248,31 @@ class Pace:
             module = copy.copy(self._module)
             module._modules = dict(self._module._modules)
             module.graph, module._tapped = copy_of(self._module.graph), ()
-            times, few = list[float](), self.data.first_batch(2)
+            few, now = self.data.first_batch(2), list[Span]()
 
             def batches() -> Iterator[Any]:
                 for batch in (few, self._batch):
-                    times.append(time.perf_counter())
+                    now.append(clocks())
                     yield module.tensors(batch)
-                times.append(time.perf_counter())
+                now.append(clocks())
 
             calibrate(module.graph, batches())
-            once = time.perf_counter() - times[-1]
+            once = clocks().less(now[2])
             if module.quantize and not module.backend.simulated and fake_quantizers(module.graph):
                 sample = [module.tensors(few)]
-                once += _timed(lambda: mixed_scales(module.graph, sample)) * SAMPLE / 2
-        return module, Calibrating((times[2] - times[1]) / self._count, once)
+                searched = self._timed(lambda: mixed_scales(module.graph, sample)).times(SAMPLE / 2)
+                once = Span(once.wall + searched.wall, once.work + searched.work)
+        return module, now[2].less(now[1]).times(1 / self._count), once
 
-    def _step(self, learner: Learner, lr: float) -> Stepping:
-        """Times steps of two sizes on a copy, whose weights they change."""
+    def _steps(self, learner: Learner, lr: float) -> tuple[Span, Span]:
+        """Returns the time per sample and once of a step, from two sizes, on a copy whose weights they change."""
         if self.config.trainer.compile:
             raise Unknown("trainer.compile")
         learner.graph.to(self._device).train()
         optimizer = make_optimizer(learner.graph, self.config.schedule, lr)
         few, count = self.data.rows(2), self._count
 
-        def seconds(samples: int) -> float:
+        def taken(samples: int) -> Span:
             images, targets = self._training_batch(samples)
 
             def step() -> None:
@@ -233,12 +282,14 @@ class Pace:
                 loss.backward()
                 optimizer.step()
 
-            return _timed(step, self._device)
+            return self._timed(step)
 
-        seconds(few)
-        small, large = seconds(few), seconds(count)
-        each = max(0.0, large - small) / max(1, count - few) or large / count
-        return Stepping(each, max(0.0, small - few * each))
+        taken(few)
+        small, large = taken(few), taken(count)
+        if count == few:
+            return large.times(1 / count), Span(0.0, 0.0)
+        each = large.less(small).times(1 / (count - few))
+        return each, small.less(each.times(few))
 
     def _training_batch(self, samples: int) -> tuple[Any, Any]:
         loader = self.data.train_dataloader()
@@ -291,8 +342,8 @@ def undisturbed() -> Iterator[None]:
 
 def of_first_file(
     path: Path, converted: fx.GraphModule, config: Config, inputs: Inputs, options: Mapping[str, str]
-) -> dict[str, float]:
-    """Returns the seconds per sample of a file and of the module that it was made from, for `Pace.files`.
+) -> dict[str, Span]:
+    """Returns the times per sample of a file and of the module that it was made from, for `Pace.files`.
 
     {} where one of them does not run; the verification will say why.
     """
@@ -303,25 +354,31 @@ def of_first_file(
         for name, optimize in (("int8", True), ("unoptimized", False)):
             session = open_session(path, threads=all_cores(), options=options, optimize=optimize)
             runs[name] = partial(run_outputs, session, batch)
-        found = dict[str, float]()
+        found = dict[str, Span]()
         with undisturbed():
             for name, run in runs.items():
                 run()
-                found[name] = _timed(run) / rows(batch)
+                found[name] = timed(run).times(1 / rows(batch))
     except Exception:  # of any runtime or module
         return {}
     return found
 
 
-def _timed(run: Callable[[], Any], device: torch.device | None = None) -> float:
+def clocks() -> Span:
+    """Returns both clocks."""
+    return Span(time.perf_counter(), time.process_time())
+
+
+def timed(run: Callable[[], Any], device: torch.device | None = None) -> Span:
+    """Returns how long a call takes."""
     on = device is not None and device.type == "cuda"
     if on:
         torch.cuda.synchronize()
-    start = time.perf_counter()
+    start = clocks()
     run()
     if on:
         torch.cuda.synchronize()
-    return time.perf_counter() - start
+    return clocks().less(start)
 
 
 def _on(value: Any, device: torch.device) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from qatkit.config.argv import announces_plan
 from qatkit.records.plan import Planned, lines
 from qatkit.run.folder import Run, say
-from qatkit.run.pace import Unknown
+from qatkit.run.pace import Unknown, undisturbed
 
 _TITLE = "plan, with times estimated from a few samples on this machine:"
 
@@ -26,7 +26,8 @@ def stage(name: str, about: str, estimate: Callable[[], float] | str, *, done: b
     if isinstance(estimate, str):
         return Planned(name, about, why=estimate)
     try:
-        return Planned(name, about, estimate())
+        with undisturbed():
+            return Planned(name, about, estimate())
     except Unknown as error:
         return Planned(name, about, why=str(error))
 
