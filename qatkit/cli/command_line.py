@@ -39,7 +39,7 @@ from qatkit.cli.export_command import export_notes, export_run
 from qatkit.cli.reference import help_text
 from qatkit.cli.train_command import train_run
 from qatkit.config import sweep
-from qatkit.config.argv import typing
+from qatkit.config.argv import EXPORT, TRAIN, one_of_many, typing
 from qatkit.config.compose import (
     check_texts,
     compose_config,
@@ -206,7 +206,8 @@ def _run(job: Job, node: DictConfig, from_checkpoint: bool, conf: Path) -> sweep
                 sweep_of.note(overrides, Known(str(Path(folder).absolute())))
             if not from_checkpoint and slurm.started_again():
                 config = going_on(config)
-            return ended(_called(job, config, overrides, from_checkpoint, conf), folder)
+            with one_of_many() if number else contextlib.nullcontext():
+                return ended(_called(job, config, overrides, from_checkpoint, conf), folder)
     except ConfigError as error:
         stopping.check()
         return ended(complain(error, debug=node.trainer.debug), reason=str(error))
@@ -270,7 +271,7 @@ def _called(job: Job, config: Config, overrides: Sequence[str], from_checkpoint:
     """Runs the job itself and returns its exit status."""
     with (
         _distributed(overrides, str(config.output_dir)),
-        typing(None if from_checkpoint else overrides),
+        typing(overrides, EXPORT if from_checkpoint else TRAIN, _flags(), swept=_swept()),
         boundary(dotted_paths(config)),
         at_places(config),
     ):
@@ -279,6 +280,17 @@ def _called(job: Job, config: Config, overrides: Sequence[str], from_checkpoint:
         from qatkit.search.worker import work  # imports Optuna, and torch
 
         return work(config, overrides, _composer(conf, overrides), job)
+
+
+def _swept() -> bool:
+    return bool(HydraConfig.get().mode == RunMode.MULTIRUN)
+
+
+def _flags() -> list[str]:
+    """Returns the user's own configuration folders, as flags and overrides of Hydra."""
+    arguments, _ = get_args_parser().parse_known_args(sys.argv[1:])
+    folder = [] if arguments.config_dir is None else ["--config-dir", arguments.config_dir]
+    return [*_searched(), *folder]
 
 
 def _composer(conf: Path, typed: Sequence[str]) -> Callable[[Sequence[str]], Config]:

@@ -9,12 +9,16 @@ comes with it stays at level 0.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from qatkit.export.accuracy_level import FLOAT, INT8, at_level, multiplies_packed
 from qatkit.jobs.stages import Conditional, State
+from qatkit.records.plan import Planned
 from qatkit.records.run_files import report_of
+from qatkit.run.pace import Pace
+from qatkit.run.plan import stage
 from qatkit.verify.accuracy_levels import LevelFigures, compare_levels
 from qatkit.verify.checks.exact import LEVEL
 from qatkit_verify.files import whole
@@ -25,6 +29,13 @@ _SAMPLES = 512  # on which both levels are compared, at most
 
 class ChooseLevel(Conditional):
     """Applies the requested level, or the one that pays on this machine."""
+
+    def planned(self, state: State, pace: Pace) -> Sequence[Planned]:
+        if self.done(state):
+            return ()
+        images = min(state.run.config.calibration.images, _SAMPLES)
+        about = f"both accuracy levels on {images:,} {state.data.task.names.samples}"
+        return (stage("level", about, lambda: images * (2 * pace.file("int8") + pace.load)),)
 
     def done(self, state: State) -> bool:
         asked = state.run.config.export

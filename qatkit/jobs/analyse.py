@@ -27,12 +27,16 @@ from qatkit.calibration.cache import fingerprint
 from qatkit.config.schema import AnalysisConfig
 from qatkit.data import DataModule
 from qatkit.export.converted_reference import ConvertedReference
+from qatkit.jobs.stages import State
 from qatkit.records.analysis import Analysis, Comparison, SensitivityRow
+from qatkit.records.plan import Planned
 from qatkit.records.run_files import PICTURES, SENSITIVITY_FILE
 from qatkit.report.histograms import draw_histograms
 from qatkit.report.pictures import draw
 from qatkit.run.export import Written
 from qatkit.run.folder import Run
+from qatkit.run.pace import Pace
+from qatkit.run.plan import stage
 from qatkit.train.module import QATModule
 from qatkit.verify.divergence import IMAGES
 from qatkit_verify.session import fixed_batch, open_session, run_images
@@ -51,6 +55,36 @@ def check_layers(module: QATModule, asked: AnalysisConfig) -> None:
 def is_asked(asked: AnalysisConfig) -> bool:
     """Returns whether any analysis is requested."""
     return asked.isolation or asked.sensitivity != "none" or asked.tensors > 0
+
+
+def planned_analysis(state: State, pace: Pace) -> Sequence[Planned]:
+    """Returns the row of the plan, where an analysis is requested.
+
+    A measured site costs two runs of what follows it, which is half of the graph on average.
+    """
+    asked = state.run.config.analysis
+    if not is_asked(asked):
+        return ()
+    images = min(asked.images, state.data.test_count)
+    sites = switches(state.prepared.graph, asked.layers)
+    measured = len(sites) if asked.top is None else min(asked.top, len(sites))
+    parts = {
+        "isolation": (asked.isolation, lambda: 4 * pace.simulated + pace.file("int8")),
+        "estimate": (
+            asked.sensitivity != "none",
+            lambda: 4 * pace.simulated,
+        ),  # forward, backward, and each error
+        f"{measured} sites": (asked.sensitivity == "exact", lambda: (1 + 2 * measured / 2) * pace.simulated),
+    }
+    wanted = {name: cost for name, (is_wanted, cost) in parts.items() if is_wanted}
+    told = [*wanted, *([f"tensors of {asked.tensors:,}"] if asked.tensors else [])]
+    about = f"{images:,} {state.data.task.names.samples}: {', '.join(told)}"
+
+    def seconds() -> float:
+        one_by_one = asked.tensors * (pace.simulated + pace.file("unoptimized") + pace.file("converted"))
+        return images * sum(cost() + pace.load for cost in wanted.values()) + one_by_one
+
+    return (stage("analysis", about, seconds),)
 
 
 def analyse(run: Run, data: DataModule, module: QATModule, written: Written) -> Analysis | None:

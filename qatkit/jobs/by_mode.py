@@ -18,15 +18,18 @@ from qatkit.config.schema import Config
 from qatkit.data import DataModule
 from qatkit.export import ort_modes
 from qatkit.graph.captured import Captured
-from qatkit.jobs.hand_over import hand_over
+from qatkit.jobs.hand_over import ended, hand_over
 from qatkit.jobs.stages import Always, State
-from qatkit.jobs.verify import SAMPLE_BATCH, conclude
+from qatkit.jobs.verify import SAMPLE_BATCH, conclude, planned_verification
 from qatkit.records.detections import nms_file
+from qatkit.records.plan import Planned
 from qatkit.records.results import Results
 from qatkit.records.run_files import CONFIG_FILE, FLOAT_FILE, MODEL_FILE, file_name, write_model_json
 from qatkit.run.backend import backend_of
 from qatkit.run.export import describe, has_nms, write_float_file, write_nms
 from qatkit.run.folder import Run
+from qatkit.run.pace import Pace
+from qatkit.run.plan import stage
 from qatkit.verify.checks.base import Subject
 from qatkit_verify.errors import ConfigError, disk_error, one_line
 from qatkit_verify.session import open_session, run_images
@@ -80,6 +83,12 @@ class Left(NamedTuple):
 
 class ByMode(Always):
     """Quantizes the float model by one of the modes of `qatkit.export.ort_modes`, without simulation."""
+
+    def planned(self, state: State, pace: Pace) -> Sequence[Planned]:
+        run, first = state.run, state.run.seconds.get("export_first")
+        about = f"the float file, and quantized: {run.config.export.mode}"
+        written = stage("export", about, lambda: pace.known(first))
+        return [written, *planned_verification(run.config, state.data, pace, ["float", "int8"])]
 
     def run(self, state: State) -> State:
         return replace(state, status=from_model(state.run, state.captured, state.data))
@@ -189,7 +198,7 @@ def finish(run: Run, data: DataModule, made: Made) -> int:
     )
     name = file_name(made.mode)
     status = conclude(run, subject, told, [name, FLOAT_FILE, *made.beside, MODEL_FILE, CONFIG_FILE])
-    return hand_over(run, data, status, name)
+    return ended(run, hand_over(run, data, status, name))
 
 
 def subject_of(config: Config, folder: Path, made: Made, data: DataModule) -> Subject:

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 
 from qatkit.algorithms.base import CALIBRATED, OBSERVED, algorithms_of
 from qatkit.algorithms.blocks.journal import working
+from qatkit.calibration.candidates import METHODS
 from qatkit.choose.ranges import Calibrated, calibrate_module, splits
+from qatkit.choose.tournament import FINALISTS, SCORING_IMAGES
 from qatkit.config.float_overrides import float_overrides
 from qatkit.data import DataModule
 from qatkit.jobs.stages import InCheckpoint, State
 from qatkit.progress import shown
+from qatkit.records.plan import Planned
 from qatkit.records.run_files import PARTIAL, partial_results
 from qatkit.run.allocator import return_freed_memory
 from qatkit.run.build import example_batch
 from qatkit.run.folder import Run, main_process
+from qatkit.run.pace import Pace, undisturbed
+from qatkit.run.plan import stage
 from qatkit.train.module import IDLE
 
 
@@ -30,6 +36,17 @@ class Calibrate(InCheckpoint):
             found = calibrate_module(state.prepared, data, run.config, example, folder=run.scratch)
         return self._with(state, found)
 
+    def planned(self, state: State, pace: Pace) -> Sequence[Planned]:
+        config = state.run.config.calibration
+        method = config.observer.rpartition(".")[2].removesuffix("Observer")
+        chosen = "" if config.search == "none" else f", {config.search} of methods"
+        with undisturbed():  # a warning of too few images comes with the calibration
+            count = config.images if config.random else sum(map(len, splits(state.data, state.run.config)))
+        about = f"{count:,} {state.data.task.names.samples}, {method}{chosen}"
+        if config.cache is not None and Path(config.cache).exists():
+            return (stage("calibration", f"from {config.cache}", lambda: 0.0, done=self.done(state)),)
+        return (stage("calibration", about, partial(_seconds, state, pace), done=self.done(state)),)
+
     def restore(self, state: State) -> State:
         assert state.stored is not None
         return self._with(state, Calibrated.from_dict(state.stored.get("calibrated", {})))
@@ -37,6 +54,18 @@ class Calibrate(InCheckpoint):
     def _with(self, state: State, found: Calibrated) -> State:
         state.prepared.about["calibrated"] = asdict(found)
         return replace(state, calibrated=found, run=_settled(state.run, found))
+
+
+def _seconds(state: State, pace: Pace) -> float:
+    """Returns the seconds of a calibration: the pass, what follows it, and the finalists of a tournament."""
+    config, found = state.run.config, pace.calibration
+    observed, held_out = splits(state.data, config)
+    seconds = len(observed) * (found.each + pace.load) + found.once
+    if config.calibration.search != "none":
+        scored = len(METHODS) * SCORING_IMAGES * pace.simulated
+        finals = (FINALISTS + 2) * len(held_out) * (pace.file("int8") + pace.load)
+        seconds += scored + (finals if config.calibration.search == "tournament" else 0.0)
+    return seconds
 
 
 def _settled(run: Run, found: Calibrated) -> Run:
@@ -61,6 +90,15 @@ class _Algorithms(InCheckpoint):
         if state.run.config.algorithm_choice == "all":
             _with_images(state.run, state.data, self.stage, getattr(state.prepared, self.hook))
         return state
+
+    def planned(self, state: State, pace: Pace) -> Sequence[Planned]:
+        config, samples = state.run.config, state.data.task.names.samples
+        chosen = algorithms_of(config.algorithm) if config.algorithm_choice == "all" else {}
+        return [
+            stage(name, f"algorithm, {one.images:,} {samples}", "its passes vary", done=self.done(state))
+            for name, one in chosen.items()
+            if one.stage == self.stage
+        ]
 
     def restore(self, state: State) -> State:
         assert state.stored is not None

@@ -9,9 +9,12 @@ from qatkit.choose.algorithms import about_algorithms, compete
 from qatkit.choose.precision.chosen import chosen_floats
 from qatkit.choose.precision.mixed import about_precision, mix
 from qatkit.jobs.stages import InCheckpoint, State
+from qatkit.records.plan import Planned
 from qatkit.records.precision import Precision
 from qatkit.records.scores import with_score
 from qatkit.records.tried import Tried
+from qatkit.run.pace import Pace
+from qatkit.run.plan import stage
 from qatkit.train.module import QATModule
 
 
@@ -24,6 +27,13 @@ class Compete(InCheckpoint):
             return state
         module, tried = compete(run, state.captured, state.data, state.prepared, state.calibrated)
         return self._with(state, module, tried)
+
+    def planned(self, state: State, pace: Pace) -> Sequence[Planned]:
+        config = state.run.config
+        if config.algorithm_choice != "auto":
+            return ()
+        about = f"{len(config.algorithm)} algorithms, each as a file"
+        return (stage("algorithms", about, "it ends when the target is met", done=self.done(state)),)
 
     def restore(self, state: State) -> State:
         assert state.stored is not None
@@ -46,6 +56,12 @@ class Mix(InCheckpoint):
             return self._as_configured(state)
         module, found = mix(run, state.captured, state.data, state.prepared, state.calibrated)
         return self._with(state, module, found)
+
+    def planned(self, state: State, pace: Pace) -> Sequence[Planned]:
+        if state.run.config.precision.search == "none":
+            return ()
+        about = "files with other operators in float"
+        return (stage("precision", about, "it depends on the front", done=self.done(state)),)
 
     def restore(self, state: State) -> State:
         assert state.stored is not None

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -35,8 +36,11 @@ from qatkit.records.decoder_files import (
     GENERATE_FILE,
     genai_config,
 )
+from qatkit.records.plan import Planned
 from qatkit.run.backend import backend_of
 from qatkit.run.export import DEQUANTIZE, with_blocks
+from qatkit.run.pace import Pace
+from qatkit.run.plan import stage
 from qatkit.train.module import QATModule
 from qatkit.verify.decoding import OnnxDecoder, levels
 from qatkit_verify.errors import ConfigError
@@ -77,6 +81,12 @@ class CheckDecoder(Conditional):
 
 class WriteDecoder(Conditional):
     """Writes the folder of the decoder."""
+
+    def planned(self, state: State, pace: Pace) -> Sequence[Planned]:
+        if self.done(state):
+            return ()
+        first = state.run.seconds.get("export_first")
+        return (stage("decoder", "a file that continues text", lambda: pace.known(first)),)
 
     def done(self, state: State) -> bool:
         return not state.run.config.export.decoder

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from qatkit.choose.precision.mixed import draw_precision
-from qatkit.jobs.analyse import analyse
+from qatkit.jobs.analyse import analyse, planned_analysis
 from qatkit.jobs.stages import Always, Conditional, State
-from qatkit.jobs.verify import conclude_module
+from qatkit.jobs.verify import conclude_module, planned_verification
+from qatkit.records.plan import Planned
 from qatkit.run.export import write_files
 from qatkit.run.folder import main_process
+from qatkit.run.pace import Pace
+from qatkit.run.plan import stage
 
 
 class Leave(Conditional):
@@ -25,12 +29,19 @@ class Leave(Conditional):
 class Export(Always):
     """Writes the files of the finished module."""
 
+    def planned(self, state: State, pace: Pace) -> Sequence[Planned]:
+        first = state.run.seconds.get("export_first")  # the same module, written once before
+        return (stage("export", "the INT8 and the float file", lambda: pace.known(first)),)
+
     def run(self, state: State) -> State:
         return replace(state, written=write_files(state.run, state.data, state.captured, state.prepared))
 
 
 class Analyse(Always):
     """Analyses the effects of quantization on the layers, where requested."""
+
+    def planned(self, state: State, pace: Pace) -> Sequence[Planned]:
+        return planned_analysis(state, pace)
 
     def run(self, state: State) -> State:
         found = analyse(state.run, state.data, state.prepared, state.exported)
@@ -40,6 +51,11 @@ class Analyse(Always):
 
 class Verify(Always):
     """Runs the checks, and writes the report and the bundle."""
+
+    def planned(self, state: State, pace: Pace) -> Sequence[Planned]:
+        run, data = state.run, state.data
+        simulated = ["simulated", *(["control"] if run.config.verify.control else [])]
+        return planned_verification(run.config, data, pace, ["float", "int8"], simulated)
 
     def run(self, state: State) -> State:
         state.captured.release()

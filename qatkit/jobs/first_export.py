@@ -24,9 +24,11 @@ from qatkit.jobs.stages import Always, State
 from qatkit.jobs.verify import checks_of, float_on_purpose
 from qatkit.records.results import Results
 from qatkit.records.run_files import FLOAT_FILE, file_name
+from qatkit.report.next_steps import lines, next_steps
 from qatkit.run.build import examples
 from qatkit.run.export import check_integer_ends, write_file, write_float_file
 from qatkit.run.folder import Run, main_process
+from qatkit.run.pace import of_first_file
 from qatkit.train.module import QATModule
 from qatkit.verify.checks.base import Check, Subject
 from qatkit.verify.thresholds import shortfalls
@@ -71,7 +73,8 @@ def _try_module(run: Run, model: Captured, module: QATModule, data: DataModule) 
     ):
         module.check_gradients()
         files = {"int8": Path(new) / run.int8_name}
-        write_file(module.convert().graph, config, inputs, files["int8"])
+        converted = module.convert().graph
+        write_file(converted, config, inputs, files["int8"])
         if config.export.io == "uint8":
             check_integer_ends(module)
             channels = data.preprocessing.channels
@@ -95,7 +98,10 @@ def _try_module(run: Run, model: Captured, module: QATModule, data: DataModule) 
             labelled=data.labelled,
             task=data.task,
         )
-        return _go_on(config, subject)
+        goes_on = _go_on(config, subject)
+        if goes_on and main_process():
+            run.speeds = of_first_file(files["int8"], converted, config, inputs, subject.options)
+        return goes_on
 
 
 def _prove_stream(file: Path, data: DataModule, threads: int) -> None:
@@ -144,6 +150,8 @@ def _go_on(config: Config, subject: Subject) -> bool:
     if results.shortfalls and main_process():
         report.print_report(results, checks=checks)
         print(_STOPPED, flush=True)
+        for line in lines(next_steps(results)):
+            print(line, flush=True)
     return not results.shortfalls
 
 

@@ -18,12 +18,14 @@ from qatkit.encryption.vault import readable
 from qatkit.importing.float_file import FloatFile, layout_of
 from qatkit.jobs.by_mode import Made, finish, make, range_batches
 from qatkit.jobs.quantize_file import as_run
-from qatkit.jobs.verify import checks_of
+from qatkit.jobs.verify import checks_of, planned_verification
 from qatkit.progress import shown
 from qatkit.records.run_files import CONFIG_FILE, FLOAT_FILE, file_name
 from qatkit.run.build import opened_data
 from qatkit.run.folder import Run
 from qatkit.run.memory import check_inputs
+from qatkit.run.pace import Pace, Span, timed
+from qatkit.run.plan import announce, stage
 from qatkit.tasks import task_of
 from qatkit_verify.errors import ConfigError, counted, one_line
 from qatkit_verify.feeds import Array, by_name, input_names, rows
@@ -51,11 +53,16 @@ def quantized(config: Config, folder: Path, file: FloatFile, made: Path) -> int:
     assert mode is not None
     data = _data(config, file)
     batch = None if data.of_arrays else file.inputs[0].shape[0]
-    config, notes = _checked(config, file, made / FLOAT_FILE, data, batch)
+    config, notes, seconds = _checked(config, file, made / FLOAT_FILE, data, batch)
     run = Run(config, folder)
     checks_of(config, labelled=data.labelled)
     given = data.inputs.timed(batch or 1)
     without = _NO_PART if mode == "static" else (*_NO_PART, "calibration")
+    pace = Pace(config, data, None, None, {"float": seconds})
+    quantizing = stage(
+        "quantize", f"{mode}, by ONNX Runtime's tools", "it depends on the size of the weights"
+    )
+    announce(run, [quantizing, *planned_verification(config, data, pace, ["float", "int8"])])
     with run.stage("quantize", f"quantizing: {mode}"):
         left = make(config, made / FLOAT_FILE, made / file_name(mode), given, _batches(config, batch, data))
     run.folder.mkdir(parents=True, exist_ok=True)
@@ -106,11 +113,12 @@ def _data(config: Config, file: FloatFile) -> DataModule:
 
 def _checked(
     config: Config, file: FloatFile, path: Path, data: DataModule, batch: int | None
-) -> tuple[Config, list[str]]:
+) -> tuple[Config, list[str], Span]:
     """Runs the file once: it must run, as it did before an upgrade, and give the outputs that the task needs.
 
     Returns:
-        The configuration with the task that suits the outputs, and notes for the report.
+        The configuration with the task that suits the outputs, notes for the report, and the time that the file
+        takes per sample.
     """
     session = open_session(path, threads=config.verify.threads)
     given, outputs = _outputs(session, file, data, batch)
@@ -134,7 +142,7 @@ def _checked(
     data.task = task.suited(outputs, [one.name for one in session.get_outputs()], count)
     if file.upgraded is not None:
         _check_upgrade(config, file, session, data, given)
-    return config, notes
+    return config, notes, timed(lambda: run_outputs(session, given)).times(1 / max(1, count))
 
 
 def _outputs(

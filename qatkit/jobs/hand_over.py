@@ -15,6 +15,7 @@ from qatkit.handover import publish
 from qatkit.handover.demo.runtime import find_runtime
 from qatkit.handover.write import BundleSource, write_bundle
 from qatkit.records.run_files import CHECKPOINT_FILE, REPORT_FILE, SEALED_BUNDLE
+from qatkit.report.next_steps import lines
 from qatkit.run.backend import backend_of
 from qatkit.run.folder import Run, main_process, say
 from qatkit.run.tracking import check_tracking, track_end
@@ -72,6 +73,13 @@ def hand_over(run: Run, data: DataModule, status: int, int8: str) -> int:
     say(bundle_line(path))
     track_end(run, path)
     return published(run, path)
+
+
+def ended(run: Run, status: int) -> int:
+    """Prints what may come next, as the last lines of a run, and returns its status."""
+    for line in lines(run.next):
+        print(line, flush=True)
+    return status
 
 
 def bundled(source: BundleSource, folder: Path) -> Path:

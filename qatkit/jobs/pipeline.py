@@ -36,7 +36,16 @@ from qatkit.jobs.finish import Analyse, Export, Leave, Verify
 from qatkit.jobs.first_export import FirstExport, FirstExportByMode
 from qatkit.jobs.hand_over import check_hand_over
 from qatkit.jobs.packed_weights import check_form
-from qatkit.jobs.prepare import Check, FirstProcess, KnownPlaces, Models, OpenFolder, Places, Prepare
+from qatkit.jobs.prepare import (
+    Announce,
+    Check,
+    FirstProcess,
+    KnownPlaces,
+    Models,
+    OpenFolder,
+    Places,
+    Prepare,
+)
 from qatkit.jobs.stages import Stage, begin, carry_out
 from qatkit.jobs.training import Control, FineTune, TrainFloat
 from qatkit.jobs.verify import checks_of
@@ -51,14 +60,7 @@ from qatkit.run.lock import locked
 from qatkit.run.resume import resumed_from
 from qatkit.train.module import QATModule
 
-STAGES: Sequence[Stage] = (
-    Models(),
-    KnownPlaces(),
-    Prepare(),
-    Check(),
-    CheckDecoder(),
-    FirstExport(),
-    OpenFolder(),
+LATER: Sequence[Stage] = (
     Places(),
     TrainFloat(),
     FirstProcess(),
@@ -77,7 +79,24 @@ STAGES: Sequence[Stage] = (
     Analyse(),
     Verify(),
 )
-STAGES_BY_MODE: Sequence[Stage] = (FirstExportByMode(), OpenFolder(), TrainFloat(), Leave(), ByMode())
+STAGES: Sequence[Stage] = (
+    Models(),
+    KnownPlaces(),
+    Prepare(),
+    Check(),
+    CheckDecoder(),
+    FirstExport(),
+    OpenFolder(),
+    Announce(LATER),
+    *LATER,
+)
+LATER_BY_MODE: Sequence[Stage] = (TrainFloat(), Leave(), ByMode())
+STAGES_BY_MODE: Sequence[Stage] = (
+    FirstExportByMode(),
+    OpenFolder(),
+    Announce(LATER_BY_MODE),
+    *LATER_BY_MODE,
+)
 
 
 @with_other_ranks(False)  # except in trainings: the first process does the rest for all

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from operator import methodcaller
 
 from qatkit.choose.algorithms import chosen_algorithms
@@ -11,7 +12,8 @@ from qatkit.choose.precision.chosen import chosen_floats
 from qatkit.choose.precision.mixed import check_precision
 from qatkit.jobs.analyse import check_layers
 from qatkit.jobs.packed_weights import check_packed
-from qatkit.jobs.stages import Always, Conditional, State
+from qatkit.jobs.stages import Always, Conditional, Stage, State
+from qatkit.records.plan import Planned
 from qatkit.records.run_files import CHECKPOINT_FILE
 from qatkit.run.build import qat_module
 from qatkit.run.encodings import check_encodings
@@ -19,7 +21,10 @@ from qatkit.run.float_model import check_same, digests
 from qatkit.run.folder import main_process, open_folder
 from qatkit.run.loop.ranks import wait_for_first
 from qatkit.run.loop.teacher import teacher_of
+from qatkit.run.pace import Pace
+from qatkit.run.plan import announce, stage
 from qatkit.train.module import QATModule
+from qatkit_verify.placement.sites import MEASURED
 
 
 def module_of(state: State, *, quantize: bool = True) -> QATModule:
@@ -91,8 +96,34 @@ class OpenFolder(Always):
         return state
 
 
+@dataclass(frozen=True)
+class Announce(Conditional):
+    """Announces the stages that follow, with estimates of their times."""
+
+    later: Sequence[Stage]
+
+    def done(self, state: State) -> bool:
+        return not main_process()
+
+    def run(self, state: State) -> State:
+        run = state.run
+        pace = Pace(run.config, state.data, state.model, state.module, run.speeds)
+        self._rows(state, pace)  # once to measure, then with the machine's speed as all measurements have it
+        announce(run, self._rows(state, pace))
+        return state
+
+    def _rows(self, state: State, pace: Pace) -> list[Planned]:
+        return [row for one in self.later for row in one.planned(state, pace)]
+
+
 class Places(Always):
     """Measures the placement where requested and not known; the module is built again then."""
+
+    def planned(self, state: State, pace: Pace) -> Sequence[Planned]:
+        if (state.run.asked or state.run.config).placement != MEASURED:
+            return ()
+        about, why = "files with other operators in float, timed", "it depends on how many compete"
+        return (stage("placement", about, why, done=state.run.placed is not None),)
 
     def run(self, state: State) -> State:
         run = placed_now(state.run, state.captured, state.data.inputs, state.prepared)

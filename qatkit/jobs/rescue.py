@@ -27,7 +27,7 @@ from torch import nn
 from qatkit.choose.climb import meets_target, rung_why_not
 from qatkit.choose.contest import Contest, Judged
 from qatkit.choose.verdict import aim
-from qatkit.config.argv import typing
+from qatkit.config.argv import one_of_many, typing
 from qatkit.config.compose import save_config
 from qatkit.config.schema import Config, DataConfig, TargetConfig
 from qatkit.data import DataModule
@@ -49,6 +49,7 @@ from qatkit.records.run_files import (
 from qatkit.report.ladder import advice, rung_line
 from qatkit.run.export import describe, write_float_file
 from qatkit.run.folder import Run, say
+from qatkit.run.plan import announce, stage
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.fitting import as_typed
 
@@ -75,7 +76,9 @@ def _climbed(run: Run, data: DataModule, model: nn.Module) -> int:
     if config.schedule.float_epochs:
         train_float(run, model, data)
         config = _from_float(config, data, model, run.folder)
-    return _Climb(config, run.folder, data, model).to_the_end()
+    climb = _Climb(config, run.folder, data, model)
+    climb.announce(run)
+    return climb.to_the_end()
 
 
 def _from_float(config: Config, data: DataModule, model: nn.Module, folder: Path) -> Config:
@@ -122,6 +125,15 @@ class _Climb:
             partial(rung_why_not, metric=data.task.names.main)
         )
         self.won: _Rung | None = None
+
+    def announce(self, run: Run) -> None:
+        """Announces the rungs; how long they take is known of those that an earlier attempt has climbed."""
+        rows = [
+            (NAIVE[0], f"{NAIVE[1]}: {NAIVE[2]}"),
+            *((one.name, f"{one.title}: {one.about}") for one in RUNGS),
+        ]
+        until = "climbed only while the target is missed" if not self.asked.config.rescue.full else ""
+        announce(run, [stage(name, about, until, done=name in self.seconds) for name, about in rows])
 
     def to_the_end(self) -> int:
         """Climbs all rungs that are needed, then runs the one that is handed over."""
@@ -203,6 +215,7 @@ class _Climb:
             (folder / _TABLE).open("w", encoding="utf-8") as table,
             contextlib.redirect_stdout(table),
             typing(None),  # the ladder reports a rung
+            one_of_many(),
         ):
             job(config)
 
@@ -245,6 +258,7 @@ class _Climb:
         say(f"rescue: verifying the file of rung '{chosen.verdict.title}'")
         final = replace(handed_over(asked, chosen.made), output_dir=str(self.folder), resume=str(checkpoint))
         save_config(final, self.folder / CONFIG_FILE)  # the rung is what a restart continues
-        status = self._train(final)
+        with one_of_many():  # the climb was announced
+            status = self._train(final)
         save_config(replace(final, resume=None), self.folder / CONFIG_FILE)
         return status

@@ -9,7 +9,7 @@ Only processes that have waited for the first one read it again (`qatkit.jobs.pr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -19,12 +19,14 @@ from qatkit.choose.ranges import Calibrated
 from qatkit.data import DataModule
 from qatkit.graph.captured import Captured
 from qatkit.records.analysis import Analysis
+from qatkit.records.plan import Planned
 from qatkit.records.precision import Precision
 from qatkit.records.tried import Tried
 from qatkit.run.allocator import return_freed_memory
 from qatkit.run.build import captured
 from qatkit.run.export import Written
 from qatkit.run.folder import Run
+from qatkit.run.pace import Pace
 from qatkit.train.module import QATModule
 
 
@@ -89,8 +91,19 @@ class Stage(Protocol):
         """Returns the state as after `run`, from what is known without running."""
         ...
 
+    def planned(self, state: State, pace: Pace) -> Sequence[Planned]:
+        """Returns what the plan of the run says about this stage: a row for each time that it measures."""
+        ...
 
-class Always:
+
+class Unannounced:
+    """A stage that takes no time worth a row of the plan."""
+
+    def planned(self, state: State, pace: Pace) -> Sequence[Planned]:
+        return ()
+
+
+class Always(Unannounced):
     """A stage that each run runs, resumed ones too."""
 
     def done(self, state: State) -> bool:
@@ -100,14 +113,14 @@ class Always:
         raise AssertionError(f"{type(self).__name__} always runs")
 
 
-class Conditional:
+class Conditional(Unannounced):
     """A stage that leaves the state unchanged where it is not requested."""
 
     def restore(self, state: State) -> State:
         return state
 
 
-class InCheckpoint:
+class InCheckpoint(Unannounced):
     """A stage whose result is in the checkpoint."""
 
     def done(self, state: State) -> bool:

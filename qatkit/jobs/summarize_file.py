@@ -11,6 +11,7 @@ from qatkit.config.schema import Config
 from qatkit.encryption.vault import protected, readable
 from qatkit.importing.read import read
 from qatkit.jobs.clean_file import use_libraries
+from qatkit.report.next_steps import after_summary, lines
 from qatkit.run.lock import locked
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.files import write_text
@@ -52,6 +53,8 @@ def summarize_file(config: Config, folder: Path) -> int:
     for one in (note, str(folder / RECORD)):
         if one:
             print(one)
+    for line in lines(after_summary(source, quantized=any(row.quantized for row in found.rows))):
+        print(line)
     return 0
 
 

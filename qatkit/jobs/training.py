@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import lightning
 from torch import Tensor, nn
@@ -20,11 +22,14 @@ from qatkit.graph.signature import inputs_of
 from qatkit.jobs.calibrate import forget_partial
 from qatkit.jobs.prepare import module_of
 from qatkit.jobs.stages import Always, Conditional, State
+from qatkit.records.plan import Planned
 from qatkit.records.run_files import CHECKPOINT_FILE, CONTROL_CHECKPOINT, FLOAT_CHECKPOINT
 from qatkit.run.build import chooses_epochs
-from qatkit.run.folder import Run
+from qatkit.run.folder import Run, read_checkpoint
 from qatkit.run.loop.fit import Stage, batches_a_step, fit
 from qatkit.run.loop.validation import Validating
+from qatkit.run.pace import Pace, Parts
+from qatkit.run.plan import stage
 from qatkit.run.tracking import tracker
 from qatkit.train.learner import FloatModule, Learner
 from qatkit.train.module import QATModule
@@ -41,6 +46,22 @@ class TrainFloat(Conditional):
     def done(self, state: State) -> bool:
         return not state.run.config.schedule.float_epochs
 
+    def planned(self, state: State, pace: Pace) -> Sequence[Planned]:
+        epochs = state.run.config.schedule.float_epochs
+        if not epochs:
+            return ()
+        training = Length(state, FLOAT_CHECKPOINT, epochs, None)
+        done = state.stored is not None or training.finished
+        judging = (lambda: training.judged * pace.forward) if epochs > 1 else (lambda: 0.0)
+        return (
+            stage(
+                "float_training",
+                training.text,
+                lambda: training.seconds(pace.float_step, pace.load) + judging(),
+                done=done,
+            ),
+        )
+
     def run(self, state: State) -> State:
         train_float(state.run, state.model, state.data)
         state.captured.trained()
@@ -49,6 +70,9 @@ class TrainFloat(Conditional):
 
 class FineTune(Always):
     """Fine-tunes the quantized model; from here on the checkpoint has all choices."""
+
+    def planned(self, state: State, pace: Pace) -> Sequence[Planned]:
+        return _fine_tuning(state, pace, "QAT", CHECKPOINT_FILE)
 
     def run(self, state: State) -> State:
         run, module = state.run, state.prepared
@@ -64,10 +88,97 @@ class Control(Conditional):
     def done(self, state: State) -> bool:
         return not state.run.config.verify.control
 
+    def planned(self, state: State, pace: Pace) -> Sequence[Planned]:
+        if self.done(state):
+            return ()
+        return _fine_tuning(state, pace, "float_control", CONTROL_CHECKPOINT)
+
     def run(self, state: State) -> State:
         control = module_of(replace(state, stored=state.prepared.about), quantize=False)
         fine_tune(state.run, control, state.data, CONTROL_CHECKPOINT, "float control", state.teach)
         return replace(state, control=control)
+
+
+@dataclass(frozen=True)
+class Length:
+    """The length of a training, and what of it an interrupted run has left."""
+
+    state: State
+    checkpoint: str
+    epochs: int
+    most: int | None
+
+    @property
+    def steps(self) -> int:
+        """The number of optimizer steps."""
+        steps = self.epochs * self._an_epoch
+        return steps if self.most is None else min(steps, self.most)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the checkpoint is that of the end."""
+        return bool(self._stored.get("finished"))
+
+    @property
+    def text(self) -> str:
+        """The length in words."""
+        done = int(self._stored.get("global_step", 0))
+        images = self._images
+        begun = f", {done:,} of them done" if done and not self.finished else ""
+        epochs = "1 epoch" if self.epochs == 1 else f"{self.epochs} epochs"
+        names = self.state.data.task.names
+        return f"{epochs}, {self.steps:,} steps of {images:,} {names.samples}{begun}"
+
+    @property
+    def judged(self) -> float:
+        """The number of samples that judge the epochs which are left."""
+        return self._share * self.epochs * self.state.data.validation_count
+
+    def seconds(self, step: Parts, load: float) -> float:
+        """Returns the seconds of the steps which are left."""
+        config = self.state.run.config
+        each = config.data.batch_size * (step.each + load) * config.trainer.accumulate
+        return self._share * self.steps * (each + step.once)
+
+    @property
+    def _share(self) -> float:
+        return max(0.0, 1 - self._stored.get("global_step", 0) / max(1, self.steps))
+
+    @property
+    def _images(self) -> int:
+        config = self.state.run.config
+        return config.data.batch_size * batches_a_step(config.trainer)
+
+    @property
+    def _an_epoch(self) -> int:
+        return self.state.data.steps_per_epoch(batches_a_step(self.state.run.config.trainer))
+
+    @cached_property
+    def _stored(self) -> Mapping[str, Any]:
+        path = self.state.run.folder / self.checkpoint
+        return read_checkpoint(str(path), "resume") if path.is_file() else {}
+
+
+def _fine_tuning(state: State, pace: Pace, name: str, checkpoint: str) -> Sequence[Planned]:
+    """Returns the plan of a fine-tuning, with the judgement of its epochs."""
+    config = state.run.config
+    schedule = config.schedule
+    if not schedule.epochs:
+        return ()
+    training = Length(state, checkpoint, schedule.epochs, schedule.max_steps)
+    quantized = name == "QAT"
+
+    def seconds() -> float:
+        step = pace.step if quantized else pace.float_step
+        judging, samples = 0.0, training.judged
+        if chooses_epochs(config):
+            samples /= config.verify.every or 1
+            judging = pace.file("int8") if quantized else pace.forward
+        elif schedule.epochs > 1 and state.data.labelled:
+            judging = pace.simulated if quantized else pace.forward
+        return training.seconds(step, pace.load) + samples * judging
+
+    return (stage(name, training.text, seconds, done=training.finished),)
 
 
 def train_float(run: Run, model: nn.Module, data: DataModule) -> None:
@@ -78,9 +189,9 @@ def train_float(run: Run, model: nn.Module, data: DataModule) -> None:
     with run.stage("float_training", f"training the float model{_from(path)}"):
         epochs = config.schedule.float_epochs
         judging = _validating(run, module, data, path, "float", epochs)
-        stage = Stage("float", epochs, judging=judging, logger=tracker(run, "float"),
+        trained = Stage("float", epochs, judging=judging, logger=tracker(run, "float"),
                       finish=module.take_average)  # fmt: skip
-        fit(module, data, path, config.trainer, stage)
+        fit(module, data, path, config.trainer, trained)
     run.curves["float"] = module.curve
     model.cpu().eval()
 
@@ -113,7 +224,7 @@ def fine_tune(
         title.replace(" ", "_"), f"fine-tuning: {title}{_from(path)}" if config.schedule.epochs else ""
     ):
         choosing = _choosing(run, module, data, path, title)
-        stage = Stage(
+        trained = Stage(
             title,
             config.schedule.epochs,
             config.schedule.max_steps,
@@ -121,7 +232,7 @@ def fine_tune(
             logger=tracker(run, title),
             finish=choosing.end if choosing else lambda: make_ready(run, module, data),
         )
-        fit(module, data, path, config.trainer, stage)
+        fit(module, data, path, config.trainer, trained)
     run.curves[title] = module.curve
     module.cpu().eval()
     for teacher in module.teacher:

@@ -9,6 +9,7 @@ import glob
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 from torch import fx, nn
@@ -18,6 +19,7 @@ from qatkit.choose.epochs import curves_of
 from qatkit.config.argv import command_with
 from qatkit.config.schema import UNLABELLED_BOUNDS, Config, VerifyConfig
 from qatkit.config.selectors import shown
+from qatkit.data import DataModule
 from qatkit.export.converted_reference import ConvertedReference
 from qatkit.graph.guarded import guards
 from qatkit.graph.learning import oscillating
@@ -26,9 +28,10 @@ from qatkit.graph.precomputed import settled_graph
 from qatkit.graph.selectors import names_in_file
 from qatkit.importing import ImportedModel
 from qatkit.jobs.dynamic_file import with_dynamic
-from qatkit.jobs.hand_over import hand_over
+from qatkit.jobs.hand_over import ended, hand_over
 from qatkit.jobs.stages import State
 from qatkit.records.ladder import read_ladder
+from qatkit.records.plan import Planned, with_seconds
 from qatkit.records.results import DYNAMIC, Results
 from qatkit.records.run_files import (
     CHECKPOINT_FILE,
@@ -39,13 +42,16 @@ from qatkit.records.run_files import (
     REPORT_FILE,
 )
 from qatkit.report import oscillation_text
+from qatkit.report.next_steps import next_steps
 from qatkit.run.backend import backend_of
 from qatkit.run.folder import Run
 from qatkit.run.loop.fit import accelerator
+from qatkit.run.pace import Pace
+from qatkit.run.plan import stage
 from qatkit.run.sound import overrides_of
 from qatkit.train.module import IDLE, NOTHING, QATModule
 from qatkit.verify.accuracy import predictor
-from qatkit.verify.checks.base import Check, Subject, default_checks, load_checks
+from qatkit.verify.checks.base import Check, Speeds, Subject, default_checks, load_checks
 from qatkit.verify.checks.exact import LEVEL
 from qatkit.verify.checks.saturation import GUARDS
 from qatkit.verify.thresholds import shortfalls
@@ -54,6 +60,47 @@ from qatkit_verify.runtimes.base import other_runtimes
 from qatkit_verify.session import fixed_batch, open_session, session_options
 
 SAMPLE_BATCH = 32  # images per batch of a sample
+
+
+def planned_verification(
+    config: Config, data: DataModule, pace: Pace, files: Sequence[str], predictors: Sequence[str] = ()
+) -> list[Planned]:
+    """Returns the rows of the plan for the checks, and for the bundle where one is requested.
+
+    Args:
+        files: those that are measured.
+        predictors: whatever else has its accuracy measured.
+    """
+    wanted, tests, names = config.verify, data.test_count, data.task.names
+    images = tests if wanted.images is None else min(tests, wanted.images)
+    speeds = Speeds(
+        partial(_speed, pace), tuple(files), tuple(predictors), images, tests, labelled=data.labelled
+    )
+    checks = checks_of(config, labelled=data.labelled)
+    told = "accuracy" if data.labelled else "agreement with float"
+    about = f"{wanted.latency_runs:,} rounds of latency, {told} on {images:,} {names.samples}"
+    about += f", parity on {min(tests, wanted.parity_images):,}"
+
+    def seconds() -> float:
+        return sum(check.estimate(wanted, speeds) for check in checks)
+
+    rows = [stage("verify", about, seconds)]
+    if config.export.bundle:
+        rows.append(
+            stage("bundle", "files, golden vectors and programs", "it depends on the size of the files")
+        )
+    if config.export.publish is not None:
+        rows.append(stage("publish", f"to {config.export.publish}", "it depends on the connection"))
+    return rows
+
+
+def _speed(pace: Pace, name: str) -> float:
+    """Returns the seconds per sample of a file, of another predictor, or of loading."""
+    if name == "load":
+        return pace.load
+    if name == "control":
+        return pace.forward
+    return pace.simulated if name == "simulated" else pace.file(name)
 
 
 def checks_of(config: Config, *, labelled: bool) -> list[Check]:
@@ -118,12 +165,15 @@ def conclude(run: Run, subject: Subject, told: Results, files: Sequence[str]) ->
                 raise ConfigError("verify.checks", check.name, allowed)
     files = [*files, *(path.name for name, path in subject.files.items() if name == DYNAMIC)]
     run.keep(files)
-    results = replace(results, timings=run.seconds, files=report.file_records(run.folder, files))
+    results = replace(results, timings=run.seconds, plan=with_seconds(run.plan, run.seconds))
+    results = replace(results, files=report.file_records(run.folder, files))
     found = shortfalls(checks, wanted, results)
     results = replace(results, shortfalls=[one.line for one in found], fixes=[one.fix for one in found])
     results = replace(results, ladder=read_ladder(run.folder))
     explained = any(one.explained for one in found)
     results = replace(results, climb="" if explained else _climb(run.config, results))
+    run.next = next_steps(results)
+    results = replace(results, next=run.next)
     report.write_page(run.folder / PAGE_FILE, results, checks)
     report.write_report(run.folder / REPORT_FILE, results)
     report.print_report(results, checks=checks)
@@ -195,7 +245,7 @@ def conclude_module(state: State) -> int:
     subject = _subject(state, written.converted.graph)
     placed = [PLACEMENT_FILE] if run.placed is not None else []
     files = [*written.files, *placed, CHECKPOINT_FILE, CONFIG_FILE]
-    return hand_over(run, data, conclude(run, subject, told, files), run.int8_name)
+    return ended(run, hand_over(run, data, conclude(run, subject, told, files), run.int8_name))
 
 
 def other_sizes(converted: fx.GraphModule) -> list[dict[str, dict[int, int]]]:

@@ -15,6 +15,7 @@ from typing import Any
 from qatkit.records.analysis import Analysis
 from qatkit.records.examples import Examples
 from qatkit.records.ladder import Ladder
+from qatkit.records.plan import NextStep, Planned
 from qatkit.records.precision import Precision
 from qatkit.records.scores import with_key
 from qatkit.records.tried import Candidate, Curve, Tried
@@ -260,6 +261,10 @@ class Results:
     versions: Mapping[str, str] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
     timings: Mapping[str, float] = field(default_factory=dict)  # seconds per stage
+    plan: Sequence[
+        Planned
+    ] = ()  # stages with their estimated and measured seconds, as announced at the start
+    next: Sequence[NextStep] = ()  # commands that make sense now
     files: Sequence[FileRecord] = ()
 
     @property

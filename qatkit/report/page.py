@@ -62,6 +62,7 @@ def render_page(results: Results, checks: Sequence[Check] | None = None) -> str:
         _shortfalls(results),
         _summary(results),
         classes_section(results),
+        _next(results),
         _ladder(results),
         _calibration(results),
         _algorithms(results),
@@ -147,6 +148,15 @@ def _shortfalls(results: Results) -> str:
     )
     climb = f"<p>To climb on: <code>{escape(results.climb)}</code></p>" if results.climb else ""
     return section("Bounds not met", f"<ul>{items}</ul>", climb) if items else ""
+
+
+def _next(results: Results) -> str:
+    """Returns the commands that make sense after the run."""
+    items = "".join(
+        f'<li><code>{escape(one.command)}</code><p class="soft">{escape(one.why)}</p></li>'
+        for one in results.next
+    )
+    return section("Next", f"<ul>{items}</ul>") if items else ""
 
 
 def _ladder(results: Results) -> str:
@@ -277,7 +287,14 @@ def _provenance(results: Results) -> str:
         machine = results.hardware
         isa = ", ".join(machine.isa) or "unknown instruction sets"
         facts.insert(0, ("hardware", f"{machine.cpu}, {machine.cores} cores, {isa}; {machine.system}"))
-    facts += [(f"time: {stage}", f"{seconds:.1f} s") for stage, seconds in results.timings.items()]
+    estimates = {one.stage: one.estimate for one in results.plan if one.estimate is not None}
+    facts += [
+        (
+            f"time: {stage}",
+            f"{seconds:.1f} s" + (f", estimated {estimates[stage]:.1f} s" if stage in estimates else ""),
+        )
+        for stage, seconds in results.timings.items()
+    ]
     rows = [("", [escape(name), f'<td class="left">{escape(value)}</td>']) for name, value in facts]
     files = [
         ("", [f"<code>{escape(file.name)}</code>", f"{file.bytes:,}", f"<code>{file.sha256}</code>"])

@@ -89,6 +89,6 @@ def _lines(results: Results, checks: Sequence[Check] | None) -> list[tuple[str |
         lines += [(None, line) for line in ladder_lines(results.ladder)]
     if results.output_dir:  # there is none at the first export
         lines.append(("bold", f"output folder: {results.output_dir}"))
-    if results.climb:
+    if not results.next and results.climb:
         lines.append(("bold", f"to climb on: {results.climb}"))
     return lines

@@ -20,6 +20,7 @@ from qatkit.config.schema import Config
 from qatkit.encryption.cipher import KEY_SETTING, is_encrypted
 from qatkit.encryption.sealed import damage
 from qatkit.encryption.vault import encrypted_copy, key_file_held, key_held, readable
+from qatkit.records.plan import NextStep, Planned
 from qatkit.records.run_files import (
     CHECKPOINT_FILE,
     CLIMB_FILE,
@@ -46,6 +47,9 @@ class Run:
         asked: the configuration as it was given, where that differs; config.yaml and the report have this one.
         placed: the placement of a run that has one.
         curves: for each stage that trained, the results of its epochs (`qatkit.train.learner.Learner.curve`).
+        speeds: times per sample of the first exported file (`qatkit.run.pace.of_first_file`).
+        plan: its stages, announced at the start.
+        next: what the user may do after it.
     """
 
     config: Config
@@ -55,6 +59,9 @@ class Run:
     asked: Config | None = None
     placed: Placed | None = None
     curves: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    speeds: Mapping[str, Any] = field(default_factory=dict)
+    plan: tuple[Planned, ...] = ()
+    next: tuple[NextStep, ...] = ()
 
     @cached_property
     def scratch(self) -> Path:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from qatkit.algorithms.base import algorithms_of
-from qatkit.config.argv import typing
+from qatkit.config.argv import one_of_many, typing
 from qatkit.config.field_types import hint_of
 from qatkit.config.schema import Config, SearchConfig
 from qatkit.config.search_space import Axis, Value, axes, hint_in_schema, override
@@ -231,7 +231,7 @@ def _finished(
         output_dir=str(claimed.folder),
         resume=None,
     )
-    with _into(claimed.folder / _TABLE), typing(None), listening(validated):
+    with _into(claimed.folder / _TABLE), typing(None), one_of_many(), listening(validated):
         job(going_on(config))
     return report_of(claimed.folder)
 

@@ -35,7 +35,7 @@ from qatkit_verify.session import fixed_batch, open_session
 
 WARMUP = 5  # rounds before those that count
 # Before a timed run, a small file runs untimed for this long, and at most this often.
-_WARM_MS, _WARMEST = 6.0, 8
+WARM_MS, _WARMEST = 6.0, 8
 _TASKS = Path("/proc/self/task")
 
 
@@ -184,7 +184,7 @@ def every_session(
         return Session(dict(zip(some, times.tolist(), strict=True)), waiting.share())
 
     name, path = next(iter(files.items()))
-    untimed = min(_WARMEST, max(1, math.ceil(_WARM_MS / timed({name: path}, 3, 1).ms[name])))
+    untimed = min(_WARMEST, max(1, math.ceil(WARM_MS / timed({name: path}, 3, 1).ms[name])))
     for _ in range(most):
         yield timed(files, runs, untimed)
 

@@ -127,7 +127,7 @@ def _trainer(config: TrainerConfig, checkpoint: Path, steps: int, stage: Stage) 
     if stage.logger is not None:
         callbacks.append(_Tracked(every))
     return lightning.Trainer(
-        accelerator="gpu" if _on_gpu(config) else "cpu",
+        accelerator="gpu" if on_gpu(config) else "cpu",
         devices=config.devices,
         num_nodes=config.num_nodes,
         strategy=strategy_of(config.strategy, processes(config)),
@@ -161,13 +161,13 @@ def accelerator(config: TrainerConfig) -> torch.device:
     The converted module stays on the CPU: its integer sums are exact there, while a GPU's library may choose
     convolutions (Winograd's) that are not.
     """
-    if not _on_gpu(config):
+    if not on_gpu(config):
         return torch.device("cpu")
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     return torch.device("cuda")
 
 
-def _on_gpu(config: TrainerConfig) -> bool:
+def on_gpu(config: TrainerConfig) -> bool:
     """Returns whether a CUDA device trains. Lightning may choose an Apple device, which lacks float64 for scales."""
     return config.accelerator != "cpu" and torch.cuda.is_available()
 

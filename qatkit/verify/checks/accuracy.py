@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from qatkit.records.results import DYNAMIC, Results
-from qatkit.verify.checks.base import Check, Shortfall, Subject
+from qatkit.verify.checks.base import Check, Shortfall, Speeds, Subject
 from qatkit.verify.checks.dynamic import dynamic_line
 from qatkit.verify.checks.requested import RequestedSettings
 
@@ -45,6 +45,9 @@ class AccuracyCheck(Check):
             if key in values:
                 results = results.with_measured(name, _paired(values, found, subject.task, key))
         return results
+
+    def estimate(self, settings: VerifyConfig, speeds: Speeds) -> float:
+        return speeds.images * speeds.each(*speeds.files, *speeds.predictors) if speeds.labelled else 0.0
 
     def predictors(self, subject: Subject) -> Mapping[str, Predictor]:
         """Returns the predictors other than the files whose accuracy is measured."""
@@ -101,6 +104,9 @@ def _paired_line(results: Results) -> str:
 
 class FilesAccuracyCheck(AccuracyCheck):
     """The accuracy check of the files only, without the simulation, which takes most of the time."""
+
+    def estimate(self, settings: VerifyConfig, speeds: Speeds) -> float:
+        return super().estimate(settings, replace(speeds, predictors=()))
 
     def predictors(self, subject: Subject) -> Mapping[str, Predictor]:
         return {}

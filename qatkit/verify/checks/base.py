@@ -119,6 +119,33 @@ class Subject:
 
 
 @dataclass(frozen=True)
+class Speeds:
+    """What a check needs to estimate its time before there is a finished file.
+
+    Attributes:
+        of: returns the measured seconds per sample: of a file ("float", "int8", "unoptimized" for the int8 one
+            without optimizations), of another predictor ("simulated", "control"), of the converted module
+            ("converted"), and of loading ("load"). Raises an exception where a speed is unknown.
+        files: names of the files that are measured.
+        predictors: names of the other predictors.
+        images: samples on which accuracy is measured.
+        tests: samples of the test split.
+        labelled: as in `Subject`.
+    """
+
+    of: Callable[[str], float]
+    files: Sequence[str]
+    predictors: Sequence[str]
+    images: int
+    tests: int
+    labelled: bool = True
+
+    def each(self, *names: str) -> float:
+        """Returns the seconds to load a sample and to run it through each of these."""
+        return sum(map(self.of, ("load", *names)))
+
+
+@dataclass(frozen=True)
 class Shortfall:
     """A bound that is not met.
 
@@ -148,6 +175,10 @@ class Check(ABC):
     @abstractmethod
     def measure(self, subject: Subject, results: Results) -> Results:
         """Returns a copy of `results` with this check's part; the parts of earlier checks are present."""
+
+    def estimate(self, settings: VerifyConfig, speeds: Speeds) -> float:
+        """Returns the seconds that `measure` will take, for the plan of a run; 0 for a check that takes few."""
+        return 0.0
 
     def shortfalls(self, bounds: VerifyConfig, results: Results) -> list[Shortfall]:
         """Returns the bounds that are not met; a bound whose measurement is missing counts as not met."""

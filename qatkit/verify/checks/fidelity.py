@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from qatkit.quant.spec import RECURRENT_WEIGHTS
 from qatkit.records.results import FREE, Fidelity, Results
-from qatkit.verify.checks.base import Check, Shortfall, Subject
+from qatkit.verify.checks.base import Check, Shortfall, Speeds, Subject
 from qatkit.verify.checks.requested import RequestedSettings
 from qatkit_verify.records import TaskNames
 
@@ -49,6 +49,11 @@ class FidelityCheck(Check):
         runs |= {name: in_parts(predict) for name, predict in subject.predictors.items()}
         found = fidelity(exact, runs, subject.batches(), subject.progress, task=subject.task)
         return _kept(results, found)
+
+    def estimate(self, settings: VerifyConfig, speeds: Speeds) -> float:
+        if speeds.labelled:
+            return min(speeds.tests, settings.parity_images) * speeds.each(*speeds.files)
+        return speeds.images * speeds.each(*speeds.files, *speeds.predictors)
 
     def shortfalls(self, bounds: VerifyConfig, results: Results) -> list[Shortfall]:
         if results.labelled:

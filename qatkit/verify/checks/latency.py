@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from qatkit.records.results import Results
-from qatkit.verify.checks.base import Check, Shortfall, Subject
+from qatkit.verify.checks.base import Check, Shortfall, Speeds, Subject
 from qatkit.verify.checks.requested import RequestedSettings, either
 from qatkit_verify.records import Latency
 
@@ -32,6 +32,12 @@ class LatencyCheck(Check):
         found = latency(subject.files, each, batch=wanted.latency_batch, threads=wanted.threads,
                         runs=wanted.latency_runs, options=subject.options)  # fmt: skip
         return replace(results, latency=found)
+
+    def estimate(self, settings: VerifyConfig, speeds: Speeds) -> float:
+        from qatkit_verify.latency import WARM_MS, WARMUP
+
+        runs = [settings.latency_batch * speeds.of(name) for name in speeds.files]
+        return (WARMUP + settings.latency_runs) * sum(each + max(each, WARM_MS / 1000) for each in runs)
 
     def shortfalls(self, bounds: VerifyConfig, results: Results) -> list[Shortfall]:
         if bounds.min_speedup is None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from qatkit.records.results import Divergence, Parity, Results
-from qatkit.verify.checks.base import Check, Shortfall, Subject
+from qatkit.verify.checks.base import Check, Shortfall, Speeds, Subject
 from qatkit.verify.checks.exact import exact, is_rounded
 from qatkit.verify.checks.requested import RequestedSettings
 from qatkit_verify.classification import NAMES
@@ -32,6 +32,10 @@ class ParityCheck(Check):
     def measure(self, subject: Subject, results: Results) -> Results:
         with exact(subject, results) as at_level_0:
             return self._measure(at_level_0, results)
+
+    def estimate(self, settings: VerifyConfig, speeds: Speeds) -> float:
+        reference = "converted" if "simulated" in speeds.predictors else "float"
+        return min(speeds.tests, settings.parity_images) * speeds.each(reference, "unoptimized", "int8")
 
     def _measure(self, subject: Subject, results: Results) -> Results:
         wanted = subject.settings

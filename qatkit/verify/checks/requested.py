@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from typing import Any
 
 from qatkit.config.schema.model import DRAWN
@@ -153,7 +154,7 @@ class RequestedSettings:
         if self.get("mode") is not None:  # export.py, which trains nothing
             file = str(self.get("model.name")).removeprefix(_FILES)
             backend = " backend=weight_only" if self.weights_alone else ""
-            return f"train.py recipe=onnx_qat onnx={file}{backend}, which fine-tunes"
+            return f"train.py recipe=onnx_qat onnx={shlex.quote(file)}{backend}, which fine-tunes"
         epochs, steps = self.get("schedule.epochs"), self.get("schedule.max_steps")
         if not epochs and not self._labelled:
             return "schedule=qat_sgd schedule.distill=1 (schedule=qat_adamw for a transformer), which learns from float"

@@ -1,0 +1,95 @@
+"""The plan of a run as plain data: its stages, each with its estimated time and later the time that it took."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from qatkit_verify.table import drawn
+
+_HEAD = ("stage", "what it does", "time")
+_MINUTE, _HOUR, _DAY = 60.0, 3600.0, 86400.0
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A stage of a run.
+
+    Attributes:
+        stage: its name, as in the report's timings.
+        about: what it does, in a few words.
+        estimate: the estimated seconds; None: not estimated.
+        why: why there is no estimate, in a few words.
+        done: whether an earlier attempt of this run has finished it.
+        seconds: the measured seconds; None before the stage has ended.
+    """
+
+    stage: str
+    about: str
+    estimate: float | None = None
+    why: str = ""
+    done: bool = False
+    seconds: float | None = None
+
+    @property
+    def title(self) -> str:
+        """The stage's name for people."""
+        return self.stage.replace("_", " ")
+
+
+@dataclass(frozen=True)
+class NextStep:
+    """A command that makes sense after a run.
+
+    Attributes:
+        command: as it is typed.
+        why: what it does or finds out, in a few words.
+    """
+
+    command: str
+    why: str
+
+
+def with_seconds(plan: Sequence[Planned], timings: Mapping[str, float]) -> tuple[Planned, ...]:
+    """Returns the plan with the measured times; a stage that was done before has none."""
+    return tuple(one if one.done else replace(one, seconds=timings.get(one.stage)) for one in plan)
+
+
+def lines(title: str, plan: Sequence[Planned]) -> list[str]:
+    """Returns the plan as a table below its title, with the total time."""
+    rows = [_HEAD, *((one.title, one.about, _time(one)) for one in plan), ("total", "", _total(plan))]
+    return [title, *(f"  {line}" for line in drawn(rows))]
+
+
+def duration(seconds: float) -> str:
+    """Returns a time with two significant digits, in the unit that suits it."""
+    if seconds < 1:
+        return "< 1 s"
+    for limit, unit, name in ((100, 1.0, "s"), (100 * _MINUTE, _MINUTE, "min"), (2 * _DAY, _HOUR, "h")):
+        if seconds < limit:
+            return _digits(seconds / unit, name)
+    return _digits(seconds / _DAY, "days")
+
+
+def _digits(value: float, unit: str) -> str:
+    return f"{value:.1f} {unit}" if value < 9.95 else f"{value:.0f} {unit}"
+
+
+def _time(one: Planned) -> str:
+    if one.done:
+        return "done"
+    if one.estimate is None:
+        return "not estimated" + (f" ({one.why})" if one.why else "")
+    return duration(one.estimate)
+
+
+def _total(plan: Sequence[Planned]) -> str:
+    left = [one for one in plan if not one.done]
+    known = [one.estimate for one in left if one.estimate is not None]
+    unknown = [one.title for one in left if one.estimate is None]
+    if not left:
+        return "done"
+    if not known:
+        return "not estimated"
+    total = duration(sum(known))
+    return f"{total}, plus {', '.join(unknown)}" if unknown else total

@@ -1,0 +1,249 @@
+"""The most sensible commands after a run, composed from what was typed for it.
+
+Each rule of `_RULES` looks at the results and proposes one command or none; the first `_MOST` are printed. A rule
+only uses the command line that was typed, with a few keys replaced, so that each command works as typed. The
+lines of shortfalls name all ways to meet a bound; here is the first of them that is a setting, as a command.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Iterator
+from itertools import zip_longest
+from pathlib import Path
+
+from qatkit.config.argv import EXPORT, TRAIN, again, command, override, proposes, typed_like, typed_value
+from qatkit.records.plan import NextStep
+from qatkit.records.results import Results
+from qatkit.records.run_files import CHECKPOINT_FILE, FLOAT_CHECKPOINT, REPORT_FILE
+from qatkit.verify.checks.accuracy import PAIRED
+from qatkit.verify.checks.requested import RequestedSettings
+
+_MOST = 3
+_NEAR = ("verify.max_drop", "verify.min_float_", "verify.max_float_")  # bounds on the distance from float
+_SETTING = re.compile(r"[+~]{0,2}[\w.@/*-]+=.+", re.DOTALL)
+_CLAUSE = re.compile(r"\s\([^()]*\)|, which .*$")
+_TRAIN_SCRIPT = "train.py "
+_PACKAGE = Path(__file__).parents[1]
+
+
+def next_steps(results: Results) -> tuple[NextStep, ...]:
+    """Returns at most three commands, the most useful first; none where nothing was typed, as in a library call."""
+    if not proposes():
+        return ()
+    found = dict[str, NextStep]()
+    for rule in _RULES:
+        one = rule(results)
+        if one is not None and one.command:
+            found.setdefault(one.command, one)
+    return tuple(found.values())[:_MOST]
+
+
+def after_cleaning(path: Path) -> tuple[NextStep, ...]:
+    """Returns the commands for a cleaned file."""
+    file = override("onnx", path)
+    steps = (
+        NextStep(command(EXPORT, file, "mode=summary"), "lists its operators, and which run int8 here"),
+        *after_summary(path, quantized=False),
+    )
+    return steps if proposes() else ()
+
+
+def after_summary(path: Path, *, quantized: bool) -> tuple[NextStep, ...]:
+    """Returns the commands for a file whose operators were listed."""
+    file = override("onnx", path)
+    if not proposes():
+        return ()
+    if quantized:
+        return (NextStep(command(EXPORT, file, "mode=encodings"), "writes its scales and zero points"),)
+    typed = command(EXPORT, file, "mode=static", "data=drawn")
+    return (NextStep(typed, "size and speed in int8, on drawn samples; data=... for accuracy"),)
+
+
+def lines(steps: tuple[NextStep, ...]) -> list[str]:
+    """Returns the commands as lines, each with its reason as a comment of the shell."""
+    width = max((len(one.command) for one in steps), default=0)
+    aligned = width if width <= _ALIGNED else 0
+    return ["next:", *(f"  {one.command:<{aligned}}  # {one.why}" for one in steps)] if steps else []
+
+
+_ALIGNED = 100  # longest command whose reasons are aligned
+
+
+def _fixed(results: Results) -> NextStep | None:
+    """Proposes the first setting among the fixes of the bounds that were missed."""
+    if results.ladder is not None:  # whose own advice is a command
+        return None
+    for line, fix in zip_longest(results.shortfalls, results.fixes, fillvalue=""):
+        bound = line.partition("=")[0]
+        for words in _settings(fix, bound):
+            if words[0] == _TRAIN_SCRIPT.strip():
+                typed = command(TRAIN, *words[1:], *typed_like("data"))
+            else:
+                typed = again(*words)
+            if typed:
+                return NextStep(typed, f"to meet {bound}")
+    return None
+
+
+def _settings(fix: str, bound: str) -> Iterator[list[str]]:
+    """Yields the alternatives of a fix that can be typed, as words; not those that give up the bound itself."""
+    for way in re.split(r",? or ", _CLAUSE.sub("", fix)):
+        try:
+            words = shlex.split(way)
+        except ValueError:  # a quote in prose
+            continue
+        settings = words[1:] if way.startswith(_TRAIN_SCRIPT) else words
+        if settings and all(map(_SETTING.fullmatch, settings)) and settings[0].partition("=")[0] != bound:
+            yield words
+
+
+def _climbs(results: Results) -> NextStep | None:
+    """Proposes a climb, where the file is too far from float."""
+    return NextStep(results.climb, "tries one remedy after the other") if results.climb else None
+
+
+def _analyses(results: Results) -> NextStep | None:
+    """Proposes to find the layers at fault, on the finished checkpoint where there is one."""
+    asked = RequestedSettings(results)
+    far = any(line.startswith(_NEAR) for line in results.shortfalls)
+    if not far or not asked.has_module or results.analysis is not None or results.ladder is not None:
+        return None
+    of_file = asked.get("mode") is not None
+    resumed = [] if of_file else [override("resume", Path(results.output_dir) / CHECKPOINT_FILE)]
+    return NextStep(
+        again(*resumed, "analysis=full", without=("analysis",)), "finds the layers that lose most"
+    )
+
+
+def _checks_bundle(results: Results) -> NextStep | None:
+    """Proposes to check the bundle of a run that meets its bounds."""
+    asked = RequestedSettings(results)
+    if results.shortfalls or not asked.get("export.bundle"):
+        return None
+    if asked.get("export.encrypt") is not None and asked.get("export.encrypt_bundle") is not False:
+        return None
+    name = "bundle.zip" if asked.get("export.bundle_as") == "zip" else "bundle"
+    path = str(Path(results.output_dir) / name)
+    return NextStep(command("qatkit-verify", path), "checks the bundle, here or where it is deployed")
+
+
+def _bundles(results: Results) -> NextStep | None:
+    """Proposes to make a bundle of a run that meets its bounds."""
+    asked = RequestedSettings(results)
+    if (
+        results.shortfalls
+        or not asked.has_module
+        or asked.get("export.bundle")
+        or asked.get("export.decoder")
+    ):
+        return None
+    words = [override("checkpoint", Path(results.output_dir) / CHECKPOINT_FILE), "export.bundle=true"]
+    return NextStep(command(EXPORT, *words), "makes a bundle for deployment")
+
+
+def _fine_tunes(results: Results) -> NextStep | None:
+    """Proposes fine-tuning after a calibration that costs more than chance, or of a float model trained here."""
+    asked = RequestedSettings(results)
+    if not asked.has_module or asked.weights_alone or asked.simulated or asked.get("schedule.epochs"):
+        return None
+    found, trained = results.measured.get(PAIRED), bool(asked.get("schedule.float_epochs"))
+    lost = found is not None and found["lost"] > found["interval"]
+    if not (lost or trained) or results.ladder is not None:
+        return None
+    words = _recipe(asked, results)
+    if words is None:
+        return None
+    if trained:
+        words.append(override("model.checkpoint", Path(results.output_dir) / FLOAT_CHECKPOINT))
+    why = "fine-tunes the float model that was trained" if trained else "fine-tunes with quantization"
+    return NextStep(again(*words, without=_OF_TRAINING), why)
+
+
+_OF_TRAINING = (
+    "schedule",
+    "schedule.epochs",
+    "schedule.float_epochs",
+    "schedule.float_lr",
+    "model.checkpoint",
+)
+
+
+def _recipe(asked: RequestedSettings, results: Results) -> list[str] | None:
+    """Returns what chooses a fine-tuning: the recipe that belongs to the one that was typed, else a schedule."""
+    if asked.get("mode") is not None:
+        return None
+    typed = typed_value("recipe") or ""
+    twin = re.sub(r"_(ptq|float)$", "_qat", typed)
+    if twin != typed and any((_PACKAGE / place / f"{twin}.yaml").is_file() for place in _RECIPES):
+        kept = typed_like("model.checkpoint") if not asked.get("schedule.float_epochs") else ()
+        return [f"recipe={twin}", *kept]
+    ops = {} if results.audit is None else results.audit.ops
+    return ["schedule=qat_adamw" if any("LayerNorm" in op for op in ops) else "schedule=qat_sgd"]
+
+
+_RECIPES = ("conf/recipe", "../conf/recipe")
+
+
+def _controls(results: Results) -> NextStep | None:
+    """Proposes a float control, which tells what fine-tuning alone changes."""
+    asked = RequestedSettings(results)
+    trains = asked.has_module and asked.get("schedule.epochs") and results.labelled
+    if not trains or asked.get("verify.control"):
+        return None
+    return NextStep(
+        again("verify.control=true"), "fine-tunes float alike, to tell what training alone changes"
+    )
+
+
+def _compares(results: Results) -> NextStep | None:
+    """Proposes to compare the runs of this name, where there are several."""
+    above = Path(results.output_dir).parent
+    others = [one for one in above.glob(f"*/{REPORT_FILE}") if one.parent != Path(results.output_dir)]
+    if not others or not results.output_dir:
+        return None
+    return NextStep(
+        command("qatkit compare", str(above)), f"compares this run with the {len(others)} beside it"
+    )
+
+
+def _places(results: Results) -> NextStep | None:
+    """Proposes to measure where int8 pays, for a file that is slower than float."""
+    asked, int8 = RequestedSettings(results), results.latency.get("int8")
+    if int8 is None or int8.ratio >= 1 or results.shortfalls or not asked.has_module:
+        return None
+    if asked.without_kernels or asked.weights_alone or asked.get("placement") != "fixed":
+        return None
+    if (results.audit is not None and not results.audit.for_onnxruntime) or asked.get(
+        "backend.every_operator"
+    ):
+        return None
+    return NextStep(again("placement=measured"), "leaves operators float that are slower in int8 here")
+
+
+def _calibrates(results: Results) -> NextStep | None:
+    """Proposes static quantization of a file that was quantized without calibration on given data."""
+    asked = RequestedSettings(results)
+    if (
+        results.shortfalls
+        or asked.has_module
+        or asked.get("mode") != "dynamic"
+        or typed_value("data") is None
+    ):
+        return None
+    return NextStep(again("mode=static"), "calibrates ranges, which run faster than dynamic ones")
+
+
+_RULES: tuple[Callable[[Results], NextStep | None], ...] = (
+    _fixed,
+    _climbs,
+    _analyses,
+    _checks_bundle,
+    _bundles,
+    _fine_tunes,
+    _places,
+    _calibrates,
+    _compares,
+    _controls,
+)

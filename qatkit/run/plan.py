@@ -1,0 +1,45 @@
+"""Announces what a run is going to do: one table at its start, whose rows also go into the report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from qatkit.config.argv import announces_plan
+from qatkit.records.plan import Planned, lines
+from qatkit.run.folder import Run, say
+from qatkit.run.pace import Unknown, undisturbed
+
+_TITLE = "plan, with times estimated from a few samples on this machine:"
+
+
+def stage(name: str, about: str, estimate: Callable[[], float] | str, *, done: bool = False) -> Planned:
+    """Returns a row of the plan.
+
+    Args:
+        name: of the stage, as `Run.stage` times it.
+        about: what it does.
+        estimate: gives the seconds, unless the stage is done; or why there is no estimate.
+        done: whether an earlier attempt has finished it.
+    """
+    if done:
+        return Planned(name, about, done=True)
+    if isinstance(estimate, str):
+        return Planned(name, about, why=estimate)
+    try:
+        with undisturbed():
+            return Planned(name, about, estimate())
+    except Unknown as error:
+        return Planned(name, about, why=str(error))
+
+
+def announce(run: Run, plan: Iterable[Planned]) -> None:
+    """Keeps the plan for the report, and prints it unless the job is one of several alike.
+
+    Args:
+        run: at its start.
+        plan: the stages in order.
+    """
+    run.plan = tuple(plan)
+    if run.plan and announces_plan():
+        for line in lines(_TITLE, run.plan):
+            say(line)
