@@ -16,7 +16,7 @@ from qatkit.cli.train_command import train_run
 from qatkit.config.compose import compose_config
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-GENERATED = {"docs/configuration.md", "docs/models.md"}
+GENERATED = {"docs/models.md"}
 # Keys whose value only the reader has.
 BROUGHT = re.compile(r"(data\.root|model\.checkpoint|model\.name)=|launcher=|://")
 

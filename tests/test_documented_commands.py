@@ -64,11 +64,14 @@ def _run(command: Command, step: list[str], finished: Path, folder: Path) -> Non
     """Runs one program of a command as a reader would, and expects that it succeeds."""
     program, *arguments = [_filled(word, finished, folder) for word in step]
     arguments += next((more for text, more in _SHORT.items() if text in command.text), ())
+    words = [program, *arguments]
     if program.endswith(".py"):
-        done = run_script(program, *arguments, cwd=folder)
-    else:
-        words = ["bash", "-c", command.text] if program == "eval" else [program, *arguments]
-        done = subprocess.run(words, cwd=folder, env=_path(), capture_output=True, text=True, check=False)
+        words = [sys.executable, str(ROOT / program), *arguments]
+    elif program == "eval":
+        words = ["bash", "-c", command.text]
+    done = subprocess.run(
+        words, cwd=folder, env=_environment(folder), capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, f"{command.text}\n{done.stdout}\n{done.stderr}"
 
 
@@ -80,9 +83,12 @@ def _filled(word: str, finished: Path, folder: Path) -> str:
     return key + equals + _VALUES.get(value, value).replace("OUTPUT_FOLDER", str(finished))
 
 
-def _path() -> dict[str, str]:
-    """Returns the environment in which `python` and the commands of the wheels are those of this interpreter."""
-    return {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+def _environment(folder: Path) -> dict[str, str]:
+    """Returns an environment with this interpreter's `python` and commands, in which files of `folder` are modules."""
+    paths = {"PATH": Path(sys.executable).parent, "PYTHONPATH": folder}
+    return os.environ | {
+        name: f"{first}{os.pathsep}{os.environ.get(name, '')}" for name, first in paths.items()
+    }
 
 
 def _bring(page: Path, finished: Path, folder: Path) -> None:

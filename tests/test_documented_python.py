@@ -10,16 +10,25 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 import torch
-from chain import Chain, noise, settle
+from chain import noise, settle
 from lightning import Trainer
 from onnx.parser import parse_model
 from page_commands import PAGES, label, python_blocks
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 from torchvision.models.detection import fasterrcnn_mobilenet_v3_large_320_fpn
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 _WITH_BLOCKS = [page for page in PAGES if python_blocks(page)]
+
+
+class Classifier(nn.Sequential):
+    """Pictures [N, 3, 16, 16] to logits [N, 4]."""
+
+    def __init__(self) -> None:
+        conv, norm, head = nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.Linear(16, 4)
+        super().__init__(conv, norm, nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), head)
 
 
 class Words(nn.Module):
@@ -52,11 +61,11 @@ def _pictures() -> dict[str, Any]:
         accelerator="cpu", max_steps=2, logger=False, enable_checkpointing=False, enable_progress_bar=False
     )
     return {
-        "model": settle(Chain(), 3, 16, 16),
+        "model": settle(Classifier(), 3, 16, 16),
         "example": batches[0][:1],
         "batches": batches,
         "batches_of_images": batches,
-        "train_loader": [(images, torch.arange(16) % 4) for images in batches],
+        "train_loader": DataLoader(TensorDataset(torch.cat(batches), torch.arange(128) % 4), batch_size=16),
         "trainer": quiet,
     }
 
