@@ -27,15 +27,18 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 _RUN = ("trainer=cpu", "trainer.progress=false", "data.workers=0", "verify.latency_runs=3", "verify.max_drop=null")
 _FEW = (*_RUN, "calibration.images=64", "data.test_images=64")
 _CALIBRATED = (*_FEW, "schedule=calibrate_only")
+_TINY = ("model.name=tiny_run.Net", "data.image_size=8")
 _TRAINING = (*_FEW, "data.train_images=256", "schedule.float_epochs=1", "schedule.epochs=1")
 # What makes a command short, by a text that it has; the first that is found.
 _SHORT = {
     "--help": (),
-    "search=": (*_TRAINING, "search.trials=2"),
+    "search=": (*_TRAINING, *_TINY, "search.trials=2"),
     "recipe=onnx_ptq": (*_RUN, "calibration.images=16", "data.test_images=16"),
     "data=tones": (*_FEW, "data.train_images=256", "schedule.float_epochs=1", "calibration=minmax"),
-    "quantizer": _TRAINING,
-    "my_": _CALIBRATED,
+    "quantizer": (*_TRAINING, *_TINY),
+    "model.name=my_": _CALIBRATED,
+    "recipe=": (*_TRAINING, *_TINY),
+    "my_": (*_CALIBRATED, *_TINY),
     "train.py": _TRAINING,
 }
 _VALUES = {"NAME": "quickstart", "FILE": "last.ckpt", "KEYFILE": "my.key", "OUTPUT": "opened.ckpt"}
@@ -46,7 +49,7 @@ _RUNNABLE = [page for page in PAGES if any(one.steps and not one.needs for one i
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The output folder of a short quickstart."""
     folder = tmp_path_factory.mktemp("finished")
-    done = run_script("train.py", *_TRAINING, "output_dir=run", cwd=folder)
+    done = run_script("train.py", *_TRAINING, *_TINY, "output_dir=run", cwd=folder, timeout=1000)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "run"
 
@@ -64,14 +67,14 @@ def _run(command: Command, step: list[str], finished: Path, folder: Path) -> Non
     """Runs one program of a command as a reader would, and expects that it succeeds."""
     program, *arguments = [_filled(word, finished, folder) for word in step]
     arguments += next((more for text, more in _SHORT.items() if text in command.text), ())
-    words = [program, *arguments]
+    environment = _environment(folder)
     if program.endswith(".py"):
-        words = [sys.executable, str(ROOT / program), *arguments]
-    elif program == "eval":
-        words = ["bash", "-c", command.text]
-    done = subprocess.run(
-        words, cwd=folder, env=_environment(folder), capture_output=True, text=True, check=False
-    )
+        done = run_script(program, *arguments, cwd=folder, env=environment, timeout=1000)
+    else:
+        words = ["bash", "-c", command.text] if program == "eval" else [program, *arguments]
+        done = subprocess.run(
+            words, cwd=folder, env=environment, capture_output=True, text=True, check=False
+        )
     assert done.returncode == 0, f"{command.text}\n{done.stdout}\n{done.stderr}"
 
 
