@@ -1,6 +1,6 @@
-"""Writes docs/configuration.md, the table of every key: `uv run scripts/configuration.py [--check]`.
+"""Writes docs/configuration.md and a page for each group of keys: `uv run scripts/configuration.py [--check]`.
 
-With `--check` nothing is written: the exit status is 1 where the page is not what the schema says.
+With `--check` nothing is written: the exit status is 1 where a page is not what the schema says.
 """
 
 from __future__ import annotations
@@ -9,25 +9,32 @@ import argparse
 import sys
 from pathlib import Path
 
-from qatkit.cli.reference import page
+from qatkit.cli.reference import pages
 from qatkit_verify.files import write_text
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "configuration.md"
+DOCS = ROOT / "docs"
 
 
 def main() -> int:
-    """Write the page, or compare it."""
+    """Write the pages, or compare them."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--check", action="store_true", help="compare, write nothing")
-    wanted = page(ROOT / "conf")
+    wanted = {DOCS / name: text for name, text in pages(ROOT / "conf").items()}
+    former = {*(DOCS / "configuration").glob("*.md")} - wanted.keys()
     if not parser.parse_args().check:
-        write_text(PAGE, wanted)
+        for page, text in wanted.items():
+            page.parent.mkdir(exist_ok=True)
+            write_text(page, text)
+        for page in former:
+            page.unlink()
         return 0
-    current = PAGE.is_file() and PAGE.read_text(encoding="utf-8") == wanted
-    print(f"{PAGE.name} is {'current' if current else 'not current: uv run scripts/configuration.py'}")
+    current = not former and all(
+        page.is_file() and page.read_text(encoding="utf-8") == text for page, text in wanted.items()
+    )
+    print(f"configuration.md is {'current' if current else 'not current: uv run scripts/configuration.py'}")
     return 0 if current else 1
 
 

@@ -71,6 +71,7 @@ def _as_main(
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)
+    sys.path[:0] = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path not in sys.path]
     torch.set_num_threads(1)
     sys.argv = [name, *typed]
     runpy.run_path(str(ROOT / name), run_name="__main__")

@@ -1,4 +1,5 @@
-"""The reference of all configuration keys as text: `--help` on the terminal, docs/configuration.md as a page.
+"""The reference of all configuration keys as text: `--help` on the terminal, docs/configuration.md with
+a page for each group.
 
 Both are written from the fields of the schema, so neither can be out of date.
 """
@@ -9,7 +10,7 @@ import dataclasses
 import inspect
 import textwrap
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -131,30 +132,66 @@ def help_text(program: str, folders: Sequence[Path], notes: Sequence[str] = ()) 
     return "\n".join(lines) + "\n"
 
 
-def page(conf: Path) -> str:
-    """Returns the text of docs/configuration.md."""
+def pages(conf: Path) -> dict[str, str]:
+    """Returns the texts of docs/configuration.md and the pages below docs/configuration/, by their paths in docs/."""
+    parts: dict[str, list[Group]] = {}
+    for one in groups([conf]):
+        parts.setdefault(one.key.partition(".")[0], []).append(one)
+    own = parts.pop("")
+    below = {f"configuration/{key}.md": _page(key, found) for key, found in parts.items()}
+    return {"configuration.md": _index(conf, own, parts), **below}
+
+
+def _index(conf: Path, own: Sequence[Group], parts: Mapping[str, Sequence[Group]]) -> str:
     lines = ["# Configuration", ""]
     lines += [
         "Written by `uv run scripts/configuration.py` from the schema (`qatkit/config/schema/`); edit that instead.",
         "",
         "A run's configuration is the schema's defaults, then one option of each group (`conf/GROUP/OPTION.yaml`), then"
         " the recipe, then what is typed: `uv run train.py recipe=vit_qat backend=qnnpack schedule.lr=2e-5`. Null is"
-        " typed `null` and means that nothing is set. `--cfg job` shows what a command line makes.",
+        " typed `null` and means that nothing is set. `--cfg job` shows what a command line makes, and `--help` prints"
+        " all keys at once.",
         "",
-        "| group | options |",
+        "| keys | what they are |",
         "|---|---|",
     ]
+    lines += [
+        f"| [`{key}`](configuration/{key}.md) | {_cell(_first_line(key, found))} |"
+        for key, found in parts.items()
+    ]
+    lines += ["", "## Options of groups", "", "| group | options |", "|---|---|"]
     lines += [
         f"| `{group}` | {', '.join(f'`{name}`' for name in names)} |"
         for group, names in options([conf]).items()
     ]
-    for one in groups([conf]):
-        lines += ["", f"## {f'`{one.key}`' if one.key else 'The run'}", "", one.about, ""]
-        lines += ["| key | type | default | allowed | what it is |", "|---|---|---|---|---|"]
-        for setting in one.settings:
-            cells = [_code(one.full_key(setting)), _code(setting.type), _code(setting.default)]
-            lines.append("| " + " | ".join([*cells, _cell(setting.allowed), _cell(setting.doc)]) + " |")
+    for one in own:
+        lines += ["", "## The run", "", one.about, "", *_table(one)]
     return "\n".join(lines) + "\n"
+
+
+def _first_line(key: str, found: Sequence[Group]) -> str:
+    """Returns the first sentence about a group; of algorithms, which have no group of their own, their names."""
+    about = " ".join(found[0].about.split())
+    names = [one.key.removeprefix(f"{key}.") for one in found]
+    return about.partition(". ")[0].rstrip(".") + "." if found[0].key == key else ", ".join(names)
+
+
+def _page(key: str, found: Sequence[Group]) -> str:
+    """Returns the page of all groups whose keys begin with `key`."""
+    lines = [f"# `{key}`", "", "Written by `uv run scripts/configuration.py`; [all keys](../configuration.md)."]
+    for one in found:
+        if one.key != key:
+            lines += ["", f"## `{one.key}`"]
+        lines += ["", one.about, "", *_table(one)]
+    return "\n".join(lines) + "\n"
+
+
+def _table(group: Group) -> list[str]:
+    lines = ["| key | type | default | allowed | what it is |", "|---|---|---|---|---|"]
+    for setting in group.settings:
+        cells = [_code(group.full_key(setting)), _code(setting.type), _code(setting.default)]
+        lines.append("| " + " | ".join([*cells, _cell(setting.allowed), _cell(setting.doc)]) + " |")
+    return lines
 
 
 def _code(text: str) -> str:
