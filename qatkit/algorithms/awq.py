@@ -36,6 +36,7 @@ class AWQ(Algorithm):
     """Scales weights up where the inputs are large, and divides the inputs; the function stays."""
 
     stage: ClassVar[str] = OBSERVED
+    rescales: ClassVar[bool] = True
     weights_alone: ClassVar[bool] = True
     images: int = setting(64, "of the calibration images, for the second moments of inputs", COUNT)
     steps: int = setting(20, "of the search: strengths 1/steps, 2/steps, ... 1 and none at all", COUNT)

@@ -39,6 +39,7 @@ class SmoothQuant(Algorithm):
     """Moves the differences between an activation's channels into the weights that read it; the function stays."""
 
     stage: ClassVar[str] = OBSERVED
+    rescales: ClassVar[bool] = True
     formats: ClassVar[bool] = True
     strength: float | None = setting(
         None, "how much of the differences moves, 0 to 1; null: searched for each tensor", Range(0, 1)
