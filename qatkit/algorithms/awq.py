@@ -36,6 +36,7 @@ class AWQ(Algorithm):
     """Scales weights up where the inputs are large, and divides the inputs, which keeps the function."""
 
     stage: ClassVar[str] = OBSERVED
+    rescales: ClassVar[bool] = True
     weights_alone: ClassVar[bool] = True
     images: int = setting(64, "number of calibration images for the second moments of the inputs", COUNT)
     steps: int = setting(

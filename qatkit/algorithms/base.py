@@ -52,6 +52,8 @@ class Algorithm(ABC):
             algorithms compete, such a one is tried only while the target is missed.
         changes_weights: whether it writes into weights. False if it changes only biases and quantizers: then the
             weights can stay in the float model's memory.
+        rescales: whether it multiplies channels of weights and activations by factors, so that a scale or range that
+            was given for the float model no longer fits.
     """
 
     stage: ClassVar[str]
@@ -59,6 +61,7 @@ class Algorithm(ABC):
     weights_alone: ClassVar[bool] = False
     formats: ClassVar[bool] = False
     changes_weights: ClassVar[bool] = True
+    rescales: ClassVar[bool] = False
     images: int = 0
 
     def __post_init__(self) -> None:

@@ -37,6 +37,7 @@ class Equalize(Algorithm):
     """Gives the channels of neighbouring operators equal ranges before quantization, which keeps the function."""
 
     stage: ClassVar[str] = FUSED
+    rescales: ClassVar[bool] = True
     formats: ClassVar[bool] = True
     relu6: str = setting(
         "keep",

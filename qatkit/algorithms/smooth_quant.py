@@ -39,6 +39,7 @@ class SmoothQuant(Algorithm):
     """Moves differences between the channels of an activation into the next weights, which keeps the function."""
 
     stage: ClassVar[str] = OBSERVED
+    rescales: ClassVar[bool] = True
     formats: ClassVar[bool] = True
     strength: float | None = setting(
         None, "share of the differences that is moved, 0 to 1; null: searched for each tensor", Range(0, 1)

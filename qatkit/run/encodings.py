@@ -17,6 +17,7 @@ from qatkit.train.module import QATModule
 from qatkit_verify.errors import ConfigError
 
 _ONNX = ".onnx"
+_FIXED = ("weight_scale", "weight_range", "activation_scale", "activation_range")
 
 
 def check_encodings(module: QATModule, config: Config) -> None:
@@ -28,12 +29,32 @@ def check_encodings(module: QATModule, config: Config) -> None:
     Raises:
         ConfigError: as in `matched`, or an algorithm that would change fixed values.
     """
+    _check_overrides(config)
     if config.calibration.encodings is None:
         return
     found = _matched(module, config.calibration.encodings)
     for name, algorithm in algorithms_of(config.algorithm).items():
         if algorithm.changes_weights or found.weights:
             allowed = f"none with {KEY}, since {name} changes weights or their scales"
+            raise ConfigError("algorithm", name, allowed)
+
+
+def _check_overrides(config: Config) -> None:
+    """Rejects algorithms that rescale channels beside a scale or range of an override, which would stay as it is.
+
+    A contest (algorithm_choice=auto) may list them: it keeps what improves held-out images.
+    """
+    fixed = [
+        f"backend.overrides.{pattern}.{name}"
+        for pattern, override in config.backend.overrides.items()
+        for name in _FIXED
+        if getattr(override, name) is not None
+    ]
+    if not fixed or config.algorithm_choice == "auto":
+        return
+    for name, algorithm in algorithms_of(config.algorithm).items():
+        if algorithm.rescales:
+            allowed = f"none with {fixed[0]} ({name} rescales channels, and the fixed scale would not fit)"
             raise ConfigError("algorithm", name, allowed)
 
 

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from onnx import numpy_helper
 from tiny_run import calibrate_only, report_of
 
-from qatkit.algorithms import BiasCorrection
-from qatkit.config.schema import CalibrationConfig, Config, PrecisionConfig
+from qatkit.algorithms import Algorithm, BiasCorrection, Equalize, SmoothQuant
+from qatkit.config.schema import CalibrationConfig, Config, OverrideConfig, PrecisionConfig
 from qatkit.jobs import pipeline
 from qatkit.jobs.quantize_file import quantize
 from qatkit.run.encodings import digest_of_encodings
@@ -113,6 +113,37 @@ def test_what_would_move_encodings_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^calibration.encodings=.*no.json: expected a file that exists"):
         quantize(config)
     assert not (tmp_path / "out").exists()
+
+
+FIXED = [
+    {"weight_scale": 0.01},
+    {"weight_range": [-1.0, 1.0]},
+    {"activation_scale": 0.01, "activation_zero_point": 0},
+    {"activation_range": [0.0, 4.0]},
+]
+
+
+@pytest.mark.parametrize("fixed", FIXED, ids=lambda fixed: next(iter(fixed)))
+@pytest.mark.parametrize("algorithm", [Equalize, SmoothQuant])
+def test_no_algorithm_rescales_beside_a_fixed_scale(
+    algorithm: type[Algorithm], fixed: dict[str, Any], tmp_path: Path
+) -> None:
+    config = calibrate_only(tmp_path / "out")
+    config.algorithm = {"it": {"target": f"{algorithm.__module__}.{algorithm.__name__}"}}
+    config.backend.overrides = {"conv1": OverrideConfig(**fixed)}
+    said = f"^algorithm=it: expected none with backend.overrides.conv1.{next(iter(fixed))} \\(it rescales channels"
+    with pytest.raises(ConfigError, match=said):
+        pipeline.train(config)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_contest_may_have_them_beside_a_fixed_scale(tmp_path: Path) -> None:
+    config = calibrate_only(tmp_path / "out")
+    config.algorithm_choice = "auto"
+    config.algorithm = {"equalize": {"target": f"{Equalize.__module__}.Equalize"}}
+    config.backend.overrides = {"conv1": OverrideConfig(activation_range=[0.0, 4.0])}
+    assert pipeline.train(config) == 0
+    assert [row["name"] for row in report_of(tmp_path / "out")["algorithms"]][-1:] == ["equalize"]
 
 
 def test_a_typo_ends_a_run_before_it_writes_anything(tmp_path: Path) -> None:

@@ -99,6 +99,12 @@ def test_other_operators_give_the_same_values(case: str, tmp_path: Path) -> None
     assert (found.proof.bound == float("inf")) == (name in EXACT)
 
 
+def test_a_norm_with_a_scale_of_channels_is_an_instance_norm(tmp_path: Path) -> None:
+    source = save(tmp_path / "net.onnx", net(INSTANCE), COLUMN)
+    _, model = cleaned(source, rewrite=["layer_norm", "instance_norm"])
+    assert kinds(model) == ["InstanceNormalization"]
+
+
 _OTHER = {
     "a_bound_above": (
         "relu",
@@ -110,6 +116,7 @@ _OTHER = {
     "one_axis": ("instance_norm", INSTANCE.replace("[2, 3]", "[2]")),
     "another_number": ("gelu", GELU.replace("1.4142135", "1.5")),
     "a_small_pool": ("split_pool", "y = GlobalAveragePool (x)"),
+    "a_scale_of_channels": ("layer_norm", INSTANCE),
     "a_mean_of_channels": ("mean_to_pool", MEAN.replace("[2, 3]", "[1]")),
 }
 
@@ -117,7 +124,7 @@ _OTHER = {
 @pytest.mark.parametrize("case", _OTHER)
 def test_what_is_another_function_stays(case: str, tmp_path: Path) -> None:
     name, body = _OTHER[case]
-    weights = (COLUMN if name == "instance_norm" else {}) | {"ones": np.ones((), np.float32)}
+    weights = COLUMN | {"ones": np.ones((), np.float32)}
     found, _ = cleaned(save(tmp_path / "net.onnx", net(body), weights), rewrite=[name])
     assert found.rows[0] == ("rewrite", f"{name}: 0 replaced")
 

@@ -24,7 +24,10 @@ class Normalized(NamedTuple):
 
 
 def layer_norm(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
-    """Joins (x - mean) / sqrt(variance + epsilon) over the last axes, together with the scale and bias after it."""
+    """Joins (x - mean) / sqrt(variance + epsilon) over the last axes, with the scale and bias after it.
+
+    One over all axes after the channels, with a scale for each channel, is left to `instance_norm`.
+    """
     found = _normalized(node)
     if found is None or (ranks := rank(found.x)) is None:
         return False
@@ -34,6 +37,8 @@ def layer_norm(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
     if None in sizes:
         return False
     last, scale, bias = _affine(node, tuple(one or 0 for one in sizes))
+    if scale is None and _scaled_by_channel(found, node, ranks):
+        return False
     scale = np.ones([one or 0 for one in sizes], np.float32) if scale is None else scale
     inputs = [found.x, held(model, last, "scale", scale)]
     if bias is not None:
@@ -208,6 +213,12 @@ def _affine(
     return last, found[0], found[1]
 
 
+def _scaled_by_channel(found: Normalized, node: ir.Node, ranks: int) -> bool:
+    """Returns whether constants for each channel multiply a norm over all axes after the channels."""
+    channels = size(found.x, 1) if found.axes == tuple(range(2, ranks)) else None
+    return channels is not None and _affine(node, (channels, *[1] * (ranks - 2)))[1] is not None
+
+
 def _only_reader(node: ir.Node) -> ir.Node | None:
     result = node.outputs[0]
     if len(result.uses()) != 1 or result.is_graph_output():
@@ -218,12 +229,11 @@ def _only_reader(node: ir.Node) -> ir.Node | None:
 
 def _as(vector: NDArray[np.floating], shape: tuple[int, ...]) -> NDArray[np.floating] | None:
     """Returns a constant with this shape, or None if broadcasting would give it another size."""
-    stripped = vector.reshape(vector.shape[max(0, vector.ndim - len(shape)) :]) if vector.size else vector
-    lost = vector.shape[: max(0, vector.ndim - len(shape))]
-    if vector.dtype != np.float32 or any(one != 1 for one in lost):
+    extra = max(0, vector.ndim - len(shape))
+    if vector.dtype != np.float32 or any(one != 1 for one in vector.shape[:extra]):
         return None
     try:
-        return np.ascontiguousarray(np.broadcast_to(stripped, shape))
+        return np.ascontiguousarray(np.broadcast_to(vector.reshape(vector.shape[extra:]), shape))
     except ValueError:
         return None
 
