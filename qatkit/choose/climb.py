@@ -39,7 +39,7 @@ def rung_why_not(rung: RungResult, best: RungResult, metric: Metric = NAMES.main
             return "" if lost < 0 else f"loses {lost:.2f} {metric.points}"
     if _decibel(rung) > _decibel(best):
         return ""
-    return "no nearer to float"
+    return "no closer to float"
 
 
 def _decibel(rung: RungResult) -> float:

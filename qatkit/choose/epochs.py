@@ -129,7 +129,7 @@ class Choosing(Judging):
         if decided({**_judged_before(module), step: score}, self._best)[step].kept:
             module.best = {name: value.cpu().clone() for name, value in module.state_dict().items()}
         seconds = round(time.monotonic() - start, 1)
-        images = f"{len(self.data.held_out):,} training images held out"
+        images = f"{len(self.data.held_out):,} held-out training images"
         found = self._metric.of(score).text
         say(f"{self.title}, step {step}: {self._what()} {found} on {images}, {seconds:.1f} s")
         return {SCORE: score, "seconds": seconds}

@@ -31,7 +31,7 @@ class SizeCheck(Check):
             return [Shortfall(f"verify.max_size_ratio={bounds.max_size_ratio}: sizes were not measured")]
         if ratio <= bounds.max_size_ratio:
             return []
-        file = f"the {results.label} file is {ratio:.3f} of the float file"
+        file = f"the {results.label} file has {ratio:.3f} times the size of the float file"
         return [Shortfall(f"verify.max_size_ratio={bounds.max_size_ratio}: {file}", _fix(ratio, results))]
 
 
@@ -42,6 +42,6 @@ def _fix(ratio: float, results: Results) -> str:
     if asked.left_float():
         return asked.without_float()
     if asked.mode == "float16":
-        return f"{asked.mode_key}=weight_only (a byte a weight, not two)"
+        return f"{asked.mode_key}=weight_only (one byte per weight instead of two)"
     met = math.ceil(1000 * ratio) / 1000
-    return f"verify.max_size_ratio={met} (the ratio of this file: no override leaves any of it float)"
+    return f"verify.max_size_ratio={met} (the ratio of this file; no override keeps operators in float)"
