@@ -233,7 +233,10 @@ def test_int8_activations_are_judged_for_arm(tmp_path: Path, least: int) -> None
     onnx.save(integers(X[:, :14].astype(np.int8), weight, xz=np.int8(0)).model, path)
     lines = checked(path, Config())[2]
     proven = "int8 x int8: no sum of two products exceeds 16 bits, proven from the integers of 1 operator"
-    possible = "int8 x int8: 1 of 1 operators can exceed 16 bits on ARM without the dot product, through weights of -128"
+    possible = (
+        "int8 x int8: 1 of 1 operators can exceed 16 bits on ARM without the dot product, through weights of"
+        " -128"
+    )
     assert lines[0].startswith(proven if least == -127 else possible)
 
 
