@@ -48,7 +48,7 @@ def chosen_algorithms(config: Config, stored: Mapping[str, Any] | None) -> list[
     """Returns the names of the algorithms that a module is built with: all listed ones, or those a run has chosen.
 
     Args:
-        stored: what the run's checkpoint says (`qatkit.run.folder.Run.stored`).
+        stored: the run's entries in its checkpoint (`qatkit.run.folder.Run.stored`).
     """
     if config.algorithm_choice == "all":
         return list(config.algorithm)
@@ -61,7 +61,7 @@ def compete(
     """Returns the module with the algorithms that pay, and the result of each.
 
     Args:
-        module: calibrated, without any algorithm.
+        module: a calibrated module without algorithms.
     """
     with run.stage("algorithms", "algorithms compete"):
         module, tried = _Competition(run, model, data, module, calibrated, run.scratch).run()
@@ -107,8 +107,8 @@ class _Competition:
         self.exact = self.judge.of_float()
         self.module_type = type(module)
         self.contest: Contest[_Model, Verdict] = Contest(why_not, "improves beyond noise")
-        self.alone: dict[tuple[str, ...], Verdict] = {}  # of ranges without corrections
-        # By the algorithms that come before calibration.
+        self.alone: dict[tuple[str, ...], Verdict] = {}  # verdicts on ranges without corrections
+        # Calibrated modules by the names of the algorithms that come before calibration.
         self.ranges: dict[tuple[str, ...], tuple[QATModule, State]] = {(): (module, _copied(module))}
 
     @property
@@ -162,7 +162,7 @@ class _Competition:
         return meets(self.kept.verdict, self.exact, aim(self.config, labelled=self.data.labelled), sure)
 
     def _simplify(self, name: str) -> None:
-        """Drops the corrections that `name`, which was just kept, makes superfluous."""
+        """Drops the corrections that `name`, which was just kept, makes redundant."""
         names = self.kept.made.names
         corrections = [one for one in names if self.algorithms[one].stage == CALIBRATED and one != name]
         if corrections and self.algorithms[name].stage == CALIBRATED:

@@ -16,7 +16,7 @@ from qatkit.records.ladder import RungResult
 from qatkit_verify.classification import NAMES
 from qatkit_verify.records import Metric
 
-_DIGITS = 6  # of a drop, in points: further digits come from subtraction
+_DIGITS = 6  # digits of a drop in points; further ones come from subtraction
 
 
 def meets_target(rung: RungResult, target: TargetConfig) -> bool:

@@ -22,7 +22,7 @@ def chosen_floats(config: Config, stored: Mapping[str, Any] | None) -> FloatSite
         stored: the entries of the run's checkpoint (`qatkit.run.folder.Run.stored`), which hold its choice.
 
     Raises:
-        ConfigError: as in `floats_of_point`.
+        ConfigError: see `floats_of_point`.
     """
     if stored is not None:
         return read_float_sites(stored.get("floats", ()))

@@ -77,7 +77,7 @@ def audit_line(audit: Audit, *, weights_alone: bool = False) -> str:
     told = "".join(f", {n} {what} and are computed in float" for what, n in floats.items() if n)
     at_run_time = f"{counted(len(weights), 'weight')} ({megabytes:.1f} MB)" if weights else "no weight"
     return (
-        f"audit: {int8} of {len(matrix)} Conv/Gemm/MatMul run int8 {share}"
+        f"audit: {int8} of {len(matrix)} Conv/Gemm/MatMul run in int8 {share}"
         f"{told};"
         f" {audit.quantize} QuantizeLinear, {audit.dequantize} DequantizeLinear,"
         f" {audit.transposes} Transpose left;"
