@@ -1,13 +1,13 @@
-"""What algorithms give without training: each list of them on the same images, in simulation, image by image.
+"""Measures the accuracy of lists of algorithms without training, in simulation, on the same images.
 
     uv run benchmarks/algorithms.py recipe=vit_cifar10_w4a4_qat schedule=calibrate_only quantizer=fake_quantize
         data.root=DIR model.checkpoint=FILE --kinds none adaround shift_channels+smooth_quant
         [--images 2000] [--batch 100] [--threads 1]
 
-A kind is options of the group algorithm with + between them, and settings behind commas
-(`block_reconstruction,algorithm.block_reconstruction.steps=200`); the rest of the command line is train.py's. Printed
-are top-1, its difference from that of the first kind with its standard error (images are paired), and of the outputs
-the share with float's top-1, the SQNR in dB and the divergence from float in nats.
+A kind is a list of options of the group algorithm, joined by +, with further settings after commas
+(`block_reconstruction,algorithm.block_reconstruction.steps=200`). The other arguments are those of train.py. For each
+kind it prints top-1, the difference from the first kind's top-1 with its standard error (paired over images), the
+share of images with float's top-1, and the SQNR (dB) and divergence (nats) of the outputs against float.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CONF = Path(__file__).resolve().parent.parent / "conf"
 
 
 def settings_of(kind: str) -> list[str]:
-    """The overrides that a kind stands for."""
+    """Returns the overrides of a kind."""
     options, *settings = kind.split(",")
     return [f"algorithm=[{options.replace('+', ',')}]", *settings]
 
@@ -64,13 +64,13 @@ def quantized(config: Config, data: DataModule) -> QATModule:
 
 
 def divergence(exact: Tensor, found: Tensor) -> float:
-    """KL of the softmax of `found` from that of `exact`, nats an image."""
+    """Returns the KL divergence of the softmax of `found` from that of `exact`, in nats per image."""
     p = exact.log_softmax(1)
     return float((p.exp() * (p - found.log_softmax(1))).sum(1).mean())
 
 
 def measure(args: argparse.Namespace, overrides: Sequence[str]) -> None:
-    """Prints float, then a line a kind."""
+    """Prints float, then one line per kind."""
     more = ["trainer=cpu", "trainer.progress=false", "verify.control=false"]
     made = [compose_config(CONF, [*overrides, *more, *settings_of(kind)]) for kind in args.kinds]
     data = data_of(made[0])

@@ -1,13 +1,13 @@
-"""What does calibration cost? Each observer against the plain float forward passes of the same images.
+"""Measures the cost of calibration: each observer against plain float forward passes of the same images.
 
     uv run benchmarks/calibration.py [--models resnet50 vit_b_16] [--images 64] [--rounds 5] [--threads 2]
     uv run benchmarks/calibration.py --static       also onnxruntime.quantization.quantize_static (gigabytes)
     uv run benchmarks/calibration.py --memory       peak memory with 32 and with 512 images instead
 
-Weights and images are random, made sane as in latency.py. A calibration is all of it: the passes in float, the
-observers, the ranges and their alignment. All are timed in turns in one process, and a ratio is taken within a
-round: time over that of the float passes, so 1.2 is a fifth on top. quantize_static and everything of --memory
-run in a process each, whose peak resident memory is read at the end; there, images are made batch by batch.
+Weights and images are random, scaled as in latency.py. A calibration includes the float passes, the observers, the
+ranges and their alignment. All are timed in turns in one process, and the ratio to the float passes is taken within
+a round, so 1.2 means 20 % more. quantize_static and the measurements of --memory each run in their own process,
+whose peak resident memory is read at the end; there, images are made batch by batch.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ KINDS: dict[str, Callable[[], observers.Observer]] = {
     "mse": observers.MSEObserver,
     "distribution": observers.DistributionObserver,
 }
-TOURNAMENT = "tournament"  # of which the export of the file is a fixed part, whatever the number of images
+TOURNAMENT = "tournament"  # the export of the file is a part that does not depend on the number of images
 METHODS = ("MinMax", "Percentile", "Entropy")
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is calibrated with what."""
+    """A model, and the images that calibrate it."""
 
     model: str
     size: int
@@ -154,7 +154,7 @@ class _Reader(quantization.CalibrationDataReader):  # type: ignore[misc]
 
 
 def quantize_static_alone(job: Job, method: str) -> tuple[float, float, float]:
-    """As `calibrate_alone`, of quantize_static on the fused float file."""
+    """Measures quantize_static on the fused float file, like `calibrate_alone`."""
     with tempfile.TemporaryDirectory() as folder, latency.without_logs():
         source, target = Path(folder) / "float.onnx", Path(folder) / "int8.onnx"
         export_onnx(prepared(job)[0], next(images(job))[:2], source)

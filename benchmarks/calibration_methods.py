@@ -1,13 +1,13 @@
-"""What each method of calibration costs in accuracy, from one pass over the same images, in simulation.
+"""Measures the accuracy of each calibration method, from one pass over the same images, in simulation.
 
     uv run benchmarks/calibration_methods.py recipe=vit_cifar10_ptq data.root=DIR model.checkpoint=FILE
         [--images 1000] [--calibration 512] [--methods min-max MSE]
 
-What stands before the options is train.py's. No algorithm runs, and weights keep their whole ranges. A line is printed
-for each method: top-1 on the test images, the share of images with float's class, and float's outputs over the error in
-dB. Beside the methods of `calibration`: "own MAE" and "own MSE" take, for each tensor, that one of the percentiles
-99.99, 99.999 and 99.99999 whose mean absolute or squared error of the tensor itself is least, as AMD Quark's
-LayerWisePercentile does; "powers of two" are scales of MSE that are rounded to them (backend.scale_type=pow2).
+Arguments before the options are those of train.py. No algorithm runs, and weights keep their full ranges. For each
+method it prints top-1 on the test images, the share of images with float's class, and the SQNR of the outputs against
+float in dB. In addition to the methods of `calibration`, "own MAE" and "own MSE" take, for each tensor, the percentile
+of 99.99, 99.999 and 99.99999 with the least mean absolute or squared error of the tensor itself, like AMD Quark's
+LayerWisePercentile; "powers of two" rounds the scales of MSE to powers of two (backend.scale_type=pow2).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _PERCENTILES = (99.99, 99.999, 99.99999)
 
 @dataclass(frozen=True)
 class OwnError(Method):
-    """The percentile with the least mean error of the tensor itself: its power 1 (MAE) or 2 (MSE)."""
+    """The percentile with the least mean error of the tensor itself, of power 1 (MAE) or 2 (MSE)."""
 
     power: int
 
@@ -57,7 +57,7 @@ class OwnError(Method):
         return min(offered, key=error)
 
 
-# For each tensor that one of these methods with the least error behind it.
+# For each tensor, the method with the least error at the following outputs is chosen from these.
 _CHOSEN = {
     "layerwise": [name for name in METHODS if name == "min-max" or "percentile" in name],
     "best of each tensor": list(METHODS),
@@ -67,7 +67,7 @@ EVERY: dict[str, Method] = {**METHODS, "own MAE": OwnError(1), "own MSE": OwnErr
 
 
 def observed(config: Config, data: DataModule, count: int) -> QATModule:
-    """The module with the histograms of all activations."""
+    """Returns the module with the histograms of all activations."""
     module = qat_module(config, models.build(config.model, data.num_classes), data.inputs, QATModule)
     module.mixed_scales = module.mean_shifts = "report"
     module.calibrate(images for images, _ in data.calibration_batches(count, 64))
@@ -82,7 +82,7 @@ def outputs(graph: fx.GraphModule, batches: Sequence[Tensor], *, quantize: bool)
 
 
 def main() -> None:
-    """Prints a line for each method."""
+    """Prints one line per method."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,19 +1,18 @@
-"""Does every torchvision model go through? One table: docs/coverage.md.
+"""Takes every torchvision model through the whole chain, and writes docs/coverage.md.
 
     uv run benchmarks/coverage.py [--models resnet18 swin_t] [--task classification segmentation video]
     uv run --group benchmark benchmarks/coverage.py --all [--models odd "timm/*vit*" hf/bert] [--jobs 2]
 
-Each model is built with random weights (made sane as in `latency.py`), prepared, trained for one step,
-calibrated, converted, exported as opset-13 QDQ and run in ONNX Runtime, with optimizations off and on, on 256
-inputs. A classifier that ends with a Linear gets one that tells these inputs apart: of 1,000 random logits the
-first two lie so close together that their order says nothing about a file. Inputs are small where the
-architecture allows it: what is checked here does not depend on the size. Two models beyond 600 M parameters
-have fewer blocks. How fast a file is comes from `placement.py --record`, alone on a machine.
-What a model gave is kept in docs/coverage.json as soon as it is there: a run that was stopped goes on with
-the models that are missing (`--again` measures all of them again).
+Each model is built with random weights (scaled as in `latency.py`), prepared, trained for one step, calibrated,
+converted, exported as opset-13 QDQ and run in ONNX Runtime, with optimizations off and on, on 256 inputs. A
+classifier that ends with a Linear gets a Linear that distinguishes these inputs, since the two largest of 1,000
+random logits are so close that their order says nothing about a file. Inputs are small where the architecture
+allows it, since the checks do not depend on the size. Two models with more than 600 M parameters have fewer blocks.
+Speeds come from `placement.py --record` on an idle machine. The result of each model is stored in
+docs/coverage.json at once, so a stopped run continues with the missing models (`--again` measures all of them).
 
-`--all` takes another list through: some 600 models of timm, Hugging Face, segmentation_models_pytorch and our own
-(`zoo/`), each in a process of its own, written to docs/models.md.
+`--all` uses another list: about 600 models of timm, Hugging Face, segmentation_models_pytorch and our own (`zoo/`),
+each in its own process, written to docs/models.md.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ RECORD, PAGE = DOCS / "coverage.json", DOCS / "coverage.md"
 MODELS_RECORD, MODELS_PAGE = DOCS / "models.json", DOCS / "models.md"  # of --all
 TASKS = ("classification", "segmentation", "video")
 PARITY_IMAGES, FEW_IMAGES, BATCH = 256, 8, 8
-# Up to here the float file is written too (protobuf ends at 2 GB), for the size ratio.
+# Up to this size the float file is also written (protobuf ends at 2 GB), for the size ratio.
 FLOAT_LIMIT = 450_000_000
 SIZES = {"inception_v3": 299, "vit_h_14": 56, "s3d": 224, "mvit": 224}
 FRAMES = {"s3d": 16, "mvit": 16}
@@ -95,9 +94,9 @@ def inputs(count: int, shape: tuple[int, ...], seed: int) -> Tensor:
 
 
 def tell_apart(model: nn.Module, batches: list[Tensor]) -> bool:
-    """Gives a last Linear rows that point at the inputs: image i of `batches` is of class i.
+    """Sets the rows of a last Linear such that image i of `batches` gets class i.
 
-    Rows beyond the inputs point anywhere; all have the length 1. False for another last operator, which stays.
+    Further rows have random directions; all rows have length 1. Returns False for another last operator.
     """
     calls: list[tuple[nn.Module, Tensor, Tensor]] = []
     linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
@@ -124,7 +123,7 @@ def tell_apart(model: nn.Module, batches: list[Tensor]) -> bool:
 
 
 def gradients(module: QATModule, images: Tensor) -> list[str]:
-    """Parameters without a finite, non-zero gradient in one step with fake quantization.
+    """Returns the parameters without a finite, non-zero gradient in one step with fake quantization.
 
     Stochastic depth is off: in a small batch it may drop a block for every image.
     """
@@ -146,9 +145,9 @@ def gradients(module: QATModule, images: Tensor) -> list[str]:
 
 
 def unused(model: nn.Module, images: Tensor) -> set[str]:
-    """Parameters that the float model's own loss does not depend on.
+    """Returns the parameters on which the float model's own loss does not depend.
 
-    The head of MViT reads the class token alone, on which the last block's positions of patches have no effect.
+    The head of MViT reads only the class token, on which the last block's positions of patches have no effect.
     """
     (model(images) ** 2).mean().backward()
     found = {name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()}
@@ -207,7 +206,7 @@ def _parity(parity: Parity) -> dict[str, Any]:
 
 
 def islands(audit: Audit) -> dict[str, int]:
-    """Reasons for float operators and how many nodes have each; what ONNX Runtime inserted is left out."""
+    """Returns the reasons for float operators with their number of nodes, without those inserted by ONNX Runtime."""
     found = [n for n in audit.nodes if n.precision == "float" and n.reason and "inserted by" not in n.reason]
     return dict(Counter(f"{n.op}: {n.reason.split(' (it ')[0]}" for n in found).most_common())
 
@@ -257,7 +256,7 @@ def _table(rows: dict[str, Any]) -> list[str]:
 
 
 def _speeds(rows: dict[str, Any]) -> list[str]:
-    """The section about speed, from what `placement.py --record` wrote."""
+    """Returns the section about speed, from the results of `placement.py --record`."""
     timed = {name: row["speed"] for name, row in sorted(rows.items()) if "speed" in row}
     if not timed:
         return []
@@ -294,7 +293,7 @@ def _speed(found: dict[str, Any] | None) -> tuple[str, ...]:
 
 
 def _reasons(rows: dict[str, Any]) -> list[str]:
-    """Why what is float is float, over all models of a task."""
+    """Returns the reasons for float operators over all models of a task."""
     total: Counter[str] = Counter()
     where: dict[str, list[str]] = {}
     for name, row in rows.items():
@@ -311,7 +310,7 @@ def _reasons(rows: dict[str, Any]) -> list[str]:
 
 
 def the_list(args: argparse.Namespace) -> int:
-    """The models of `zoo/`; 1 if one of them ended in a traceback, or computes something else."""
+    """Measures the models of `zoo/`; returns 1 if one ends in a traceback or computes something else."""
     from zoo.page import page as models_page
     from zoo.run import chosen, run
 
@@ -325,17 +324,19 @@ def the_list(args: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    """Measures what is asked for, writes the page, and returns 1 if a model failed."""
+    """Measures the requested models, writes the page, and returns 1 if a model failed."""
     parser = argparse.ArgumentParser(description="Takes torchvision's models through the whole chain.")
-    parser.add_argument("--models", nargs="+", help="names; default: all of the tasks")
+    parser.add_argument("--models", nargs="+", help="names (default: all models of the tasks)")
     parser.add_argument("--task", nargs="+", choices=TASKS, default=["classification"])
-    parser.add_argument("--again", action="store_true", help="measure what is recorded already, too")
-    parser.add_argument("--record", type=Path, help="where the figures are kept, if not in docs/")
+    parser.add_argument("--again", action="store_true", help="measure recorded models again")
+    parser.add_argument("--record", type=Path, help="where to store the figures (default: docs/)")
     parser.add_argument(
-        "--all", action="store_true", help="the list of zoo/ instead; --models may hold patterns"
+        "--all", action="store_true", help="use the list of zoo/ instead; --models may contain patterns"
     )
-    parser.add_argument("--jobs", type=int, default=1, help="of --all: models at a time")
-    parser.add_argument("--limit", type=float, default=300, help="of --all: seconds for one model")
+    parser.add_argument("--jobs", type=int, default=1, help="with --all: number of models at a time")
+    parser.add_argument(
+        "--limit", type=float, default=300, help="with --all: time limit of one model, in seconds"
+    )
     args = parser.parse_args()
     if args.all:
         return the_list(args)

@@ -1,12 +1,12 @@
-"""How fast do a run's decoder and its rivals decode, and what do they lose? One table.
+"""Compares speed and accuracy of a run's decoder with other decoders of the same model, in one table.
 
     uv run --group benchmark benchmarks/decoding.py RUN --text test.txt [--windows 4] [--rounds 10] [--work DIR]
 
-RUN is the folder of a finished run with export.decoder=true. Beside its decoder stand the same model in float, ONNX
-Runtime's dynamic int8 of that file, and its 4-bit quantizer in blocks of 32 with zero points; files of 4 bits are
-timed at accuracy level 0 (float activations) and 4 (activations in 8 bits). A round decodes 8 tokens behind 256 with
-each file in turn; ratios are of rounds. Perplexity and the share of likeliest tokens that are float's are of whole
-windows of 512 tokens.
+RUN is the folder of a finished run with export.decoder=true. Its decoder is compared with the same model in float,
+ONNX Runtime's dynamic int8 of that file, and ONNX Runtime's 4-bit quantizer in blocks of 32 with zero points. 4-bit
+files are timed at accuracy level 0 (float activations) and 4 (8-bit activations). A round decodes 8 tokens after 256
+with each file in turn, and ratios are taken within rounds. Perplexity and the share of tokens predicted as by float
+are measured on whole windows of 512 tokens.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def float_decoder(run: Path, path: Path) -> None:
 
 
 def files(run: Path, work: Path) -> Iterator[tuple[str, Path]]:
-    """Yields every file by what it is called, and makes those that the run does not have."""
+    """Yields every file by its title, and makes those that the run does not have."""
     logging.disable(logging.WARNING)
     exact, ours = work / "float.onnx", run / "decoder" / "model.onnx"
     if not exact.is_file():
@@ -71,7 +71,7 @@ def files(run: Path, work: Path) -> Iterator[tuple[str, Path]]:
 
 
 def quality(decoder: OnnxDecoder, windows: np.ndarray) -> tuple[float, np.ndarray]:
-    """Returns mean nats a token, and the likeliest next tokens [windows, T]."""
+    """Returns mean nats per token, and the likeliest next tokens [windows, T]."""
     nats, likeliest = [], []
     for row in windows:
         logits = decoder.run(row[None], decoder.empty(1))[0][0].astype(np.float64)
@@ -92,7 +92,7 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--work", type=Path, help="keeps the files that are made there")
+    parser.add_argument("--work", type=Path, help="folder that keeps the generated files")
     asked = parser.parse_args()
     config = load_config(asked.run / "config.yaml")
     about = models.declared(config.model, None, config.task).about

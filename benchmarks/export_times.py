@@ -1,10 +1,10 @@
-"""How long do capture and export take? CPU seconds of torchvision's classifiers, of two checkouts in one run.
+"""Measures CPU seconds of capture and export of torchvision's classifiers, for one or two checkouts.
 
     uv run benchmarks/export_times.py [--models resnet18 swin_t] [--against DIR] [--record FILE]
 
-Each model is built as in `coverage.py` (random weights, small inputs), prepared for QAT with a capture of its own,
-calibrated and exported on one thread, in a process of its own; with `--against` the same happens with the qatkit of
-another checkout right after. What is there already in FILE is not measured again.
+Each model is built as in `coverage.py` (random weights, small inputs), captured and prepared for QAT, calibrated and
+exported on one thread, in its own process. With `--against` the same is done with the qatkit of another checkout right
+after. Models that FILE already has are not measured again.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def measure(name: str) -> dict[str, float]:
     batches = [inputs(4, shape, seed) for seed in (0, 1)]
     model = sane(model, batches)
     with tempfile.TemporaryDirectory() as folder:
-        # The first export imports and fills tables: of a model that is none of those measured.
+        # The first export imports modules and fills tables, so another model is exported before.
         export_onnx(torch.nn.Linear(2, 2), torch.zeros(2, 2), Path(folder) / "first.onnx")
         start = time.process_time()
         module = QATModule(model, batches[0][:2], ScheduleConfig(batch_norm="freeze"))
@@ -54,7 +54,7 @@ def measure(name: str) -> dict[str, float]:
 
 
 def measured_apart(name: str, checkout: Path) -> dict[str, float]:
-    """Runs `measure` with the qatkit of a checkout, in a process of its own."""
+    """Runs `measure` with the qatkit of a checkout, in its own process."""
     paths = [str(checkout), str(checkout / "packages" / "verify"), str(HERE)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", __file__, "--measure", name]
@@ -71,7 +71,7 @@ def main() -> None:
     known = torchvision.models.list_models(torchvision.models)
     parser.add_argument("--models", nargs="+", default=known, choices=known, metavar="NAME")
     parser.add_argument("--against", type=Path, help="another checkout")
-    parser.add_argument("--record", type=Path, help="a JSON file of what was measured")
+    parser.add_argument("--record", type=Path, help="JSON file of the results")
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.measure:
@@ -90,7 +90,7 @@ def main() -> None:
 
 
 def table(rows: dict[str, dict[str, dict[str, float]]]) -> list[str]:
-    """The lines of a table: seconds of both steps, of the other checkout and of this one."""
+    """Returns the lines of a table: seconds of both steps, for the other checkout and this one."""
     runs = [run for run in ("before", "after") if all(run in row for row in rows.values())]
     columns = [f"{step} {run}" for step in _STEPS for run in runs]
     lines = ["| model | " + " | ".join(columns) + " |", "|" + "---|" * (len(columns) + 1)]

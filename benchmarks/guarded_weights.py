@@ -1,4 +1,4 @@
-"""What it costs to keep 8-bit products from saturating on x86 without VNNI: three remedies against plain 8 bits.
+"""Measures the cost of preventing saturation on x86 without VNNI: three remedies against plain 8 bits.
 
     uv run benchmarks/guarded_weights.py                                        # 20 torchvision models, random weights
     uv run benchmarks/guarded_weights.py recipe=resnet18_cifar10_ptq data.root=DIR model.checkpoint=FILE [--images 2000]
@@ -7,10 +7,10 @@
     pairs    per channel the smallest scale at which no pair overflows (backend.reduce_range=auto)
     fitted   8-bit scales; the pairs that overflow become the nearest ones that do not
 
-With a recipe, its ranges are by MSE and each remedy is tried with weights rounded to the nearest and with moment
-rounding, on as many test images as `--images` says. Printed are the SQNR of the logits against float in dB, that of the
-model with quantized weights alone, and with labels top-1. The simulation is measured: it is what ONNX Runtime computes
-with VNNI, and with `bit`, `pairs` and `fitted` without it too.
+With a recipe, ranges are set by MSE, and each remedy is tried with weights rounded to nearest and with moment rounding,
+on `--images` test images. It prints the SQNR of the logits against float in dB, that with only the weights quantized,
+and top-1 if there are labels. The simulation is measured; it equals ONNX Runtime with VNNI, and with `bit`, `pairs` and
+`fitted` also without.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Row = dict[str, tuple[float, float, float | None]]
 
 
 def keep_scales(graph: fx.GraphModule) -> None:
-    """The scales of plain 8 bits, whatever overflows: what is left to `fitted` is to move the pairs."""
+    """Keeps the scales of plain 8 bits despite overflows, so that `fitted` only moves the pairs."""
     for _, operator, fake in quantized_weights(graph):
         weight = cast(QATOperator, operator).effective()[0].detach()
         fake.fix(weight_scale(weight, replace(fake.spec, pairs=False)))
@@ -68,7 +68,7 @@ def decibel(exact: Tensor, found: Tensor) -> float:
 def logits(
     graph: fx.GraphModule, batches: Iterable[Tensor], *, quantize: bool, weights_alone: bool = False
 ) -> Tensor:
-    """[images, classes] of a prepared graph, as it stands."""
+    """Returns the logits [images, classes] of a prepared graph."""
     with inference(graph):
         set_phase(graph, observe=False, quantize=quantize)
         for module in graph.modules() if weights_alone else ():
@@ -80,7 +80,7 @@ def logits(
 def measured(
     graph: fx.GraphModule, batches: list[Tensor], labels: Tensor | None
 ) -> tuple[float, float, float | None]:
-    """SQNR of the logits, that with quantized weights alone, and top-1 in percent."""
+    """Returns the SQNR of the logits, that with only the weights quantized, and top-1 in percent."""
     exact = logits(graph, batches, quantize=False)
     found = logits(graph, batches, quantize=True)
     alone = logits(graph, batches, quantize=True, weights_alone=True)
@@ -144,12 +144,12 @@ def of_recipe(overrides: list[str], count: int) -> Row:
 
 
 def main(arguments: list[str]) -> None:
-    """The command."""
+    """Runs the command."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "overrides", nargs="*", help="a command line of train.py; none: models with random weights"
+        "overrides", nargs="*", help="arguments of train.py (default: models with random weights)"
     )
     parser.add_argument("--images", type=int, default=2000, help="test images of a recipe")
     parser.add_argument(
@@ -159,7 +159,7 @@ def main(arguments: list[str]) -> None:
     if asked.overrides:
         for name, (total, alone, top1) in of_recipe(asked.overrides, asked.images).items():
             print(
-                f"{name:18} {total:6.2f} dB   weights alone {alone:6.2f} dB   top-1 {top1:.2f} %", flush=True
+                f"{name:18} {total:6.2f} dB   only weights {alone:6.2f} dB   top-1 {top1:.2f} %", flush=True
             )
         return
     lost = dict[str, list[float]]()

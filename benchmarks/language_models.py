@@ -1,14 +1,14 @@
-"""What do weights of few bits cost a language model? Perplexity of its text, method by method, in one table.
+"""Measures the perplexity of a language model with few-bit weights, method by method, in one table.
 
     uv run --group benchmark benchmarks/language_models.py FOLDER --text test.txt --calibrate valid.txt
         [--bits 4 3] [--methods nearest mse awq gptq awq+gptq gptq_ranges ort_rtn ort_k_quant ort_hqq ort_gptq]
         [--context 512 2048] [--windows N] [--block 32] [--scale-dtype float32]
 
-FOLDER is a causal language model with its tokenizer, as transformers saves it. Its Linears get weights in blocks
-(`backend=weight_only`), simulated; table and head stay float. `gptq_ranges` is GPTQ with the scales of the weights'
-ranges. `ort_*` and `olive_gptq` are other tools on the same weights and words (`weight_only_peers.py`). Windows of the
-text do not overlap, and every method is compared with float window by window: the interval is two standard errors of
-the mean difference. The record has the loss of each window.
+FOLDER is a causal language model with its tokenizer, as saved by transformers. The weights of its Linears are
+quantized in blocks (`backend=weight_only`), simulated; embedding table and head stay float. `gptq_ranges` is GPTQ
+with scales from the weights' ranges. `ort_*` and `olive_gptq` are other tools on the same weights and text
+(`weight_only_peers.py`). Windows of the text do not overlap, and every method is compared with float window by
+window: the interval is two standard errors of the mean difference. The record has the loss of each window.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def windows(folder: Path, text: Path, context: int, count: int | None) -> Tensor
 
 @torch.no_grad()
 def losses(model: nn.Module, words: Tensor, batch: int, device: torch.device) -> Tensor:
-    """Mean nats a word of each window, float64."""
+    """Returns the mean nats per token of each window, float64."""
     found = []
     for part in words.split(batch):
         given = part.to(device)
@@ -193,23 +193,25 @@ def main() -> None:
     )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--text", type=Path, required=True)
-    parser.add_argument("--calibrate", type=Path, required=True, help="another text")
+    parser.add_argument("--calibrate", type=Path, required=True, help="another text, for calibration")
     parser.add_argument("--bits", type=int, nargs="+", default=[4], choices=(2, 3, 4, 8))
     parser.add_argument("--block", type=int, default=32)
     parser.add_argument("--scale-dtype", default="float32", choices=SCALE_TYPES)
     parser.add_argument(
         "--methods", nargs="+", default=["nearest", "mse", "gptq", "ort_rtn", "ort_k_quant", "ort_hqq"]
     )
-    parser.add_argument("--context", type=int, nargs="+", default=[512], help="the first one calibrates, too")
-    parser.add_argument("--windows", type=int, help="of the text, at most")
-    parser.add_argument("--sequences", type=int, default=128, help="to calibrate with")
+    parser.add_argument(
+        "--context", type=int, nargs="+", default=[512], help="context lengths; the first one also calibrates"
+    )
+    parser.add_argument("--windows", type=int, help="maximum number of windows of the text")
+    parser.add_argument("--sequences", type=int, default=128, help="number of calibration sequences")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--record", type=Path, help="a JSON file of what was measured")
+    parser.add_argument("--record", type=Path, help="JSON file of the results")
     asked = parser.parse_args()
     found = []
-    print("| context | bits | method | perplexity | against float | nats a word more | seconds |")
+    print("| context | bits | method | perplexity | against float | extra nats per token | seconds |")
     print("|---|---|---|---|---|---|---|")
     for row in rows(asked):
         found.append(row)

@@ -1,19 +1,19 @@
-"""How fast is the INT8 file? Float against qatkit against onnxruntime.quantization, in one process.
+"""Measures the latency of INT8 files: float, qatkit and onnxruntime.quantization, in one process.
 
     uv run benchmarks/latency.py [--models resnet50 vit_b_16] [--rounds 50] [--threads 2] [--json FILE]
 
-Latency does not depend on what the weights say, so every model has random ones, made sane: BatchNorm
-statistics come from a few random batches, and heads that torchvision starts at zero are drawn again (else
-every logit is constant, and so is its range). Four files are timed against each other, round by round:
+Latency does not depend on the values of the weights, so every model has random weights of a reasonable scale:
+BatchNorm statistics come from a few random batches, and heads that torchvision initializes with zeros are drawn at
+random (otherwise every logit would be constant). Four files are timed against each other, round by round:
 
-    original   the model as it is, in float
+    original   the unchanged model, in float
     fused      the same with BatchNorm folded and attention opened, in float
     int8       qatkit's file, calibrated on random images
     static     `onnxruntime.quantization.quantize_static` on the original file, the same images: uint8
                activations, int8 weights per channel, QDQ, min-max
 
 The faster of the two float files is the baseline. A ratio is taken within each round, then summarized:
-above 1, the INT8 file is the faster one. Compare figures within one run only: machines drift.
+above 1, the INT8 file is faster. Compare figures only within one run, since machines drift.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ from qatkit_verify.errors import ConfigError
 from qatkit_verify.files import write_text
 from qatkit_verify.latency import latency
 from qatkit_verify.records import Latency
+from qatkit_verify.table import counted
 
 MODELS = ("resnet50", "mobilenet_v2", "mobilenet_v3_large", "efficientnet_b0", "vit_b_16")
 CALIBRATION_BATCHES, BATCH = 2, 8
@@ -88,7 +89,7 @@ class Measured:
 
 
 class _Images(quantization.CalibrationDataReader):  # type: ignore[misc]
-    """The calibration batches as quantize_static wants them."""
+    """The calibration batches in the form that quantize_static expects."""
 
     def __init__(self, batches: list[Tensor]) -> None:
         self._batches = iter(batches)
@@ -99,7 +100,7 @@ class _Images(quantization.CalibrationDataReader):  # type: ignore[misc]
 
 
 def sane(model: nn.Module, batches: list[Tensor]) -> nn.Module:
-    """Makes random weights such that activations neither vanish nor explode; in eval mode."""
+    """Scales random weights so that activations neither vanish nor explode; returns the model in eval mode."""
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             module.reset_running_stats()
@@ -120,7 +121,7 @@ def random_batches(shape: tuple[int, ...]) -> list[Tensor]:
 
 
 def static_quantize(source: Path, target: Path, batches: list[Tensor], *, prepare: bool = True) -> None:
-    """`quantize_static` with its default operators, after the pre-processing that its manual asks for, or without."""
+    """`quantize_static` with its default operators, with or without its recommended pre-processing."""
     prepared = target.with_suffix(".prepared.onnx") if prepare else source
     if prepare:
         quant_pre_process(str(source), str(prepared))
@@ -208,7 +209,7 @@ def print_table(results: dict[str, Measured], args: argparse.Namespace) -> None:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
     print()
     for name, measured in results.items():
-        print(f"{name} {measured.audit}; {len(measured.problems)} problem(s)")
+        print(f"{name} {measured.audit}; {counted(len(measured.problems), 'problem')}")
         for problem in measured.problems:
             print(f"  problem: {problem}")
     hardware = report.this_hardware(args.threads)
@@ -218,7 +219,7 @@ def print_table(results: dict[str, Measured], args: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    """Measures every model asked for; 2 for a name that torchvision does not have."""
+    """Measures every requested model; returns 2 for a name that torchvision does not have."""
     parser = argparse.ArgumentParser(description="Latency of float, qatkit INT8 and quantize_static files.")
     parser.add_argument("--models", nargs="+", default=list(MODELS), help="torchvision.models names")
     parser.add_argument("--rounds", type=int, default=50, help="timed runs of each file")

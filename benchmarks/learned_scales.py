@@ -1,15 +1,15 @@
-"""Do learned scales pay at few bits? Fine-tuning with each quantizer from the same float model, seed by seed.
+"""Compares learned scales at few bits: fine-tunes with each quantizer from the same float model, per seed.
 
     uv run benchmarks/learned_scales.py recipe=resnet18_cifar10_w4a8_qat data.root=DIR model.checkpoint=FILE
         [--kinds fake_quantize lsq lsq,schedule.scale_lr=0.003] [--seeds 3] [--steps 60] [--batch 64]
         [--images 2000 | --held-out 2000] [--file]
 
-A kind is an option of the group quantizer, with settings behind commas; the rest of the command line is train.py's.
-`fake_quantize,quantizer.weight=learned_scales.MinMaxWeightFakeQuantize` is plain QAT as torch.ao's default has it. All
-trainings take as many steps on the same batches, in the seed's order. Accuracy is that of the test images (`--images`),
-or, to choose settings by, of training images that are held out (`--held-out`); in the simulation, or with `--file` of
-the exported file in ONNX Runtime. Printed as they come are the runs, then mean and spread (the standard deviation over
-seeds) of each kind.
+A kind is an option of the group quantizer, with further settings after commas; the other arguments are those of
+train.py. `fake_quantize,quantizer.weight=learned_scales.MinMaxWeightFakeQuantize` is plain QAT like torch.ao's
+default. All trainings take the same number of steps on the same batches, in the seed's order. Accuracy is measured
+on test images (`--images`) or, to choose settings, on held-out training images (`--held-out`); in the simulation,
+or with `--file` on the exported file in ONNX Runtime. It prints each run, then mean and standard deviation over
+seeds of each kind.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Images = list[tuple[Tensor, Tensor]]
 
 
 class MinMaxWeightFakeQuantize(WeightFakeQuantize):
-    """The range ends at the largest value, as PerChannelMinMaxObserver's: nothing is clipped for the least error."""
+    """Ranges up to the largest value, as with PerChannelMinMaxObserver: nothing is clipped."""
 
     def clip_to_least_error(self, weight: Tensor) -> None:
         return None
@@ -91,7 +91,7 @@ def top1(module: QATModule, config: Config, data: DataModule, test: Images, in_f
 
 
 def measure(args: argparse.Namespace, overrides: Sequence[str]) -> None:
-    """Prints a line a run, then one a kind."""
+    """Prints one line per run, then one per kind."""
     more = ["trainer=cpu", "trainer.progress=false", f"data.batch_size={args.batch}", "verify.control=false"]
     more += [f"data.train_images={args.steps * args.batch + args.held_out}", "schedule.max_steps=null"]
     if args.held_out:
@@ -136,9 +136,12 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--images", type=int, default=2000)
     parser.add_argument(
-        "--held-out", type=int, default=0, help="training images to judge by, in place of test images"
+        "--held-out",
+        type=int,
+        default=0,
+        help="held-out training images to measure on, instead of test images",
     )
-    parser.add_argument("--file", action="store_true", help="judge the exported file in ONNX Runtime")
+    parser.add_argument("--file", action="store_true", help="measure the exported file in ONNX Runtime")
     parser.add_argument("--threads", type=int, default=1)
     args, overrides = parser.parse_known_args()
     torch.set_num_threads(args.threads)

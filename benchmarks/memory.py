@@ -2,9 +2,9 @@
 
     uv run benchmarks/memory.py recipe=causal_lm_w4 model.name=hf/FOLDER data.root=TEXTS [key=value ...]
 
-The arguments are those of train.py, and the run is a run like any other. A peak is the kernel's own (VmHWM, which is
-set back where a stage begins), so nothing is missed between samples; what the process had just before the model was
-loaded (Python, torch, the data) is subtracted. Linux alone.
+The arguments are those of train.py, and the run is a normal one. Peaks are those of the kernel (VmHWM, which is reset
+at the start of each stage), so nothing is missed between samples. The memory of the process just before the model was
+loaded (Python, torch, the data) is subtracted. It runs only on Linux.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _MB = 1e6
 
 
 class Peaks:
-    """Peaks by stage, as they happen; stages within others count for themselves alone.
+    """Peaks by stage; nested stages are counted separately.
 
     Attributes:
-        before: bytes that the process had when the model was asked for.
+        before: bytes of the process when the model was requested.
         model: bytes of the float model's parameters and buffers.
         found: bytes by stage.
     """
@@ -42,7 +42,7 @@ class Peaks:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Counts what happens within as a stage of that name."""
+        """Counts the block as a stage of that name."""
         self._note()
         self._stages.append(name)
         try:
@@ -52,7 +52,7 @@ class Peaks:
             self._stages.pop()
 
     def build(self, build: Callable[..., nn.Module], *args: Any) -> nn.Module:
-        """Builds the float model, whose size all others are compared with; a second call is that of another one."""
+        """Builds the float model, to which all sizes are compared; a second call builds another model."""
         if self.model:
             return build(*args)
         self._note()
@@ -102,7 +102,7 @@ class _Stage:
 
 
 def watched(peaks: Peaks) -> None:
-    """Makes the stages of runs in this process count."""
+    """Counts the stages of runs in this process."""
     build, stage = models.build, Run.stage
 
     def named(run: Run, name: str, title: str = "") -> Any:

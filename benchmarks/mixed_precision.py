@@ -1,16 +1,16 @@
-"""Is the front of `precision=auto` worth its search? Against "the k most sensitive operators float", at equal latency.
+"""Compares the front of `precision=auto` with "the k most sensitive operators in float" at equal latency.
 
     uv run benchmarks/mixed_precision.py recipe=resnet18_cifar10_ptq data.root=DIR model.checkpoint=FILE
         [--every 3] [--images 1000]
 
-The rest of the command line is train.py's; ranges are those of calibration=mse, without algorithms, so that there is an
-error to save. For every third k the k most sensitive operators are left float, and beside that file stands the set of
-the predicted front that is best in no more predicted time. Files are timed in turns, and judged in ONNX Runtime on test
-images by the SQNR of their logits against float's. Printed is every file with its predicted and measured milliseconds:
+The other arguments are those of train.py; ranges are those of calibration=mse, without algorithms, so that there is an
+error to reduce. For every third k, the k most sensitive operators are kept in float, and the file is compared with the
+best set of the predicted front that needs no more predicted time. Files are timed in turns, and judged in ONNX Runtime
+by the SQNR of their logits against float on test images. It prints every file with predicted and measured milliseconds:
 
-    beaten     pairs in which the k most sensitive are better by more than 0.1 dB, in no more measured time (2 %)
-    gain       dB that the set of the front has more, at least and on average
-    off        predicted against measured milliseconds, largest and median share, of files that were not timed before
+    beaten     pairs where the k most sensitive are better by more than 0.1 dB in no more measured time (2 %)
+    gain       dB by which the set of the front is better, minimum and mean
+    off        relative error of predicted milliseconds, maximum and median, over files that were not timed before
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from qatkit.run.build import data_of, example_batch, qat_module
 from qatkit.train.module import QATModule
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
-_EXACT = 80.0  # dB that stand for no difference
-_EQUAL, _SAME_TIME = 0.1, 1.02  # dB, and share of a time, that say nothing
+_EXACT = 80.0  # dB used for no difference
+_EQUAL, _SAME_TIME = 0.1, 1.02  # dB, and ratio of times, that count as equal
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def _row(
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """Beaten, gain, off."""
+    """Returns the line with beaten, gain and off."""
     pairs = list(zip(rows[2::2], rows[3::2], strict=True))
     beaten = sum(top.sqnr > own.sqnr + _EQUAL and top.ms <= own.ms * _SAME_TIME for top, own in pairs)
     gains = [own.sqnr - top.sqnr for top, own in pairs]

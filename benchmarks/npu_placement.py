@@ -1,16 +1,16 @@
-"""Files for NPUs (`backend=npu_cnn`) beside AMD Quark's XINT8: same float file, calibration data and test images.
+"""Compares files for NPUs (`backend=npu_cnn`) with AMD Quark's XINT8: same float file, calibration and test images.
 
     uv run benchmarks/npu_placement.py recipe=mobilenet_v2_cifar10_ptq data.root=DIR model.checkpoint=FILE
         [--kinds none moment_rounding] [--peer PYTHON] [--cle] [--images 2000] [--calibration 256] [--files FILE ...]
 
-What stands before the options is train.py's. PYTHON is an interpreter that has Quark 0.13 (`quark_xint8.py` runs in
-it); its biases are int8 with scales of their own, as ours. Kinds are lists of algorithms, joined by +. Further files
-are measured likewise, such as `model.int8.onnx` of a run that was trained. All files run in ONNX Runtime, in float
-between pairs.
+Arguments before the options are those of train.py. PYTHON is an interpreter with Quark 0.13, which runs
+`quark_xint8.py`; its biases are int8 with their own scales, as ours are. Kinds are lists of algorithms, joined by +.
+Further files are measured in the same way, such as `model.int8.onnx` of a trained run. All files run in ONNX Runtime,
+in float between pairs.
 
-    top-1       of the file on the test images, its difference from float and that difference's standard error
+    top-1       on the test images, its difference from float, and the standard error of that difference
     same        share of images with float's class
-    dB          float's logits over the error
+    dB          SQNR of the logits against float
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def logits(file: Path, images: Array, batch: int = 50) -> Array:
 
 
 def line(name: str, exact: Array, found: Array, labels: NDArray[np.int64]) -> str:
-    """Returns what is printed of a file."""
+    """Returns the printed line of a file."""
     right, before = (one.argmax(1) == labels for one in (found, exact))
     change = 100.0 * (right.astype(float) - before)
     same = 100 * (found.argmax(1) == exact.argmax(1)).mean()
@@ -76,7 +76,7 @@ def ours(kind: str, overrides: Sequence[str], data: DataModule, file: Path) -> N
 
 
 def measure(args: argparse.Namespace, overrides: Sequence[str], folder: Path) -> None:
-    """Prints float, then a line a file."""
+    """Prints float, then one line per file."""
     overrides = [*overrides, *_PLAIN, f"calibration.images={args.calibration}"]
     config = compose_config(CONF, [*overrides, "algorithm=none"])
     data = data_of(config)
@@ -116,8 +116,8 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--kinds", nargs="*", default=["none"])
-    parser.add_argument("--peer", help="an interpreter that has AMD Quark")
-    parser.add_argument("--cle", action="store_true", help="XINT8 with cross-layer equalization, too")
+    parser.add_argument("--peer", help="an interpreter with AMD Quark")
+    parser.add_argument("--cle", action="store_true", help="also XINT8 with cross-layer equalization")
     parser.add_argument("--images", type=int, default=2000)
     parser.add_argument("--calibration", type=int, default=256)
     parser.add_argument("--files", nargs="*", type=Path, default=[])

@@ -1,20 +1,21 @@
-"""What number formats cost in accuracy: simulated, and computed by their ONNX file.
+"""Measures the accuracy of number formats, simulated and computed by their ONNX files.
 
     uv run benchmarks/number_formats.py recipe=vit_cifar10_ptq data.root=DIR model.checkpoint=FILE
         [--images 1000] [--file 100] [--formats bfp16 mxfp4] [--algorithm gptq] [--quark PYTHON]
 
-What stands before the options is train.py's. Weights and activations of each format are calibrated on 256 images (which
-formats with a scale for the tensor read alone), without an algorithm unless one is named. A line is printed for each:
+Arguments before the options are those of train.py. Weights and activations of each format are calibrated on 256
+images (only formats with a scale per tensor use them), without an algorithm unless one is named. It prints one line
+per format:
 
-    bits        of a value, with its part of its block's scale
+    bits        bits per value, including its share of the block's scale
     top-1       of the simulation on the test images
     same        share of images with float's class
-    dB          float's outputs over the error
-    file        images on which ONNX Runtime has the simulation's class, and the largest difference of an output, and
-                the file's size in MB
+    dB          SQNR of the outputs against float
+    file        images on which ONNX Runtime has the simulation's class, the largest difference of an output, and the
+                file's size in MB
 
-PYTHON is an interpreter with AMD Quark 0.13 (ONNX), which quantizes the same float file; `number_formats_quark.py` says
-how. Its formats read no calibration, so it gets ten of the images.
+PYTHON is an interpreter with AMD Quark 0.13 (ONNX), which quantizes the same float file by
+`number_formats_quark.py`. Its formats need no calibration, so it gets ten of the images.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def in_file(module: QATModule, images: Tensor) -> tuple[Tensor, int]:
 
 
 def figures(found: Tensor, exact: Tensor, labels: Tensor) -> str:
-    """Returns what outputs are worth."""
+    """Returns the figures of outputs as text."""
     top, same = (100 * (found.argmax(1) == one).float().mean() for one in (labels, exact.argmax(1)))
     decibels = 10 * torch.log10(exact.square().sum() / (found - exact).square().sum())
     return f"top-1 {top:.2f}  same {same:.1f} %  {decibels:.1f} dB"
@@ -95,7 +96,7 @@ def figures(found: Tensor, exact: Tensor, labels: Tensor) -> str:
 def by_quark(
     interpreter: Path, formats: Sequence[str], model: nn.Module, data: DataModule, images: Tensor
 ) -> dict[str, Tensor]:
-    """Returns Quark's outputs by the names that `number_formats_quark.py` gives them."""
+    """Returns Quark's outputs by the names of `number_formats_quark.py`."""
     with tempfile.TemporaryDirectory() as folder:
         file, given, made = (Path(folder) / name for name in ("float.onnx", "images.npz", "outputs.npz"))
         export_onnx(float_baseline(model.eval(), images[:2]), images[:2], file, opset=17)
@@ -110,7 +111,7 @@ def by_quark(
 
 
 def main() -> None:
-    """Prints a line for each format."""
+    """Prints one line per format."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -3,13 +3,13 @@
     PYTHON benchmarks/number_formats_quark.py FLOAT.onnx IMAGES.npz OUTPUTS.npz [--formats bfp16 mxfp4]
 
 `number_formats.py --quark PYTHON` calls it. IMAGES.npz holds `calibration` and `test`, [N, C, H, W]. OUTPUTS.npz gets
-the outputs for `test` of each format, computed by ONNX Runtime with Quark's operators, under two names:
+the outputs for `test` of each format, computed by ONNX Runtime with Quark's operators, under these names:
 
-    FORMAT         the preset as it comes
-    FORMAT.same    on the inputs and weights of Conv, Gemm and MatMul with a weight alone, as backend=simulated has it
+    FORMAT         the unchanged preset
+    FORMAT.same    only the inputs and weights of Conv, Gemm and MatMul with a weight, as in backend=simulated
     FORMAT.last    the same with blocks along the last axis, which is right for inputs of MatMul and wrong for weights
-    FORMAT.sums    the same with blocks along the axis over which each product adds up, which no preset offers: the
-                   axes of Quark's operators are set in the file that it wrote
+    FORMAT.sums    the same with blocks along the axis over which each product sums, which no preset offers: the axes
+                   of Quark's operators are set in the file that it wrote
 
 Needs amd-quark, onnx, onnxruntime, and a C++ compiler for Quark's operators.
 """

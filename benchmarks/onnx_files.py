@@ -1,13 +1,13 @@
-"""Quantizes a folder of float ONNX files without training, as `train.py recipe=onnx_ptq` does, into one table.
+"""Quantizes a folder of float ONNX files without training by `train.py recipe=onnx_ptq`, and prints one table.
 
     uv run benchmarks/onnx_files.py FILES [--pictures DIR] [--speech FILE.wav] [--data DIR] [--names a b] [--record]
 
-Samples of a file are, in this order: the arrays of DIR/STEM (`data=arrays`); pictures, for an input of three channels;
-pieces of speech, for one of samples of sound; else numbers: standard normal, ids from 0 to 9, booleans true. Sizes that
-a file leaves open are those of `_OPEN`. Inputs of no axis called `sr` are fixed to 16000.
+Samples of a file are, in this order: the arrays of DIR/STEM (`data=arrays`); pictures, for an input with three
+channels; pieces of speech, for an input of sound; otherwise numbers: standard normal, ids from 0 to 9, booleans
+true. Open axes get the sizes of `_OPEN`. Scalar inputs called `sr` are fixed to 16000.
 
     int8     share of multiply-accumulates that ONNX Runtime computes in int8
-    SQNR     of each output of the INT8 file against the given file's, dB, on the samples that verify
+    SQNR     of each output of the INT8 file against the given file, dB, on the verification samples
     same     decisions that agree (`verify.decision=auto`)
     size     of the INT8 file over the given one's
     speed    time of the given file over the INT8 file's, batch 1, two threads, median of interleaved runs
@@ -226,14 +226,14 @@ def page(rows: Sequence[Mapping[str, Any]], hardware: str) -> str:
 
 
 def arguments(about: str) -> argparse.ArgumentParser:
-    """Returns the arguments that say which files, and which samples."""
+    """Returns the parser for the arguments of files and samples."""
     parser = argparse.ArgumentParser(description=about)
     parser.add_argument("files", type=Path, help="a folder of ONNX files")
     parser.add_argument("--pictures", type=Path, help="a folder of pictures")
     parser.add_argument("--speech", type=Path, help="a WAV file at 16 kHz")
-    parser.add_argument("--data", type=Path, help="folders of arrays by the names of files")
-    parser.add_argument("--names", nargs="+", help="of some files alone")
-    parser.add_argument("--record", action="store_true", help="keep the rows and write the page of docs")
+    parser.add_argument("--data", type=Path, help="folder with one folder of arrays per file")
+    parser.add_argument("--names", nargs="+", help="only these files")
+    parser.add_argument("--record", action="store_true", help="store the rows and write the page in docs")
     return parser
 
 
@@ -262,7 +262,7 @@ def run(
     record: Path,
     publish: Callable[[Sequence[Mapping[str, Any]]], None],
 ) -> None:
-    """Prints the row of each file.
+    """Prints one row per file.
 
     Args:
         args: the command line's.

@@ -3,12 +3,12 @@
     uv run --with nncf==3.4.0 --with amd-quark==0.13 benchmarks/onnx_peers.py FILES [--pictures DIR]
         [--speech FILE.wav] [--data DIR] [--names a b] [--record]
 
-Samples are those of `onnx_files.py`; the first half calibrates, the other is judged.
+Samples are those of `onnx_files.py`; the first half calibrates, the other half is judged.
 
-    qatkit   train.py recipe=onnx_ptq, as it comes
-    ort      onnxruntime.quantization: quant_pre_process, then quantize_static, as it comes
+    qatkit   train.py recipe=onnx_ptq with default settings
+    ort      onnxruntime.quantization: quant_pre_process, then quantize_static with default settings
     quark    AMD Quark's A8W8
-    nncf     nncf.quantize, as it comes
+    nncf     nncf.quantize with default settings
     SQNR     of the worst output against the float file's, dB
     same     decisions that agree with float's (`verify.decision=auto`)
     speed    the float file's time over the INT8 file's, batch 1, two threads, median of interleaved runs

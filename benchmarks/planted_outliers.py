@@ -2,9 +2,9 @@
 
     uv run benchmarks/planted_outliers.py vit_cifar10.pt planted.pt
 
-Of each LayerNorm before an attention or an MLP, `--channels` outputs are `--factor` times as large, and the weights
-that read them are divided by it. A factor that is a power of two leaves every product of the float model the same.
-Chosen are the channels whose weights are largest, so that 8-bit weights still hold them when they are divided.
+In each LayerNorm before an attention or an MLP, `--channels` outputs become `--factor` times as large, and the weights
+that read them are divided by it. With a power of two, every product of the float model stays the same. The channels
+with the largest weights are chosen, so that 8-bit weights can still represent them after the division.
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ def main() -> None:
     )
     parser.add_argument("source", type=Path, help="state_dict of a torchvision VisionTransformer")
     parser.add_argument("target", type=Path, help="where the changed state_dict goes")
-    parser.add_argument("--factor", type=float, default=32.0, help="of the chosen channels, a power of two")
-    parser.add_argument("--channels", type=int, default=1, help="of each LayerNorm")
+    parser.add_argument(
+        "--factor", type=float, default=32.0, help="factor of the chosen channels, a power of two"
+    )
+    parser.add_argument("--channels", type=int, default=1, help="number of channels per LayerNorm")
     given = parser.parse_args()
     state = torch.load(given.source, map_location="cpu", weights_only=True)
     norms = plant(state, given.factor, given.channels)

@@ -1,11 +1,11 @@
-"""What does a training step with fake quantization cost, against the float model's own?
+"""Measures the cost of a training step with fake quantization, against the float model's own step.
 
     uv run benchmarks/qat_step.py [--models resnet18 vit] [--steps 30] [--batch 64] [--threads 2] [--compile] [--pt2e]
                                  [--channels-last] [--device cuda] [--bf16]
 
 One step is forward, loss, backward and SGD. The models take turns, step by step, in one process:
 
-    float       the torchvision model in train mode with its BatchNorm, as one fine-tunes it
+    float       the torchvision model in train mode with BatchNorm, as in ordinary fine-tuning
     observing   qatkit's prepared model, BatchNorm folded, ranges still being observed (the first half of a
                 fine-tuning by default)
     frozen      the same with fixed ranges (the second half)
@@ -13,12 +13,12 @@ One step is forward, loss, backward and SGD. The models take turns, step by step
 
     pt2e        with --pt2e: torchao's prepare_qat_pt2e with its X86InductorQuantizer, ranges still being observed
 
-With --compile all of them go through torch.compile, as trainer.compile=true does it, and the ratio is to the compiled
-float model. With --channels-last the weights of all of them have their channels innermost, as trainer.channels_last
-lays them out. With --device cuda they train on the GPU, each step timed until the GPU has finished; --bf16 is autocast
-to bfloat16, as trainer=gpu_bf16. A ratio is taken within each round, then summarized. "kept" is the memory of all
-tensors that the forward pass saves for the backward pass, each storage once: what decides the largest batch that fits
-(not with --compile).
+With --compile all variants go through torch.compile, as in trainer.compile=true, and the ratio is to the compiled float
+model. With --channels-last all weights have their channels innermost, as in trainer.channels_last. With --device cuda
+they train on the GPU, and each step is timed until the GPU has finished; --bf16 is autocast to bfloat16, as in
+trainer=gpu_bf16. A ratio is taken within each round, then summarized. "kept" is the memory of all tensors that the
+forward pass saves for the backward pass, each storage counted once; it determines the largest batch (not with
+--compile).
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class Setting:
     """How all variants are trained.
 
     Attributes:
-        batch: Images a step.
-        bf16: Whether the forward pass and the loss run under autocast to bfloat16.
+        batch: images per step.
+        bf16: whether the forward pass and the loss run under autocast to bfloat16.
     """
 
     batch: int
@@ -85,7 +85,7 @@ class Setting:
 def make_steps(
     name: str, variants: Sequence[str], setting: Setting
 ) -> tuple[dict[str, Step], dict[str, Callable[[], Tensor]]]:
-    """For each variant its training step, and its forward pass with the loss alone."""
+    """Returns for each variant its training step, and its forward pass with the loss."""
     torch.manual_seed(0)
     config, size = MODELS[name]
     images = torch.randn(setting.batch, 3, size, size)
@@ -171,7 +171,7 @@ def kept_bytes(forward: Callable[[], Tensor]) -> int:
 
 def rounds(steps: Sequence[Step], count: int) -> NDArray[np.float64]:
     """Milliseconds [count, steps]: every step once a round, after `WARMUP` rounds."""
-    # Of one thread the CPU's time, which what else the machine does leaves as it is.
+    # With one thread, CPU time is measured, which other work on the machine does not change.
     alone = torch.get_num_threads() == 1 and not torch.cuda.is_available()
     clock = time.process_time_ns if alone else time.perf_counter_ns
     times = np.zeros((WARMUP + count, len(steps)))
@@ -204,20 +204,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Time of a QAT step against the float model's own step.")
     parser.add_argument("--models", nargs="+", default=list(SMALL), choices=list(MODELS))
     parser.add_argument("--steps", type=int, default=30, help="timed rounds")
-    parser.add_argument("--batch", type=int, default=64, help="images a step")
+    parser.add_argument("--batch", type=int, default=64, help="images per step")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--compile", action="store_true", help="all of them by torch.compile")
+    parser.add_argument("--compile", action="store_true", help="compile all variants by torch.compile")
     parser.add_argument("--channels-last", action="store_true", help="weights with their channels innermost")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--bf16", action="store_true", help="autocast to bfloat16")
-    parser.add_argument("--pt2e", action="store_true", help="torchao's as well, where it is installed")
+    parser.add_argument("--pt2e", action="store_true", help="also torchao's PT2E flow, if it is installed")
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS[1:]), choices=list(VARIANTS[1:]))
     args = parser.parse_args()
     variants = ["float", *args.variants, *([PT2E] if args.pt2e else [])]
     torch.set_num_threads(args.threads)
     keep_freed_memory()  # as in qatkit's own training; it speeds up the float step as well
     print(
-        f"{'model':13} {'variant':10}   ms a step [p10-p90]".ljust(50)
+        f"{'model':13} {'variant':10}   ms per step [p10-p90]".ljust(50)
         + "ratio [p10-p90]".ljust(20)
         + " kept MB"
     )

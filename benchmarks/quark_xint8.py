@@ -1,4 +1,4 @@
-"""Quantizes a float ONNX file by AMD Quark's XINT8, in an interpreter that has Quark (`npu_placement.py` calls it).
+"""Quantizes a float ONNX file with AMD Quark's XINT8, in an interpreter with Quark (for `npu_placement.py`).
 
     PYTHON benchmarks/quark_xint8.py FILE SAMPLES TARGET [--config XINT8] [--cle]
 

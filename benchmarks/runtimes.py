@@ -1,12 +1,12 @@
-"""One INT8 file in several runtimes: float against INT8 in each, a process for each runtime and file.
+"""Compares an INT8 file with its float file in several runtimes, in one process per runtime and file.
 
     uv run --extra openvino benchmarks/runtimes.py FOLDER --write [--models resnet18 vit_b_16]
     uv run --extra openvino benchmarks/runtimes.py FOLDER [--runtimes onnxruntime openvino] [--runs 50] [--threads 2]
 
-The first writes the files (minutes), the second times them, on a machine that does nothing else: the processes take
-turns: one runs and the others are stopped (`qatkit_verify.runtimes.timing`). Weights are random; a last Linear tells
-the images apart (`coverage.tell_apart`), so that top-1 says something. Agreement is that of the INT8 file with ONNX
-Runtime's, over 32 images; steps are of the logits' range / 255, mean.
+The first command writes the files (minutes), the second times them on an idle machine. The processes take turns: one
+runs while the others are stopped (`qatkit_verify.runtimes.timing`). Weights are random; a last Linear distinguishes the
+images (`coverage.tell_apart`), so that top-1 is meaningful. Agreement compares the INT8 file with ONNX Runtime over 32
+images; steps are the mean difference in units of the logits' range / 255.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def write(name: str, size: int, folder: Path) -> None:
 
 
 def agreement(runtime: Runtime, path: Path, images: np.ndarray, threads: int) -> Comparison:
-    """The INT8 file in a runtime against ONNX Runtime."""
+    """Compares the INT8 file in a runtime with ONNX Runtime."""
     session, execute = open_session(path, threads=threads), runtime.open(path, threads)
     batches = np.split(images, len(images) // BATCH)
     _, found = against(
@@ -79,7 +79,7 @@ def agreement(runtime: Runtime, path: Path, images: np.ndarray, threads: int) ->
 
 
 def timed(name: str, args: argparse.Namespace, runtimes: dict[str, Runtime]) -> None:
-    """Prints a row a runtime."""
+    """Prints one row per runtime."""
     files = {kind: args.folder / f"{name}.{kind}.onnx" for kind in KINDS}
     images = np.load(args.folder / f"{name}.npy")
     feeds = {kind: {"input": images[:1]} for kind in KINDS}
@@ -109,18 +109,18 @@ def row(cells: tuple[str, ...]) -> str:
 
 
 def main() -> int:
-    """Writes or times; 2 for a runtime that is not there."""
+    """Writes or times the files; returns 2 for a missing runtime."""
     parser = argparse.ArgumentParser(description="Float against INT8 in several runtimes.")
-    parser.add_argument("folder", type=Path, help="of the files")
+    parser.add_argument("folder", type=Path, help="folder of the files")
     parser.add_argument("--write", action="store_true", help="write the files; nothing is timed")
     parser.add_argument("--models", nargs="+", default=list(MODELS), help="torchvision.models names")
     parser.add_argument(
         "--runtimes", nargs="+", default=["onnxruntime", "openvino"], help="as verify.runtimes"
     )
     parser.add_argument("--runs", type=int, default=50, help="timed runs of each file")
-    parser.add_argument("--threads", type=int, default=2, help="of each runtime")
+    parser.add_argument("--threads", type=int, default=2, help="threads of each runtime")
     parser.add_argument("--size", type=int, default=224, help="pixels of the square input")
-    parser.add_argument("--no-agreement", dest="agreement", action="store_false", help="times alone")
+    parser.add_argument("--no-agreement", dest="agreement", action="store_false", help="measure only times")
     args = parser.parse_args()
     try:
         runtimes = load_runtimes(args.runtimes)

@@ -1,9 +1,9 @@
-"""What does sensitivity cost, and is the estimate worth it? Against whole runs of the graph with phases set by hand.
+"""Measures cost and accuracy of the sensitivity analysis, against whole runs of the graph with phases set by hand.
 
     uv run benchmarks/sensitivity.py recipe=resnet18_cifar10_ptq data.root=DIR model.checkpoint=FILE
         [--images 1000] [--batch 50] [--threads 1] [--sites N] [--directions only "all but"]
 
-The rest of the command line is train.py's. Ranges are those of the recipe with calibration=moving_average. Printed are
+The other arguments are those of train.py. Ranges are those of the recipe with calibration=moving_average. It prints
 
     evaluation   CPU seconds of one run over all images with one site quantized, or all but one: the mean of a few sites
     ratio        seconds of all sites together / (rows x evaluation)
@@ -51,7 +51,7 @@ def prepared(overrides: Sequence[str], images: int, batch: int) -> tuple[fx.Grap
 
 
 def seconds(run: Callable[[], object]) -> float:
-    """CPU time of one call: what else the machine does leaves it as it is."""
+    """Returns the CPU time of one call, which other work on the machine does not change."""
     start = time.process_time()
     run()
     return time.process_time() - start
@@ -60,7 +60,7 @@ def seconds(run: Callable[[], object]) -> float:
 def by_hand(
     graph: fx.GraphModule, batches: Sequence[Batch], every: Sequence[Switch], one: Switch, on: bool
 ) -> None:
-    """A whole run with one site on or off, the others the other way."""
+    """Runs the whole graph with one site on and the others off, or the reverse."""
     with inference(graph):
         turn_all(every, not on)
         one.turn(on)
@@ -92,7 +92,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=1000)
     parser.add_argument("--batch", type=int, default=50)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--sites", type=int, help="so many, spread evenly; all by default")
+    parser.add_argument("--sites", type=int, help="number of sites, spread evenly (default: all)")
     parser.add_argument("--directions", nargs="+", default=list(DIRECTIONS))
     args, overrides = parser.parse_known_args()
     torch.set_num_threads(args.threads)

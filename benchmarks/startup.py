@@ -1,9 +1,9 @@
-"""Measures the CPU time, user and system, of commands that should answer at once: help and errors.
+"""Measures the CPU time (user and system) of commands that should answer at once: help and errors.
 
     uv run benchmarks/startup.py [--rounds 5]
 
-Each command runs once unmeasured, which writes the bytecode, then in turns with the others; the least of its rounds is
-printed, with whether torch was imported. The commands are those of a user, in processes of their own.
+Each command runs once unmeasured, which writes the bytecode, then in turns with the others. The fastest round is
+printed, and whether torch was imported. Each command runs in its own process, as a user would type it.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""What does verification cost, against the passes of its two files in ONNX Runtime?
+"""Measures the cost of verification, relative to passes of its two files in ONNX Runtime.
 
     uv run benchmarks/verification.py recipe=efficientnet_lite0_ptq data.root=DIR [--images 96] [--rounds 3]
         [--for 10000] [--threads 1]
 
-The rest of the command line is train.py's; the module is calibrated and not trained. Each round, in turns and in CPU
-time, which what else the machine does leaves as it is, so many images go through
+The other arguments are those of train.py; the module is calibrated and not trained. Each round measures in turns, in
+CPU time, which other work on the machine does not change:
 
-    passes      the float and the INT8 file in ONNX Runtime, each with a reading of the images
-    CHECK       a check of verify.checks, as a run calls it (parity and fidelity on verify.parity_images)
+    passes      the float and the INT8 file in ONNX Runtime, each with its own reading of the images
+    CHECK       a check of verify.checks as in a run (parity and fidelity on verify.parity_images)
 
-What does not depend on the images (opening files) is separated by a second run over few of them. Printed are ms an
-image, and what verification of `--for` images costs in such passes.
+Work that does not depend on the images (opening files) is separated by a second run over few of them. It prints
+milliseconds per image, and the cost of verifying `--for` images in such passes.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ CONF = Path(__file__).resolve().parent.parent / "conf"
 FEW, CALIBRATION = 8, 32  # images
 CHECKS: dict[str, type[Check]] = {
     "accuracy": AccuracyCheck,
-    "accuracy, files alone": FilesAccuracyCheck,
+    "accuracy, files only": FilesAccuracyCheck,
     "fidelity": FidelityCheck,
     "parity": ParityCheck,
 }
 
 
 def prepared(overrides: Sequence[str], folder: Path) -> tuple[Subject, DataModule, Config]:
-    """What is checked: a calibrated module of the configuration and its two files."""
+    """Returns the subject of the checks: a calibrated module and its two files."""
     config = compose_config(CONF, [*overrides, "calibration=moving_average", "trainer=cpu", "data.workers=0"])
     data = data_of(config)
     model = models.build(config.model, data.num_classes)
@@ -82,14 +82,14 @@ def prepared(overrides: Sequence[str], folder: Path) -> tuple[Subject, DataModul
 
 
 def on(subject: Subject, data: DataModule, images: int, threads: int) -> Subject:
-    """The same, asked of so many images by every check."""
+    """Returns the subject with this number of images for every check."""
     settings = replace(subject.settings, parity_images=images, threads=threads)
     batches = partial(data.test_subset, images, data.config.eval_batch_size)
     return replace(subject, batches=batches, settings=settings)
 
 
 def passes(subject: Subject) -> None:
-    """Both files over the images, each by a reading of its own."""
+    """Runs both files over the images, each with its own reading."""
     for path in subject.files.values():
         session = open_session(path, threads=subject.settings.threads, options=subject.options)
         run = in_parts(partial(run_images, session))
@@ -98,7 +98,7 @@ def passes(subject: Subject) -> None:
 
 
 def checked(check: Check, subject: Subject) -> None:
-    """As a run calls it."""
+    """Runs a check as in a run."""
     check.measure(subject, Results("benchmark", "", ""))
 
 
@@ -116,7 +116,9 @@ def main() -> int:
     )
     parser.add_argument("--images", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--for", dest="wanted", type=int, default=10_000, help="images to tell the cost of")
+    parser.add_argument(
+        "--for", dest="wanted", type=int, default=10_000, help="number of images to report the cost for"
+    )
     parser.add_argument("--threads", type=int, default=1)
     args, overrides = parser.parse_known_args()
     torch.set_num_threads(args.threads)
@@ -140,7 +142,7 @@ def main() -> int:
     counts = np.array([args.wanted if "accuracy" in name or name == "passes" else parity for name in runs])
     whole = counts * each + opening
     names = list(runs)
-    print(f"{'':24}ms an image [all rounds]".ljust(56) + "opening, s")
+    print(f"{'':24}ms per image [all rounds]".ljust(56) + "opening, s")
     for column, name in enumerate(names):
         span = f"{1000 * each[:, column].min():.1f}-{1000 * each[:, column].max():.1f}"
         middle, fixed = 1000 * np.median(each[:, column]), np.median(opening[:, column])

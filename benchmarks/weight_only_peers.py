@@ -1,8 +1,9 @@
-"""Weights of few bits by other tools: each returns a model's Linears as that tool leaves them, dequantized.
+"""Quantizes weights to few bits with other tools; each returns a model's Linears, dequantized.
 
-`ort_*` are the algorithms of ONNX Runtime's matmul_nbits_quantizer, asymmetric: `RTN`, `KQuant` and `HQQ` see a weight
-alone, `GPTQ` (`onnxruntime.quantization.neural_compressor.weight_only.gptq`) the moments of the float model's inputs
-too, as its `gptq_quantize` takes them. `olive_gptq` is Olive's pass, layer by layer, where Olive is installed.
+`ort_*` are the algorithms of ONNX Runtime's matmul_nbits_quantizer, asymmetric: `RTN`, `KQuant` and `HQQ` see only
+the weight; `GPTQ` (`onnxruntime.quantization.neural_compressor.weight_only.gptq`) also sees the moments of the
+float model's inputs, as in its `gptq_quantize`. `olive_gptq` is Olive's pass, layer by layer, if Olive is
+installed.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def _dequantized(model: Any, inputs: int) -> np.ndarray:
 
 
 def _by_weight(asked: tuple[np.ndarray, str, int]) -> np.ndarray:
-    """A weight [out, in] quantized in 4 bits by an algorithm that sees the weight alone, dequantized."""
+    """A weight [out, in] quantized in 4 bits by an algorithm that sees only the weight, dequantized."""
     weight, name, block = asked
     from onnxruntime.quantization import matmul_nbits_quantizer as tool
 
@@ -94,7 +95,7 @@ def _in_processes(
 
 
 def _linears(model: nn.Module) -> dict[str, nn.Linear]:
-    """The Linears that get few bits; a head that is the table, too, stays float."""
+    """Returns the Linears that get few bits; a head that shares the embedding table stays float."""
     found = {name: one for name, one in model.named_modules() if isinstance(one, nn.Linear)}
     return {name: one for name, one in found.items() if not name.endswith("lm_head")}
 

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Debian 12's Python for arm64 and ONNX Runtime's wheel for it, in a folder: bundles are judged there under qemu-user.
+# Puts Debian 12's Python for arm64 and its wheel of ONNX Runtime into a folder, to check bundles under qemu-user.
 #
 #     apt-get install qemu-user
 #     scripts/aarch64.sh FOLDER
 #     QATKIT_AARCH64=FOLDER uv run pytest -m slow tests/light/test_aarch64.py
 #
-# Nothing of this machine changes: packages are downloaded and unpacked, FOLDER/root and FOLDER/site are what is used.
-# ONNX Runtime 1.31 ends in a segmentation fault under qemu 7.2, where it asks for the processor's caches.
+# Nothing on this machine changes: packages are only downloaded and unpacked; FOLDER/root and FOLDER/site are used.
+# ONNX Runtime 1.31 crashes with a segmentation fault under qemu 7.2 when it reads the sizes of the processor's caches.
 set -euo pipefail
 folder=$(realpath -m "${1:?FOLDER}")
 onnxruntime=${2:-1.23.2}
@@ -25,7 +25,7 @@ apt=(
 for package in "$folder"/debs/*.deb; do
   dpkg-deb -x "$package" "$folder/root"
 done
-# From there, since in this checkout its pinned versions would hold.
+# Run from there, since the pinned versions of this checkout would apply here.
 (cd "$folder" && uv pip install --quiet --target site --python-platform aarch64-manylinux_2_28 --python-version 3.11 \
   --only-binary :all: "onnxruntime==$onnxruntime" numpy)
 qemu-aarch64 -L "$folder/root" -E "PYTHONPATH=$folder/site" "$folder/root/usr/bin/python3.11" -c \

@@ -1,4 +1,4 @@
-"""Writes docs/accuracy.md: what every recipe with recorded results gave, and models in each mode.
+"""Writes docs/accuracy.md: the recorded results of every recipe, and models in each mode.
 
 Run it by `uv run scripts/accuracy_table.py`.
 """
@@ -113,7 +113,7 @@ def modes(results: Mapping[str, dict[str, Any]]) -> str:
 
 
 def _beside(result: dict[str, Any]) -> dict[str, Any]:
-    """Returns the result of the dynamic int8 file that a run with verify.dynamic=true measured beside its own."""
+    """Returns the result of the dynamic int8 file that a run with verify.dynamic=true also measured."""
     metric, times, sizes = _metric(result), result["latency_ms"], result["bytes"]
     return result | {
         metric: {"float": result[metric]["float"], "int8": result[metric]["dynamic"]},

@@ -1,6 +1,6 @@
 """Writes docs/configuration.md and a page for each group of keys: `uv run scripts/configuration.py [--check]`.
 
-With `--check` nothing is written: the exit status is 1 where a page is not what the schema says.
+With `--check` nothing is written; the exit status is 1 if a page differs from the schema.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ DOCS = ROOT / "docs"
 
 
 def main() -> int:
-    """Write the pages, or compare them."""
+    """Writes the pages, or compares them."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--check", action="store_true", help="compare, write nothing")
+    parser.add_argument("--check", action="store_true", help="only compare, without writing")
     wanted = {DOCS / name: text for name, text in pages(ROOT / "conf").items()}
     former = {*(DOCS / "configuration").glob("*.md")} - wanted.keys()
     if not parser.parse_args().check:
@@ -34,7 +34,7 @@ def main() -> int:
     current = not former and all(
         page.is_file() and page.read_text(encoding="utf-8") == text for page, text in wanted.items()
     )
-    print(f"configuration.md is {'current' if current else 'not current: uv run scripts/configuration.py'}")
+    print(f"configuration.md is {'current' if current else 'out of date; run uv run scripts/configuration.py'}")
     return 0 if current else 1
 
 

@@ -1,12 +1,12 @@
-"""Write the exact version of every package of the tree into pyproject.toml: `uv run scripts/pin.py`.
+"""Writes the exact version of every package of the tree into pyproject.toml: `uv run scripts/pin.py`.
 
-`uv.lock` names download hosts, so it stays out of git; the pins that everybody shares are uv's
-`constraint-dependencies`. The tree is resolved afresh, for every platform and Python at once, in a copy of
-the project without pins; arguments hold packages back:
+`uv.lock` names download hosts, so it stays out of git; the shared pins are uv's `constraint-dependencies`. The tree
+is resolved again, for all platforms and Python versions at once, in a copy of the project without pins. Arguments
+hold packages back:
 
     uv run scripts/pin.py torch==2.13.0 torchvision==0.28.0
 
-Afterwards run the tests, and commit pyproject.toml alone.
+Afterwards run the tests, and commit only pyproject.toml.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ PINS = re.compile(r"^constraint-dependencies = \[.*?\]\n", re.MULTILINE | re.DOT
 
 
 def with_pins(text: str, pins: Sequence[str]) -> str:
-    """`text`, a pyproject.toml, with `constraint-dependencies` replaced by `pins`.
+    """Returns `text`, a pyproject.toml, with `constraint-dependencies` replaced by `pins`.
 
     Raises:
-        ValueError: the table has no such list, or the result would not say what `pins` says.
+        ValueError: the table has no such list, or the result differs from `pins`.
     """
     lines = "".join(f"    {_quoted(pin)},\n" for pin in pins)
     changed, count = PINS.subn(lambda _: f"constraint-dependencies = [\n{lines}]\n", text)
     if count != 1 or tomllib.loads(changed)["tool"]["uv"]["constraint-dependencies"] != list(pins):
-        raise ValueError(f"{PYPROJECT.name}: [tool.uv] must hold one list constraint-dependencies")
+        raise ValueError(f"{PYPROJECT.name}: [tool.uv] must have exactly one list constraint-dependencies")
     return changed
 
 
@@ -43,7 +43,7 @@ def _quoted(pin: str) -> str:
 
 
 def resolve(text: str) -> list[str]:
-    """Every package of the tree as "name==version ; marker", local versions ("+cpu") taken off."""
+    """Returns every package of the tree as "name==version ; marker", without local versions ("+cpu")."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, PYPROJECT.name).write_text(text, encoding="utf-8")
         Path(folder, "README.md").touch()
@@ -56,7 +56,7 @@ def resolve(text: str) -> list[str]:
 
 
 def main(held: Sequence[str]) -> None:
-    """Resolve and write, replacing pyproject.toml whole."""
+    """Resolves the tree and replaces pyproject.toml."""
     text = PYPROJECT.read_text(encoding="utf-8")
     pins = resolve(with_pins(text, held))
     write_text(PYPROJECT, with_pins(text, pins))

@@ -1,8 +1,8 @@
-"""Keeps what a recipe gave: `uv run scripts/record_result.py OUTPUT_FOLDER` writes recipes/results/NAME.json.
+"""Records the results of a recipe: `uv run scripts/record_result.py OUTPUT_FOLDER` writes recipes/results/NAME.json.
 
 A run of the recipe in another mode (export.mode=float16, backend=weight_only) goes to results/modes/NAME.MODE.json,
-with the settings that chose the mode and those given behind the folder. The file is the short form of the folder's
-report.json: what a reader compares, and on what it was measured. Paths of the machine stay out.
+with the settings that chose the mode and those given after the folder. The file is a short form of the folder's
+report.json: the figures that readers compare, and what they were measured on, without paths of the machine.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Any
 from qatkit_verify.classification import names_of
 from qatkit_verify.files import write_text
 
-# Both against the converted module; in other modes the second against the first, and against float.
+# Compared with the converted module; in other modes the second with the first, and with float.
 _COMPARED = ("unoptimized", "optimized", "against_float")
-_MEASURED = ("paired", "decoder", "stream")  # beside accuracy, of whatever measured them
+_MEASURED = ("paired", "decoder", "stream")  # in addition to accuracy, if they were measured
 RECIPES = Path(__file__).parent.parent / "recipes"
 RESULTS = RECIPES / "results"
 _PACKED, _BITS = "qatkit.quant.backends.WEIGHT_ONLY", "int4"  # the backend, and its weights by default
 
 
 def short(report: dict[str, Any]) -> dict[str, Any]:
-    """The figures of a report.json."""
+    """Returns the figures of a report.json."""
     parity, audit, config = report["parity"], report["audit"], report["config"]
     metric, *further = (one.key for one in names_of(report).metrics)
     decided = "top1" if metric == "top1" else "decision"
@@ -67,7 +67,7 @@ def short(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_path(model: str) -> str:
-    """A model's name; of a folder of Hugging Face's what it is called."""
+    """Returns a model's name; for a folder of Hugging Face, the name of the folder."""
     kind, _, place = model.partition("/")
     return f"{kind}/{Path(place).name}" if place.startswith(("/", ".", "~")) else model
 
@@ -90,11 +90,9 @@ def place(report: dict[str, Any]) -> tuple[Path, list[str]]:
 
 def main() -> None:
     """Writes one file."""
-    parser = argparse.ArgumentParser(description="Keep what a recipe gave.")
+    parser = argparse.ArgumentParser(description="Record the results of a recipe.")
     parser.add_argument("folder", type=Path, help="output folder of a finished run")
-    parser.add_argument(
-        "settings", nargs="*", help="what else the run's command had, such as a bound of verify"
-    )
+    parser.add_argument("settings", nargs="*", help="further settings of the run, such as a bound of verify")
     asked = parser.parse_args()
     report = json.loads((asked.folder / "report.json").read_text(encoding="utf-8"))
     path, settings = place(report)

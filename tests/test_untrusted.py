@@ -43,7 +43,7 @@ def test_yaml_that_is_harmless_is_given_back(tmp_path: Path, text: str) -> None:
     ("text", "reason"),
     [
         (NINE, "with its aliases"),
-        ("a: &a [*a]", r"alias \*a stands inside of itself"),
+        ("a: &a [*a]", r"alias \*a refers to itself"),
         ("a: *nothing", r"alias \*nothing"),
         ("[" * 10_000, "levels deep"),
         ("{a: " * 10_000, "levels deep"),

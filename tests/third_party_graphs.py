@@ -165,7 +165,7 @@ def _judged() -> Iterator[tuple[str, File]]:
         names = ["x", "W", "R", "", "", "", "", "", "Ws", "Wz", "Rs", "Rz"]
         node = helper.make_node("DynamicQuantizeLSTM", names, ["y"], "lstm", domain=MS, hidden_size=hidden)
         lstm = file_of([node], stored, [{"x": floats(3, 2, inputs)}])
-        told = "lstm (of a DynamicQuantizeLSTM the weights alone are judged)"
+        told = "lstm (only the weights of a DynamicQuantizeLSTM are judged)"
         yield f"an LSTM that {name} saturate", lstm._replace(others=(told,) if limit == 127 else ())
         stored = {
             "w": np.clip(large(32, 96), -limit, limit), "b": np.zeros(96, np.float32), "as": np.float32(0.01),
@@ -173,6 +173,6 @@ def _judged() -> Iterator[tuple[str, File]]:
         }  # fmt: skip
         names = ["x", "w", "b", "as", "ws", "", "az", "wz"]
         node = helper.make_node("QAttention", names, ["y"], "attention", domain=MS, num_heads=4)
-        told = "attention (of a QAttention the weights alone are judged)"
+        told = "attention (only the weights of a QAttention are judged)"
         attention = file_of([node], stored, [{"x": bytes_of(2, 5, 32)}])
         yield f"attention that {name} saturate", attention._replace(others=(told,) if limit == 127 else ())

@@ -190,7 +190,7 @@ MISTAKES: dict[str, tuple[str, list[str], str]] = {
     "float pixels": (
         gives("(Image.new('F', (8, 8)), LABELS[index])"),
         [SOURCE],
-        "can't be read as an image (float pixels, whose white is not known)",
+        "can't be read as an image (float pixels of unknown range)",
     ),
     "a file that was cut off": (
         "import io\nstream = io.BytesIO()\nImage.effect_noise((99, 99), 99).save(stream, 'png')\n"

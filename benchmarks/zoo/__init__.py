@@ -1,15 +1,15 @@
-"""The models that `benchmarks/coverage.py --all` takes through the chain, beside torchvision's classifiers.
+"""The models that `benchmarks/coverage.py --all` takes through the chain, in addition to torchvision's classifiers.
 
-Each is an `Entry`: a name, a builder with random weights, and what it is called with. They are small (a few
-blocks, inputs of 32 to 96 pixels where the architecture allows it): what is tried is whether a model's way of
-being written goes through, which depends neither on its size nor on what it has learned.
+Each is an `Entry`: a name, a builder with random weights, and its inputs. They are small (a few blocks, inputs of
+32 to 96 pixels where the architecture allows it), since the question is whether qatkit handles the way in which a
+model is written, which depends neither on its size nor on its training.
 
     timm_models     one small variant of each architecture family of timm
     hf_models       Hugging Face: vision, text and speech; hf_recent its families of 2025 and 2026
     smp_models      segmentation_models_pytorch: each decoder, several encoders
-    vision_models   torchvision beside its classifiers: segmentation, video, optical flow, parts of detectors
+    vision_models   torchvision without its classifiers: segmentation, video, optical flow, parts of detectors
     einops_models   transformers written with einops (vit-pytorch)
-    odd_*           our own, each after a way of writing models that users have
+    odd_*           our own, each in a style in which users write models
 """
 
 from __future__ import annotations

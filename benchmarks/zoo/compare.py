@@ -1,4 +1,4 @@
-"""Numbers that compare outputs: of models, of captured graphs, of files. Nothing here comes from qatkit."""
+"""Compares outputs of models, captured graphs and files, without using qatkit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 Array = np.ndarray[Any, Any]
-# Differences above this share of an output's largest value are no rounding.
+# Differences above this share of an output's largest value are not rounding.
 TOLERANCE = 1e-3
 
 
@@ -38,7 +38,7 @@ def arrays(value: Any) -> list[Array]:
 
 
 def difference(expected: Sequence[Array], found: Sequence[Array], tolerance: float = TOLERANCE) -> str:
-    """What is beyond rounding, as a line; "" where nothing is."""
+    """Describes a difference beyond rounding in one line; "" if there is none."""
     if len(expected) != len(found):
         return f"{len(found)} outputs instead of {len(expected)}"
     for index, (one, other) in enumerate(zip(expected, found, strict=True)):
@@ -65,7 +65,7 @@ def relative(expected: Array, found: Array) -> float:
 def snr(expected: Sequence[Array], found: Sequence[Array]) -> float | None:
     """Signal to noise in dB of the worst float output; None if no output is float, 200 where all is equal.
 
-    The signal is what tells samples apart: the part that is the same for all of them (a bias) says nothing.
+    The signal is what distinguishes samples; the part that all of them share (a bias) is left out.
     """
     worst: float | None = None
     if len(expected) != len(found):

@@ -1,4 +1,4 @@
-"""What a model of the list is: how it is built, and what it is called with.
+"""Defines a model of the list: its builder and its inputs.
 
 Inputs are described once and made for any batch: a `Feed` is one tensor of n samples; a model is called with
 one feed, with a tuple of them (positional arguments) or with a mapping (keyword arguments).
@@ -27,9 +27,9 @@ class Entry:
         build: makes it, with random weights.
         feeds: its inputs.
         twin: the same function of the same weights with functional parts written as modules, made from the model.
-        refused: where no int8 file of it can be right, why; the run must then end in one line.
-        opset: the lowest opset that can say what it computes.
-        about: what it stands for.
+        refused: why no int8 file of it can be right; the run must then end with a one-line error.
+        opset: the lowest opset that can express it.
+        about: a description.
     """
 
     name: str

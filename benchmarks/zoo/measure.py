@@ -1,10 +1,10 @@
-"""What is asked of one model of the list: capture, training step, INT8 file, audit, twin; one row of figures.
+"""Measures one model of the list: capture, training step, INT8 file, audit, twin; returns one row of figures.
 
-status  through    an INT8 file came out, and nothing below contradicts it
+status  through    an INT8 file was written, and nothing below applies
         refused    one line of ConfigError (or a ValueError that qatkit raised itself)
-        wrong      something was computed that the model does not compute, and nothing said so
+        wrong      something computes other values than the model, without an error or note
         traceback  any other exception
-        killed     a crash, or no end within the time limit (`run.py` writes that one)
+        killed     a crash, or not finished within the time limit (`run.py` writes that one)
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ def _step(outputs: Any) -> None:
 
 
 def _files(entry: Entry, captured: Captured, converted: fx.GraphModule, folder: Path, row: Row) -> Row:
-    """The float and the INT8 file, held against the model and against the converted module."""
+    """Compares the float file with the model, and the INT8 file with the converted module."""
     int8, plain, example = folder / "int8.onnx", folder / "float.onnx", entry.batch(2, 0)
     model = captured.model
     row["stage"] = "export"

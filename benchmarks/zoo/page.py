@@ -1,4 +1,4 @@
-"""docs/models.md: what each model of the list gave."""
+"""Writes docs/models.md: the results of each model of the list."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TITLES = {
     "timm": "timm",
     "hf": "Hugging Face",
     "smp": "segmentation_models_pytorch",
-    "vision": "torchvision beside its classifiers",
+    "vision": "torchvision without its classifiers",
     "einops": "Transformers written with einops",
     "odd": "Our own",
 }
@@ -110,7 +110,7 @@ def _number(value: float | None) -> str:
 
 
 def _refusals(rows: Rows) -> list[str]:
-    """What did not go through, with what was said."""
+    """Returns the models without an INT8 file, with the error."""
     lines = []
     for status in STATUSES[1:]:
         for name, row in sorted(rows.items()):
@@ -124,7 +124,7 @@ def _refusals(rows: Rows) -> list[str]:
 
 
 def _low(rows: Rows) -> list[str]:
-    """Why what is float is float, of each model with little int8."""
+    """Returns the reasons for float operators of each model with little int8."""
     lines = []
     for name, row in sorted(rows.items()):
         if row.get("macs") and row.get("int8_share", 1) < LOW:

@@ -1,7 +1,7 @@
-"""Takes the list through the chain, each model in a process of its own, and keeps what it gave.
+"""Takes the list through the chain, each model in its own process, and stores the results.
 
-The parent imports everything once and forks: a model that crashes or hangs is one row, and no model pays for
-importing torch. Rows are kept as soon as they are there, so that a run that was stopped goes on.
+The parent imports everything once and forks, so that a model that crashes or hangs is one row, and no model pays
+for importing torch. Each row is stored at once, so that a stopped run can continue.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def run(wanted: Sequence[Entry], record: Path, *, jobs: int, limit: float, again
         record: JSON file of rows by name.
         jobs: processes at a time.
         limit: seconds for one model.
-        again: measure recorded ones, too.
+        again: measure recorded models again.
     """
     rows: Rows = json.loads(record.read_text()) if record.is_file() else {}
     left = [entry for entry in wanted if again or entry.name not in rows]
@@ -141,7 +141,9 @@ def _ended(one: Running, limit: float) -> Rows:
         found: Rows = json.loads(one.result.read_text())
         return found
     code = one.process.exitcode or 0
-    why = f"no end within {limit:.0f} s" if time.monotonic() - one.started > limit else f"exit code {code}"
+    why = (
+        f"not finished after {limit:.0f} s" if time.monotonic() - one.started > limit else f"exit code {code}"
+    )
     if code < 0 and "exit" in why:
         why = f"killed by {signal.Signals(-code).name}"
     return {

@@ -1,7 +1,7 @@
-"""Random weights made such that every part of a model counts, as in a trained one.
+"""Sets random weights with which every part of a model matters, as in a trained one.
 
-Fresh models hide mistakes: biases are zero, layer scales 1e-6, the last norm of a block zero, transformers start
-with weights so small that attention is the same everywhere.
+Freshly initialized models hide mistakes: biases are zero, layer scales are 1e-6, the last norm of a block is zero,
+and the weights of transformers are so small that attention is uniform.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Models at other sizes than the example's (images, lengths, numbers of streams), most of which no capture has seen."""
+"""Runs models at other sizes than the example's (images, lengths, numbers of streams)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zoo.compare import File, arrays, difference, leaves, snr
 from zoo.entry import Entry, call
 
 _SAMPLES = 8
-_SIZES = 2  # beside the example's
+_SIZES = 2  # in addition to the example's
 _STEPS = (3, 5, -1, 7, -2, 1, 2, 32, 96, -32, 16, 8)
 # An INT8 file that is further from its converted module than this, and by so much more than at the example's size, is
 # another function (dB).

@@ -1,4 +1,4 @@
-"""torchvision beside its classifiers: segmentation, video, optical flow, detectors' backbones, heads and losses."""
+"""torchvision without its classifiers: segmentation, video, optical flow, detectors' backbones, heads and losses."""
 
 from __future__ import annotations
 

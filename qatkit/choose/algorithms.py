@@ -48,7 +48,7 @@ def chosen_algorithms(config: Config, stored: Mapping[str, Any] | None) -> list[
     """Returns the names of the algorithms that a module is built with: all listed ones, or those a run has chosen.
 
     Args:
-        stored: what the run's checkpoint says (`qatkit.run.folder.Run.stored`).
+        stored: the run's entries in its checkpoint (`qatkit.run.folder.Run.stored`).
     """
     if config.algorithm_choice == "all":
         return list(config.algorithm)
@@ -61,7 +61,7 @@ def compete(
     """Returns the module with the algorithms that pay, and the result of each.
 
     Args:
-        module: calibrated, without any algorithm.
+        module: a calibrated module without algorithms.
     """
     with run.stage("algorithms", "algorithms compete"):
         module, tried = _Competition(run, model, data, module, calibrated, run.scratch).run()
@@ -106,9 +106,9 @@ class _Competition:
         self.judge = Judge(module.graph, example, batches, folder, runtime, "algorithms", shared=True)
         self.exact = self.judge.of_float()
         self.module_type = type(module)
-        self.contest: Contest[_Model, Verdict] = Contest(why_not, "pays beyond noise")
-        self.alone: dict[tuple[str, ...], Verdict] = {}  # of ranges without corrections
-        # By the algorithms that come before calibration.
+        self.contest: Contest[_Model, Verdict] = Contest(why_not, "improves beyond noise")
+        self.alone: dict[tuple[str, ...], Verdict] = {}  # verdicts on ranges without corrections
+        # Calibrated modules by the names of the algorithms that come before calibration.
         self.ranges: dict[tuple[str, ...], tuple[QATModule, State]] = {(): (module, _copied(module))}
 
     @property
@@ -119,7 +119,7 @@ class _Competition:
 
     def run(self) -> tuple[QATModule, list[Tried]]:
         contest = self.contest
-        contest.keep(self._judged(set(), NONE), "what the others are compared with")
+        contest.keep(self._judged(set(), NONE), "baseline of the others")
         for name in sorted(self.config.algorithm, key=lambda name: self.algorithms[name].expensive):
             if why := self._needless(name):
                 contest.leave_out(name, why)
@@ -127,7 +127,7 @@ class _Competition:
             look = self._look(name)
             early = self._early(self.kept.made.names)
             if look is not None and (why := why_not(look.verdict, self.alone[early])):
-                contest.reject(replace(look, name=name), f"by ranges alone: {why}")
+                contest.reject(replace(look, name=name), f"with ranges only: {why}")
                 continue
             trial = self._judged({*self.kept.made.names, name}, name, self.kept.made)
             spent = trial.seconds + (look.seconds if look else 0)
@@ -144,7 +144,7 @@ class _Competition:
         early = self._early(self.kept.made.names)
         if self.algorithms[name].stage == CALIBRATED or early == self.kept.made.names:
             return None
-        return self._judged({*early, name}, f"{name}, by ranges alone")
+        return self._judged({*early, name}, f"{name}, with ranges only")
 
     def _early(self, names: Sequence[str]) -> tuple[str, ...]:
         """Returns the algorithms that come before calibration."""
@@ -162,12 +162,12 @@ class _Competition:
         return meets(self.kept.verdict, self.exact, aim(self.config, labelled=self.data.labelled), sure)
 
     def _simplify(self, name: str) -> None:
-        """Drops the corrections that `name`, which was just kept, makes superfluous."""
+        """Drops the corrections that `name`, which was just kept, makes redundant."""
         names = self.kept.made.names
         corrections = [one for one in names if self.algorithms[one].stage == CALIBRATED and one != name]
         if corrections and self.algorithms[name].stage == CALIBRATED:
-            without = self._judged({*names} - {*corrections}, f"{name} alone")
-            self.contest.yield_to(without, corrections, f"superfluous with {name}")
+            without = self._judged({*names} - {*corrections}, f"only {name}")
+            self.contest.yield_to(without, corrections, f"redundant with {name}")
 
     def _judged(self, chosen: set[str], title: str, standing: _Model | None = None) -> _Trial:
         """Judges a model with these algorithms; one more than `standing` has starts from its weights."""

@@ -16,7 +16,7 @@ from qatkit.records.ladder import RungResult
 from qatkit_verify.classification import NAMES
 from qatkit_verify.records import Metric
 
-_DIGITS = 6  # of a drop, in points: further digits come from subtraction
+_DIGITS = 6  # digits of a drop in points; further ones come from subtraction
 
 
 def meets_target(rung: RungResult, target: TargetConfig) -> bool:
@@ -39,7 +39,7 @@ def rung_why_not(rung: RungResult, best: RungResult, metric: Metric = NAMES.main
             return "" if lost < 0 else f"loses {lost:.2f} {metric.points}"
     if _decibel(rung) > _decibel(best):
         return ""
-    return "no nearer to float"
+    return "no closer to float"
 
 
 def _decibel(rung: RungResult) -> float:

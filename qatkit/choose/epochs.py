@@ -1,8 +1,8 @@
 """Chooses the epoch of a fine-tuning by the accuracy of its exported file in ONNX Runtime (`verify.every`).
 
     before the first step,
-    every so many epochs  weights, or their average ─ BatchNorm statistics ─ scales aligned ─> what would ship
-                          ─ convert ─> file ─ ONNX Runtime ─> metric on training images held out ─ the best so far?
+    every N epochs        weights, or their average ─ BatchNorm statistics ─ scales aligned ─> what would ship
+                          ─ convert ─> file ─ ONNX Runtime ─> metric on held-out training images ─ the best so far?
     at the end            the best one becomes the module
 
 The first file is exported; the others are the same file with other values (`qatkit.choose.judge.Files`). For
@@ -129,7 +129,7 @@ class Choosing(Judging):
         if decided({**_judged_before(module), step: score}, self._best)[step].kept:
             module.best = {name: value.cpu().clone() for name, value in module.state_dict().items()}
         seconds = round(time.monotonic() - start, 1)
-        images = f"{len(self.data.held_out):,} training images held out"
+        images = f"{len(self.data.held_out):,} held-out training images"
         found = self._metric.of(score).text
         say(f"{self.title}, step {step}: {self._what()} {found} on {images}, {seconds:.1f} s")
         return {SCORE: score, "seconds": seconds}

@@ -48,7 +48,7 @@ def judging_options(module: QATModule) -> Mapping[str, str]:
 
 @dataclass(frozen=True)
 class Runtime:
-    """The settings with which files are exported and run; images without labels have no metric."""
+    """The settings for exporting and running files; without labels there is no metric."""
 
     export: ExportConfig
     options: Mapping[str, str]

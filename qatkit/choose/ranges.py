@@ -42,6 +42,7 @@ from qatkit.run.folder import say
 from qatkit.train.module import QATModule
 from qatkit_verify.fitting import LEVELS
 from qatkit_verify.placement.sites import FloatSites, read_float_sites
+from qatkit_verify.table import counted
 
 # Number of levels up to which a weight's largest value is a poor end of its range (figures: decision 13).
 _NARROW = 64
@@ -49,7 +50,7 @@ _NARROW = 64
 _HELD_OUT = 4
 _RANDOM = (
     "calibrated on random noise (calibration.random=true): ranges fit no real image, and accuracy on real images"
-    " will suffer; calibrate on a few hundred of your own"
+    " will suffer; calibrate on a few hundred of your own images"
 )
 
 
@@ -217,8 +218,8 @@ def _about_scales(module: QATModule) -> list[str]:
     lines = []
     for one in module.mixed:
         floats = [name for name in one.floats if name in module.floats]
-        done = f"float: {', '.join(floats)}" if floats else "left as it is"
-        lines.append(f"calibration: one 8-bit scale does not hold {one} ({done})")
+        done = f"in float for it: {', '.join(floats)}" if floats else "unchanged"
+        lines.append(f"calibration: one 8-bit scale is too coarse for {one} ({done})")
     return lines
 
 
@@ -227,11 +228,11 @@ def _about_shifts(module: QATModule) -> list[str]:
     if not module.shifted:
         return []
     worst = min(module.shifted, key=lambda one: one.before_db)
-    done = "their biases take it back" if module.mean_shifts == "correct" else "left as it is"
-    operators = f"{len(module.shifted)} operators" if len(module.shifted) > 1 else "an operator"
+    done = "their biases were corrected" if module.mean_shifts == "correct" else "not corrected"
+    operators = counted(len(module.shifted), "operator")
     return [
-        f"calibration: rounded weights shift the means of {operators} (most: {worst.site}, {worst.before_db:.1f} dB,"
-        f" {worst.after_db:.1f} without the shift): {done}"
+        f"calibration: rounded weights shift the output means of {operators} (worst: {worst.site}, SQNR"
+        f" {worst.before_db:.1f} dB, {worst.after_db:.1f} dB without the shift); {done}"
     ]
 
 

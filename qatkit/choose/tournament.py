@@ -127,7 +127,7 @@ def least_error(verdicts: Mapping[str, Verdict]) -> tuple[str, str]:
     able = _accurate(verdicts)
     least = min(map(_error, able.values()))
     winner = next(name for name, one in able.items() if _error(one) <= least * (1 + _AS_GOOD))
-    return winner, "the least error of the outputs, of those that are as accurate"
+    return winner, "the least output error among the equally accurate methods"
 
 
 def _accurate(verdicts: Mapping[str, Verdict]) -> Mapping[str, Verdict]:

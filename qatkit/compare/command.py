@@ -26,16 +26,20 @@ def main(typed: Sequence[str] | None = None) -> int:
     streams.prepare()
     parser = argparse.ArgumentParser("compare.py", description=__doc__.partition("\n")[0])
     parser.add_argument(
-        "folder", type=Path, nargs="?", default=Path("outputs"), help="of runs, at any depth (outputs)"
+        "folder",
+        type=Path,
+        nargs="?",
+        default=Path("outputs"),
+        help="folder of runs, at any depth (default: outputs)",
     )
-    parser.add_argument("--output", type=Path, help=f"the page to write (FOLDER/{COMPARISON_FILE})")
+    parser.add_argument("--output", type=Path, help=f"the page to write (default: FOLDER/{COMPARISON_FILE})")
     given = parser.parse_args(typed)
     page = given.output or given.folder / COMPARISON_FILE
     try:
         _check(given.folder, page)
         rows = runs_below(given.folder)
         if not rows:
-            allowed = "a folder with runs in it, or in folders below: each has a report.json, or a config.yaml so far"
+            allowed = "a folder that contains runs at any depth (folders with a report.json or a config.yaml)"
             raise ConfigError("folder", given.folder, allowed)
         show(rows, given.folder, page)
     except (ConfigError, OSError) as error:

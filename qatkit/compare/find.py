@@ -61,14 +61,14 @@ def row_of(folder: Path, root: Path) -> Row | None:
     try:
         report = read_json(folder / REPORT_FILE)
         if not isinstance(report, dict):
-            raise ValueError("not what a run writes")
+            raise ValueError("it was not written by a run")
         if report.get("schema") != SCHEMA:
-            raise ValueError(f"of another version (schema {report.get('schema')}; {SCHEMA} is read)")
+            raise ValueError(f"it has schema {report.get('schema')}, but this version reads schema {SCHEMA}")
         return _finished(report, folder, name)
     except OSError as error:
         reason = error.strerror or str(error)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        reason = f"lacks {error}" if isinstance(error, KeyError) else first_line(error)
+        reason = f"{error} is missing" if isinstance(error, KeyError) else first_line(error)
     return Row(name, BROKEN, f"{REPORT_FILE}: {printable(reason, 200)}", page=_has_page(folder))
 
 
@@ -90,7 +90,9 @@ def _unfinished(folder: Path, name: str) -> Row | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, yaml.YAMLError):
         return None
     checkpoint = last_checkpoint(folder)
-    why = "stopped, or at work" + (f"; {checkpoint.name} is there" if checkpoint else "; no checkpoint yet")
+    why = "stopped or still running" + (
+        f"; {checkpoint.name} is there" if checkpoint else "; no checkpoint yet"
+    )
     return Row(name, UNFINISHED, why, **described) if known else None
 
 
@@ -136,7 +138,7 @@ def _has_page(folder: Path) -> bool:
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{value!r} where a text belongs")
+        raise TypeError(f"{value!r} is not a text")
     return printable(value)
 
 

@@ -108,9 +108,9 @@ def _front(rows: Sequence[Row]) -> str:
     if not any(front(rows)):
         return ""
     said = (
-        "Full points are beaten by no other run that is shown, in accuracy, latency and size at once, among those that "
-        "were measured on the same images and machine and meet their bounds; rings are beaten, crosses fall short. "
-        "Each leads to its report."
+        "Filled points are on the Pareto front of accuracy, latency and size, among the shown runs that were measured "
+        "on the same images and machine and meet their bounds. Rings are not on the front, crosses miss a bound. Each "
+        "point links to its report."
     )
     shares = all(row.task.main.unit == "%" for row in rows)
     metric = "Accuracy, %" if shares else columns(rows)[2]
@@ -118,8 +118,8 @@ def _front(rows: Sequence[Row]) -> str:
         f'<figure><figcaption class="soft">{label}</figcaption>'
         f'<svg class="scatter" data-x="{key}" role="img"></svg></figure>'
         for key, label in (
-            ("ms", f"{escape(metric)}, against latency, ms"),
-            ("mb", f"{escape(metric)}, against size, MB"),
+            ("ms", f"{escape(metric)}, over latency, ms"),
+            ("mb", f"{escape(metric)}, over size, MB"),
         )
     )
     return section("Accuracy, latency, size", f'<p class="soft small">{said}</p><div class="cols">{drawn}</div>',
@@ -184,4 +184,4 @@ def _told(rows: Sequence[Row], to_root: str) -> str:
         for row in rows
         if row.why
     )
-    return section("Falling short, unfinished, broken", f'<ul class="told">{items}</ul>') if items else ""
+    return section("Bounds missed, unfinished, broken", f'<ul class="told">{items}</ul>') if items else ""

@@ -49,9 +49,7 @@ def plain_table(rows: Sequence[Row]) -> str:
     told = [f"{row.state}: {row.folder}: {printable(row.why, _WHY)}" for row in rows if row.state != MET]
     groups = {row.measured_on for row, mark in zip(rows, marks, strict=True) if mark}
     if any(marks):
-        note = (
-            "front: of the runs that meet their bounds, beaten by none in accuracy, latency and size at once"
-        )
+        note = "front: runs on the Pareto front of accuracy, latency and size that meet their bounds"
         told.append(
             note + (", among those measured on the same images and machine" if len(groups) > 1 else "")
         )

@@ -57,14 +57,15 @@ def read_key(path: str) -> bytes:
         ConfigError: the file holds no key, or `cryptography` is not installed.
     """
     allowed = (
-        "a file with a key, 64 hexadecimal digits or 32 bytes: python -m qatkit.encryption.command key FILE"
+        "a key file with 64 hexadecimal digits or 32 bytes, as written by python -m qatkit.encryption.command key"
+        " FILE"
     )
     if importlib.util.find_spec("cryptography") is None:
         without = f"null without the extra sign (install it with {install_extra('sign')})"
         raise ConfigError(KEY_SETTING, path, without)
     try:
         if not Path(path).is_file():
-            raise ValueError("no file")
+            raise ValueError("not a file")
         if Path(path).stat().st_size > _LARGEST_KEY_FILE:
             raise ValueError("too large")
         content = Path(path).read_bytes()

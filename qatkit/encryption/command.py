@@ -18,7 +18,7 @@ def main(typed: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     key = commands.add_parser("key", help="write a new random key")
     key.add_argument("file", type=Path)
-    opened = commands.add_parser("open", help="write what an encrypted file holds, in the clear")
+    opened = commands.add_parser("open", help="decrypt a file")
     for name in ("file", "key", "output"):
         opened.add_argument(name, type=Path)
     given = parser.parse_args(typed)

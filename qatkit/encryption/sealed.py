@@ -42,9 +42,9 @@ def damage(path: Path) -> str:
     """
     content = path.read_bytes()
     if content[-_TAIL:-_COMMENT] == struct.pack("<H", _COMMENT) and content[-_COMMENT:].startswith(_MARK):
-        return "" if content[-64:] == _digest(content[:-_TAIL]) else "its checksum does not fit"
+        return "" if content[-64:] == _digest(content[:-_TAIL]) else "its checksum does not match"
     if content[-_END_BYTES:-18] != _END or content[-2:] != b"\0\0":
-        return "empty" if not content else "not a whole archive"
+        return "empty" if not content else "not a complete archive"
     try:
         member = zipfile.ZipFile(path).testzip()
     except (zipfile.BadZipFile, OSError, RuntimeError, NotImplementedError, ValueError) as error:

@@ -93,7 +93,7 @@ def readable(path: str | Path) -> Iterator[Path]:
         try:
             decrypt(path, plain, _Held.key)
         except WrongKeyError as error:
-            allowed = f"the key that {path} was encrypted with; this is another one"
+            allowed = f"the key that {path} was encrypted with; this is another key"
             raise ConfigError(KEY_SETTING, _Held.file, allowed) from error
         except ValueError as error:
             allowed = f"undamaged encrypted files; {path} is {error}"

@@ -14,6 +14,7 @@ from qatkit.config.schema.model import DRAWN
 from qatkit_verify.bundle.ports import Port
 from qatkit_verify.classification import names_of
 from qatkit_verify.fitting import by_sides
+from qatkit_verify.table import counted
 
 _WORST = 10  # classes in the table
 
@@ -47,8 +48,8 @@ def card(
         stream,
         _limits(report, arrays),
         _versions(report),
-        "## Verify\n\n    qatkit-verify BUNDLE\n\nneeds onnxruntime and numpy alone; it checks digests, the "
-        "golden answers, the speed and the int8 kernels of the machine that it runs on.",
+        "## Verify\n\n    qatkit-verify BUNDLE\n\nThis needs only onnxruntime and numpy. It checks the "
+        "digests, the golden answers, and the speed and int8 kernels on the machine where it runs.",
         f"## Load\n\n{snippets}" if snippets else "",
     )
     return _front_matter(report) + "\n" + "\n\n".join(filter(None, sections)) + "\n"
@@ -70,10 +71,10 @@ def _head(report: Report, labels: Sequence[str], arrays: Mapping[str, Any] | Non
     if prepared:
         size, channels = prepared["image_size"], prepared["channels"]
         kind = "grey" if channels == 1 else prepared.get("channel_order", "RGB")
-        rows.append(("Input", f"{by_sides(size)} {kind}, prepared as preprocess.json says"))
+        rows.append(("Input", f"{by_sides(size)} {kind}, prepared as described in preprocess.json"))
     if arrays and "features" in arrays:
         told = f"{arrays['samples']} samples at {arrays['rate']} Hz as {arrays['features']}"
-        rows.append(("Input", f"{_plain(told)}, prepared as preprocess.json says"))
+        rows.append(("Input", f"{_plain(told)}, prepared as described in preprocess.json"))
     for key, kind in (("inputs", "Input"), ("outputs", "Output")):
         rows += [(kind, _plain(Port.from_dict(one))) for one in (arrays or {}).get(key, ())]
     return f"# {_plain(report['name'])}\n\n{_table(('', ''), rows)}"
@@ -88,7 +89,7 @@ def _accuracy(report: Report, arrays: Mapping[str, Any] | None) -> str:
         ]
         head = ("", f"same {task.decision} as float, %", samples)
         return (
-            f"## Agreement with float\n\nThere were no labels.\n\n{_table(head, agreeing)}"
+            f"## Agreement with float\n\nNo labels were available.\n\n{_table(head, agreeing)}"
             if agreeing
             else ""
         )
@@ -104,7 +105,7 @@ def _accuracy(report: Report, arrays: Mapping[str, Any] | None) -> str:
     lost = ""
     if len(rows) == len(names):
         points = found["int8"][task.main.key] - found["float"][task.main.key]
-        lost = f"\n\n{_plain(report['label'])} against float: {points:+.2f} {task.main.points} of {task.main.name}."
+        lost = f"\n\n{_plain(report['label'])} against float: {points:+.2f} {task.main.points} in {task.main.name}."
     tested = "test images" if arrays is None else "test samples"
     heads = ("", *(metric.title for metric in task.metrics), tested)
     return f"## Accuracy\n\n{_table(heads, rows)}{lost}"
@@ -127,7 +128,7 @@ def _by_class(report: Report, labels: Sequence[str]) -> str:
         for share, i in shares[:_WORST]
     ]  # fmt: skip
     metric = names_of(report).main
-    said = f"The worst {len(rows)} of {len(images)} classes; all of them are in report.json."
+    said = f"The worst {len(rows)} of {len(images)} classes; report.json has all of them."
     head = ("class", f"{_plain(report['label'])} {metric.title}", f"float {metric.title}", "test images")
     return f"## By class\n\n{said}\n\n{_table(head, rows)}"
 
@@ -138,7 +139,7 @@ def _calibration(report: Report, arrays: Mapping[str, Any] | None) -> str:
         return ""
     samples = "images" if arrays is None else "samples"
     drawn = report["config"].get("data", {}).get("source") == DRAWN
-    kind = f"{samples} drawn at random: they fit no real data" if drawn else f"training {samples}"
+    kind = f"random {samples}, which fit no real data" if drawn else f"training {samples}"
     return f"## Calibration\n\nRanges come from {settings.get('images')} {kind}."
 
 
@@ -155,7 +156,8 @@ def _speed(report: Report) -> str:
     if not rows:
         return ""
     hardware, timed = report["hardware"] or {}, report["latency"].get("int8", {})
-    said = f"Batch {timed.get('batch')}, {timed.get('threads')} threads, {_plain(hardware.get('cpu', 'unknown CPU'))}."
+    threads = counted(timed.get("threads", 0), "thread")
+    said = f"Batch {timed.get('batch')}, {threads}, {_plain(hardware.get('cpu', 'unknown CPU'))}."
     head = ("runtime", "float ms", f"{_plain(report['label'])} ms")
     return f"## Speed\n\n{said}\n\n{_table(head, rows)}"
 
@@ -171,9 +173,9 @@ def _decoder(report: Report) -> str:
         return ""
     generated, equal = found["greedy"]
     return (
-        "## Decoder\n\n`decoder/model.onnx` takes the keys and values of earlier tokens and gives those of all. It has"
-        f" the same next token as `model.onnx` for {100 * found['agreement']:.2f} % of {found['tokens']:,} tokens and"
-        f" {equal} of {generated} tokens of a greedy text, at {found['tokens_per_second']:.1f} tokens per second here."
+        "## Decoder\n\n`decoder/model.onnx` takes the keys and values of earlier tokens and returns those of all. It"
+        f" has the same next token as `model.onnx` for {100 * found['agreement']:.2f} % of {found['tokens']:,} tokens"
+        f" and {equal} of {generated} tokens of a greedy text, at {found['tokens_per_second']:.1f} tokens per second."
         '\n\n    pip install onnxruntime numpy tokenizers\n    python decoder/generate.py "Once upon a time" --tokens'
         " 200\n\nonnxruntime-genai runs the folder as it is."
     )
@@ -182,18 +184,18 @@ def _decoder(report: Report) -> str:
 def _limits(report: Report, arrays: Mapping[str, Any] | None) -> str:
     images, pictures = ("images", "pictures") if arrays is None else ("samples", "samples")
     lines = [
-        f"The figures are of the test {images} named above; of {pictures} of another kind they say nothing.",
-        f"A class with few test {images} has an uncertain figure: of 35 {images} one is 3 points.",
-        "On x86 CPUs without VNNI, products of uint8 and int8 may saturate and change answers; `qatkit-verify` tells "
-        "whether a CPU is one of these.",
-        "Speed was measured on the one machine named above.",
+        f"The figures are for the test {images} named above and say nothing about other kinds of {pictures}.",
+        f"Figures of classes with few test {images} are uncertain: with 35 {images}, each one is 3 points.",
+        "On x86 CPUs without VNNI, products of uint8 and int8 may saturate and change answers; `qatkit-verify` "
+        "reports whether this applies to a CPU.",
+        "Speed was measured only on the machine named above.",
     ]
     if not report["runtimes"]:
-        lines.append("No runtime but ONNX Runtime on a CPU was measured.")
+        lines.append("Only ONNX Runtime on a CPU was measured.")
     missing = [name for name in ("parity", "audit") if report[name] is None]
     lines += [f"Not checked: {name}." for name in missing]
     lines += [f"A bound was not met: {_plain(line)}" for line in report["shortfalls"]]
-    lines += [f"Left out: {_plain(site)}: {_plain(reason)}" for site, reason in report["skipped"][:_WORST]]
+    lines += [f"Skipped: {_plain(site)}: {_plain(reason)}" for site, reason in report["skipped"][:_WORST]]
     lines += [f"{_plain(note)}" for note in report["notes"]]
     return "## Limits\n\n" + "\n".join(f"- {line}" for line in lines)
 

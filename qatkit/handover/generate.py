@@ -78,7 +78,7 @@ def main() -> None:
     """Parses the arguments and prints the text as it comes."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("prompt")
-    parser.add_argument("--tokens", type=int, default=200, help="at most")
+    parser.add_argument("--tokens", type=int, default=200, help="maximum number of tokens (default: 200)")
     parser.add_argument("--threads", type=int, default=0)
     asked = parser.parse_args()
     print(asked.prompt, end="", flush=True)

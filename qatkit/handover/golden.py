@@ -74,7 +74,7 @@ def _of_arrays(sessions: Mapping[str, Any], data: DataModule, count: int, step: 
     }
     for name, value in found["on"][0].items():
         if value.dtype.kind not in "fiub":
-            allowed = f"false: the output '{name}' holds {value.dtype.name}, and no numbers"
+            allowed = f"false, since the output '{name}' of type {value.dtype.name} has no numbers"
             raise ConfigError("export.bundle", True, allowed)
     worth = {
         name: _step([one[name] for one in found["on"]], step if name == names[0] else None, _EXACT)

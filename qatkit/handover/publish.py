@@ -114,7 +114,9 @@ def publish(bundle: Path, place: str, name: str, version: str | None = None) -> 
 def _check_names(name: str, version: str | None) -> None:
     for key, value in (("name", name), ("export.version", version)):
         if value is not None and not _NAMES.fullmatch(value):
-            allowed = "letters, digits, dots, dashes, underscores and plus signs, with export.publish: a folder's name"
+            allowed = (
+                "a folder name with export.publish: letters, digits, dots, dashes, underscores and plus signs"
+            )
             raise ConfigError(key, value, allowed)
 
 
@@ -125,12 +127,12 @@ def _files(bundle: Path, folder: Path) -> dict[str, Path]:
             with readable(bundle) as plain, zipfile.ZipFile(plain) as archive:
                 (folder / MANIFEST).write_bytes(archive.read(MANIFEST))
         except (KeyError, zipfile.BadZipFile) as error:
-            raise ValueError(f"{bundle}: no bundle ({first_line(error)})") from error
+            raise ValueError(f"{bundle}: not a bundle ({first_line(error)})") from error
         return {bundle.name: bundle, MANIFEST: folder / MANIFEST}
     found = sorted(path for path in bundle.rglob("*") if path.is_file())
     files = {path.relative_to(bundle).as_posix(): path for path in found}
     if MANIFEST not in files:
-        raise ValueError(f"{bundle}: no bundle (it has no {MANIFEST})")
+        raise ValueError(f"{bundle}: not a bundle (it has no {MANIFEST})")
     return files
 
 
@@ -143,7 +145,7 @@ def _folder_of(place: str) -> Path | None:
 
 
 def _taken(version: str, where: str) -> ConfigError:
-    allowed = f"a version that is not in {where} yet: what is published stays as it is"
+    allowed = f"a version that does not exist in {where}; published versions are never replaced"
     return ConfigError("export.version", version, allowed)
 
 
@@ -194,7 +196,8 @@ def _store(place: str) -> tuple[Any, str]:
         )
     except ImportError as error:
         installing = install_extra("publish")
-        allowed = f"a folder, or a store whose library is installed (s3: {installing}): {first_line(error)}"
+        known = f"a folder, or a store whose library is installed (for s3: {installing})"
+        allowed = f"{known}; {first_line(error)}"
         raise ConfigError(KEY, place, allowed) from error
     except ValueError as error:
         allowed = f"a folder, or a URL such as s3://bucket/prefix ({first_line(error)})"
@@ -216,9 +219,7 @@ def _asked(place: str, question: Callable[[], T]) -> T:
         raise
     except Exception as error:  # from botocore, aiohttp, the operating system
         reason = first_line(error) or type(error).__name__
-        raise ConfigError(
-            KEY, place, f"a store that can be reached and takes files ({reason[:200]})"
-        ) from error
+        raise ConfigError(KEY, place, f"a reachable store that accepts files ({reason[:200]})") from error
 
 
 class _Upload:
@@ -307,8 +308,10 @@ class _Upload:
     def _at_work(self) -> ConfigError:
         told = _told(self._read(self.claim) or b"")
         who = f"process {told.get('process')} on {told.get('host')}"
-        allowed = f"a version that nobody else is publishing in {self._where()} ({who} is)"
-        return ConfigError("export.version", self.version, allowed)
+        reason = (
+            f"{who} is publishing this version in {self._where()}; wait for its end or choose another version"
+        )
+        return ConfigError("export.version", self.version, reason=reason)
 
 
 def _told(claim: bytes) -> dict[str, Any]:
@@ -344,7 +347,7 @@ def main(typed: Sequence[str] | None = None) -> int:
     parser.add_argument("place", help="a folder, or a URL such as s3://bucket/prefix")
     parser.add_argument("--name", required=True)
     parser.add_argument("--version")
-    parser.add_argument("--key", help="of an encrypted bundle: its key file, which stays here")
+    parser.add_argument("--key", help="key file of an encrypted bundle; it is not published")
     given = parser.parse_args(typed)
     try:
         with protected(given.key):

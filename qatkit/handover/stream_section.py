@@ -49,8 +49,8 @@ def stream_section(bundle: Path, told: Mapping[str, Any]) -> str:
     ]
     return "\n".join(
         [
-            f"## In chunks\n\n`{path.name}` takes a recording in chunks and gives behind the last one what"
-            f" `{INT8_FILE}` gives for the whole.\n",
+            f"## In chunks\n\n`{path.name}` takes a recording in chunks. Its output after the last chunk is"
+            f" that of `{INT8_FILE}` for the whole recording.\n",
             _row("input", "output", ""),
             _row(*3 * ["---"]),
             *ends,
@@ -85,7 +85,7 @@ def _time(told: Mapping[str, Any]) -> str:
     if "hop" not in told:
         return ""
     step = 1000 * told["hop"] / told["rate"]
-    return f"; a step is a frame of features, one in {step:g} ms, prepared as preprocess.json says"
+    return f"; a step is a frame of features, one every {step:g} ms, prepared as described in preprocess.json"
 
 
 def _shape(sizes: Sequence[Any], cut: int | None = None) -> str:

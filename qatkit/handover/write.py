@@ -113,19 +113,19 @@ def check_source(run: Path, int8: Path) -> None:
         ConfigError: the first of these problems.
     """
     if not (run / REPORT_FILE).is_file():
-        raise ConfigError("export.bundle", True, f"a finished run: {run} has no {REPORT_FILE}")
+        raise ConfigError("export.bundle", True, f"a finished run; {run} has no {REPORT_FILE}")
     told = {one["name"]: one["sha256"] for one in read_json(run / REPORT_FILE)["files"]}
     if entry(int8.parent, int8.name).sha256 not in told.values():
-        allowed = f"the file that {run / REPORT_FILE} tells of: {int8.name} is another, by other settings or versions"
+        allowed = f"the file that {run / REPORT_FILE} describes; {int8.name} is another, by other settings or versions"
         raise ConfigError("export.bundle", True, allowed)
     for name in (FLOAT_FILE, CONFIG_FILE):
         if (run / name).is_file() and changed_since_its_report(run / name):
             raise ConfigError(
-                "export.bundle", True, f"{run / name} as the run wrote it: it holds other bytes"
+                "export.bundle", True, f"{run / name} as the run wrote it; it has other contents"
             )
     for beside in (nms_file(int8), stream_file(int8)):
         if beside.is_file() and beside.name in told and _digest(beside) != told[beside.name]:
-            allowed = f"{beside} as {run / REPORT_FILE} tells of it: it holds other bytes"
+            allowed = f"{beside} as {run / REPORT_FILE} describes it; it has other contents"
             raise ConfigError("export.bundle", True, allowed)
 
 

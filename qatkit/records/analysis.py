@@ -15,7 +15,7 @@ ONLY, ALL_BUT = "only", "all but"
 # The endings of the advice of an isolation.
 BY_WEIGHTS = "most of the outputs' error comes from the weights"
 BY_ACTIVATIONS = "most of the outputs' error comes from the activations"
-BY_BOTH = "weights and activations make about as much of the outputs' error"
+BY_BOTH = "weights and activations contribute about equally to the outputs' error"
 
 
 @dataclass(frozen=True)

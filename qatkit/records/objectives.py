@@ -98,7 +98,7 @@ def check_objectives(names: Sequence[str]) -> None:
         _known("search.objectives", name)
     if not names or len(set(names)) < len(names):
         raise ConfigError(
-            "search.objectives", list(names), f"one or several of {', '.join(OBJECTIVES)}, each once"
+            "search.objectives", list(names), f"one or more of {', '.join(OBJECTIVES)}, each once"
         )
 
 

@@ -85,7 +85,7 @@ class Study:
         count, most = len(self.trials), min(self.wanted, self.possible)
         head = f"{count} of {most} trials" if count <= most else f"{count} trials"
         if self.possible < self.wanted:
-            head += f", all that the space has (asked for: {self.wanted})"
+            head += f", all points of the space ({self.wanted} were requested)"
         elif count > most:  # the same command, typed again, asks for fewer
-            head += f" (asked for by now: {most})"
+            head += f" ({most} requested now)"
         return f"{head}: {states}"

@@ -36,9 +36,9 @@ def analysis_section(results: Results) -> str:
     found = results.analysis
     if found is None:
         return ""
-    unlabelled = f"Without labels: by the same {results.task.decision} as float, KL and SQNR."
+    unlabelled = f"Without labels, judged by the same {results.task.decision} as float, KL and SQNR."
     return section(
-        "What quantization does",
+        "Effects of quantization",
         "" if found.labelled else f'<p class="soft">{unlabelled}</p>',
         _isolation(results, found),
         _sensitivity(found, results.task),
@@ -61,7 +61,7 @@ def _isolation(results: Results, found: Analysis) -> str:
     ]
     classes = ", ".join(map(class_text, worst_classes(one.classes, 10)))
     return (
-        f"<h3>Which side loses, on {one.outcomes['float'].images:,} images</h3>"
+        f"<h3>Loss by weights and by activations, on {one.outcomes['float'].images:,} images</h3>"
         + table(side_columns(found.labelled, results.task), rows)
         + f"<p>{escape(advice_line(results))}.</p>"
         + (f"<p>Classes that lose most: {escape(classes)}.</p>" if classes else "")
@@ -79,7 +79,7 @@ def _sensitivity(found: Analysis, task: TaskNames) -> str:
         drawn = _bars(rows[:_BARS]) if direction == ONLY else ""
         heading = f"Sensitivity: {title}"
         parts.append(
-            f"<h3>{escape(heading)}</h3>{drawn}<details><summary>Every one of {len(rows)}</summary>{every}</details>"
+            f"<h3>{escape(heading)}</h3>{drawn}<details><summary>All {len(rows)}</summary>{every}</details>"
         )
     return "".join(parts)
 
@@ -151,7 +151,7 @@ def _depth(one: Comparison) -> str:
     count = round((high - low) / _STEP)
     ticks = [f"{low + _STEP * i:.0f}" for i in range(count, -1, -1)]
     ends = (f"<code>{escape(names[0])}</code>", f"<code>{escape(names[-1])}</code>")
-    legend = _legend(("own", "its own quantization alone"), ("through", "with all before it"))
+    legend = _legend(("own", "only its own quantization"), ("through", "with everything before it"))
     return (
         f"<h3>SQNR of the activations through the depth, dB</h3><p class='soft small'>{legend}</p>"
         + chart(drawn, ticks, ends)

@@ -17,7 +17,7 @@ from qatkit.records.analysis import (
 from qatkit.records.results import Results
 from qatkit.verify.checks.requested import RequestedSettings, either, override
 from qatkit_verify.records import TaskNames
-from qatkit_verify.table import drawn
+from qatkit_verify.table import counted, drawn
 
 SIDES = (
     ("float", "float"),
@@ -39,7 +39,7 @@ def decibels(value: float | None) -> str:
 
 def side_columns(labelled: bool, task: TaskNames) -> tuple[str, ...]:
     """Returns the column headings of the isolation table."""
-    return ("", *((task.main.title,) if labelled else ()), "as float %", "KL", "SQNR dB")
+    return ("", *((task.main.title,) if labelled else ()), "same as float %", "KL", "SQNR dB")
 
 
 def side_cells(label: str, found: Outcome, labelled: bool) -> tuple[str, ...]:
@@ -69,8 +69,8 @@ def titles(found: Analysis) -> dict[str, str]:
     """Returns the title of the rows of each direction."""
     how = "measured" if found.sensitivity else "estimated"
     return {
-        ONLY: f"quantized alone, the most sensitive first ({how})",
-        ALL_BUT: "left float alone, what helps most first",
+        ONLY: f"only one site quantized, the most sensitive first ({how})",
+        ALL_BUT: "only one site in float, the most helpful first",
     }
 
 
@@ -94,7 +94,7 @@ def advice_line(results: Results) -> str:
     drop = 0.0 if exact.score is None or both.score is None else exact.score - both.score
     known = exact.score is not None
     if drop < _POINTS if known else both.agreement >= _AGREEMENT:
-        return f"{line}; together they lose next to nothing"
+        return f"{line}; together they lose almost nothing"
     ways = either(_ways(results, found, line))
     return f"{line}; to try: {ways}" if ways else line
 
@@ -110,12 +110,12 @@ def _ways(results: Results, found: Analysis, line: str) -> list[str]:
         ways.append("algorithm=auto")
     weights = {row.site for row in found.estimate if row.kind == "weight"}
     first = next((row.site for row in rows_of(found, ONLY) if row.site in weights), None)
-    return [*ways, f"{override(first)} (the most sensitive layer float)"] if first else ways
+    return [*ways, f"{override(first)} (keeps the most sensitive layer in float)"] if first else ways
 
 
 def without_labels(results: Results) -> str:
     """Returns the words for what replaces the metric without labels."""
-    return f"without labels, by the same {results.task.decision} as float, KL and SQNR"
+    return f"without labels, judged by the same {results.task.decision} as float, KL and SQNR"
 
 
 def analysis_lines(results: Results) -> list[str]:
@@ -167,20 +167,18 @@ def tensor_lines(found: Analysis) -> list[str]:
     if one.suspect is not None:
         row = next(r for r in one.rows if f"{r.kind} {r.site}" == one.suspect)
         lines.append(
-            f"the scale of {one.suspect} costs {row.avoidable:.1f} dB that the range of its values would not"
+            f"the scale of {one.suspect} loses {row.avoidable:.1f} dB against a scale from the range of its values"
             f" ({100 * row.clipped:.2g} % clipped, {100 * row.grid:.0f} % of the grid used)"
         )
     else:
-        lines.append("no scale costs much that another one would not")
+        lines.append("no scale loses much against a scale from the range of the values")
     if one.first is not None:
-        lines.append(f"ONNX Runtime first parts from the simulation at {one.first}")
+        lines.append(f"ONNX Runtime first differs from the simulation at {one.first}")
     elif any(row.runtime is not None for row in one.rows):
-        lines.append(
-            "ONNX Runtime computes every quantized tensor as the converted module does, within a step"
-        )
+        lines.append("ONNX Runtime agrees with the converted module on every quantized tensor within a step")
     drawn_ones = [row.picture for row in one.rows if row.picture]
     if drawn_ones:
-        lines.append(f"histograms of {len(drawn_ones)} tensors are in {drawn_ones[0].rpartition('/')[0]}")
+        lines.append(f"histograms ({counted(len(drawn_ones), 'tensor')}): {drawn_ones[0].rpartition('/')[0]}")
     return [*lines, *one.notes]
 
 

@@ -8,7 +8,7 @@ from qatkit.records.results import Results
 from qatkit.report.html import section, table
 from qatkit.verify.checks.bias import NAME, BiasCheck, fix_of, rows_of
 
-_COLUMNS = ("samples with", "samples", "mean shift", "+/- (two standard errors)", "of the deviation", "")
+_COLUMNS = ("group", "samples", "mean shift", "+/- two standard errors", "of the deviation", "")
 
 
 def bias_section(results: Results) -> str:
@@ -17,14 +17,14 @@ def bias_section(results: Results) -> str:
     if found is None:
         return ""
     fix = fix_of(results)
-    said = f"Mean of {results.label} less float on {found['samples']:,} test samples."
+    said = f"Mean of {results.label} minus float on {found['samples']:,} test samples."
     parts = [f'<p class="soft">{escape(said)}</p>']
     for one in found["outputs"]:
         rows = [("problem" if row[-1] else "", list(map(escape, row))) for row in rows_of(one, found["by"])]
         parts += [f"<h3>{escape(one['name'])}</h3>"] if one["name"] else []
         parts.append(table(_COLUMNS, rows, "dense"))
     if fix:
-        parts.append(f"<p>To take the shift back: <code>{escape(fix)}</code></p>")
+        parts.append(f"<p>To correct the shift: <code>{escape(fix)}</code></p>")
     elif all(not row[-1] for one in found["outputs"] for row in rows_of(one, found["by"])):
         parts.append(f"<p>{escape(BiasCheck().lines(results)[0])}</p>")
     return section("Shift against float", *parts)

@@ -36,13 +36,13 @@ def cells(curve: Curve) -> list[tuple[str, ...]]:
 
 def measured(curve: Curve) -> str:
     """Returns what the figures were measured on, in words."""
-    images = f"{curve.images:,} training images held out"
+    images = f"{curve.images:,} held-out training images"
     if not curve.chosen:
-        images = images if curve.held_out else f"{curve.images:,} test images, which choose nothing"
-        return f"what trains, on {images}: the last epoch is kept"
+        images = images if curve.held_out else f"{curve.images:,} test images"
+        return f"the training model on {images} (the last epoch is used)"
     what = "the control in PyTorch" if "control" in curve.stage else "the file in ONNX Runtime"
     seconds = sum(one.seconds or 0.0 for one in curve.epochs)
-    return f"{what}, on {images}; judging took {seconds:.1f} s"
+    return f"{what} on {images} (measured in {seconds:.1f} s)"
 
 
 def lines(results: Results) -> list[str]:
@@ -76,7 +76,7 @@ def curve_section(results: Results) -> str:
 
 def _said(curve: Curve, task: TaskNames) -> str:
     name = task.main.name[:1].upper() + task.main.name[1:]
-    return f'<p class="soft">{escape(name)}: {escape(measured(curve))}.</p>'
+    return f'<p class="soft">{escape(name)} of {escape(measured(curve))}.</p>'
 
 
 def _drawn(curve: Curve, task: TaskNames) -> str:
@@ -88,7 +88,7 @@ def _drawn(curve: Curve, task: TaskNames) -> str:
     last = curve.epochs[-1].step
     points = [(one.step / last, one.score) for one in curve.epochs]
     names = [f"epoch {row[0]}{', kept' if row[-1] else ''}" for row in cells(curve)]
-    grid = f'<p class="soft">From {low:g} to {high:g} {escape(task.main.unit)}, a line each {step:g}.</p>'
+    grid = f'<p class="soft">Axis from {low:g} to {high:g} {escape(task.main.unit)}, grid lines every {step:g}.</p>'
     return svg.lines([("found", points, names)], low, max(high, low + step), step, unit=task.main.unit) + grid
 
 

@@ -18,8 +18,8 @@ def examples_section(results: Results) -> str:
     found = results.examples
     if found is None or not found.rows:
         return ""
-    chosen = f"{len(found.rows)} of {found.looked_at:,} {results.task.samples} of the test data"
-    said = f"{chosen}, those in which {results.label} differs most from float."
+    chosen = f"{len(found.rows)} of {found.looked_at:,} test {results.task.samples}"
+    said = f"{chosen}: those on which {results.label} differs most from float."
     keys = "".join(
         f'<span class="legend"><span class="key" style="background:{colour}"></span>{escape(name)}</span> '
         for name, colour in found.legend

@@ -58,13 +58,13 @@ def advice(ladder: Ladder, epochs: int) -> str:
         more = command_with("rescue=ladder", f"rescue.epochs={4 * epochs}", "calibration.images=2048")
         away = _distance(chosen, ladder.task)
         typed = more or f"rescue.epochs={4 * epochs} calibration.images=2048"
-        return f"no rung meets it; '{chosen.title}' is nearest{away}; longer, and with more images: {typed}"
-    said = f"'{chosen.title}' meets it"
+        return f"no rung meets the target; '{chosen.title}' is nearest{away}; to train longer with more images: {typed}"
+    said = f"'{chosen.title}' meets the target"
     gains = _gains(ladder)
     if gains:
         title, gained, unit = max(gains, key=lambda gain: gain[1])
-        by = "it" if title == chosen.title else f"'{title}'"
-        said += f"; most was won by {by} ({gained:+.2f} {unit})"
+        by = "this rung" if title == chosen.title else f"'{title}'"
+        said += f"; the largest gain came from {by} ({gained:+.2f} {unit})"
     if chosen.ratio is not None and chosen.ratio < 1:
         said += f"; it runs {chosen.ratio:.2f} times as fast as float here, so float is the better file on this machine"
     return said
@@ -76,7 +76,7 @@ def _distance(row: RungResult, task: TaskNames) -> str:
     return (
         ""
         if row.agreement is None
-        else f", float's {task.decision} on {100 * row.agreement:.2f} % of the images"
+        else f", same {task.decision} as float on {100 * row.agreement:.2f} % of the images"
     )
 
 

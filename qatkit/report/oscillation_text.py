@@ -26,8 +26,8 @@ def line(found: Mapping[str, Any], kind: str) -> str:
     told = ", ".join(f"{one['path']} {_of(one)}" for one in worst if one["oscillating"] or one["frozen"])
     advice = ""
     if kind == "count" and found["oscillating"] > _MANY * found["weights"]:
-        advice = "; schedule.oscillation=freeze or =dampen holds them"
-    return f"weights that oscillate: {_of(found)}" + (f"; most in {told}" if told else "") + advice
+        advice = "; schedule.oscillation=freeze or schedule.oscillation=dampen reduces them"
+    return f"oscillating weights: {_of(found)}" + (f"; most in {told}" if told else "") + advice
 
 
 def _share(layer: Mapping[str, Any]) -> float:

@@ -122,7 +122,10 @@ def _tiles(results: Results) -> str:
         )
     if results.size_ratio is not None:
         tiles.append(
-            (f"{results.size_ratio:.3f}", f"of the float file ({results.sizes['int8'] / 1e6:.2f} MB)")
+            (
+                f"{results.size_ratio:.3f}",
+                f"size relative to the float file ({results.sizes['int8'] / 1e6:.2f} MB)",
+            )
         )
     if results.parity is not None:
         trained, whole = results.parity.against_float is None, results.parity.agreement
@@ -130,10 +133,10 @@ def _tiles(results: Results) -> str:
         note = f"same {task.alike} {other}"
         tiles.append((f"{100 * whole:.2f} %", note))
     if results.audit is not None and results.audit.packed_bits is not None and not results.audit.int8_macs:
-        note = "per weight of products with packed weights, scales included"
+        note = "per weight of products with packed weights, including scales"
         tiles.append((f"{results.audit.packed_bits:.2f} bits", note))
     elif results.audit is not None:
-        verb = "run" if results.audit.for_onnxruntime else "are asked for"
+        verb = "run" if results.audit.for_onnxruntime else "are requested"
         tiles.append((f"{100 * results.audit.int8_share:.1f} %", f"of multiply-accumulates {verb} in int8"))
     body = "".join(
         f'<div class="tile"><b>{value}</b><span>{escape(note)}</span></div>' for value, note in tiles
@@ -146,7 +149,7 @@ def _shortfalls(results: Results) -> str:
         f"<li>{escape(line)}" + (f'<p class="soft">To fix it: {escape(fix)}</p>' if fix else "") + "</li>"
         for line, fix in zip_longest(results.shortfalls, results.fixes, fillvalue="")
     )
-    climb = f"<p>To climb on: <code>{escape(results.climb)}</code></p>" if results.climb else ""
+    climb = f"<p>To continue the rescue: <code>{escape(results.climb)}</code></p>" if results.climb else ""
     return section("Bounds not met", f"<ul>{items}</ul>", climb) if items else ""
 
 
@@ -201,10 +204,10 @@ def _calibration(results: Results) -> str:
     task = results.task
     chosen = next((one.method for one in results.calibration if one.chosen), "none")
     note = (
-        f"Chosen: {chosen}, on {results.calibration[0].images:,} images that the methods have not seen. Errors are "
-        f"squared and relative: of what follows each tensor (mean over tensors), and of the file's {task.outputs}; "
-        f"methods without a {task.main.name if results.labelled else 'second one'} had too large an error of the first "
-        "kind to be tried as files."
+        f"Chosen: {chosen}, by {results.calibration[0].images:,} images that no method has seen. The output error is "
+        "the relative squared error of the operators that read each tensor, averaged over tensors; the last column "
+        f"is that of the file's {task.outputs}. Methods without {task.main.name if results.labelled else 'the latter'} "
+        "had too large an output error to be tried as files."
     )
     return section("Calibration", f'<p class="soft">{escape(note)}</p>', table(candidate_columns(task), rows))
 
@@ -219,7 +222,7 @@ def _algorithms(results: Results) -> str:
     ]  # fmt: skip
     kept = ", ".join(one.name for one in results.algorithms[1:] if one.kept) or "none"
     note = (
-        f"Kept: {kept}. Each row is what was kept before with one more algorithm, as a file in ONNX Runtime on "
+        f"Kept: {kept}. Each row adds one algorithm to those kept before, as a file in ONNX Runtime on "
         f"{results.algorithms[0].images:,} images that neither ranges nor algorithms have seen."
     )
     return section(
@@ -250,6 +253,7 @@ _SECTIONS: dict[str, Callable[[Results], str]] = {
 }
 
 
+_SHOWN_SECONDS = 0.05  # shorter stages would read "0.0 s"
 # Marks around the programs, which a bundle's page replaces by those for its own files.
 _PROGRAMS = ("<!-- programs -->", "<!-- /programs -->")
 
@@ -259,7 +263,7 @@ def _skipped(results: Results) -> str:
         ("", [f"<code>{escape(site)}</code>", f'<td class="left">{escape(reason)}</td>'])
         for site, reason in results.skipped
     ]
-    return section("Left out by a pass", table(("site", "reason"), rows, "dense")) if rows else ""
+    return section("Skipped", table(("site", "reason"), rows, "dense")) if rows else ""
 
 
 def _how_to_run(results: Results) -> str:
@@ -290,10 +294,11 @@ def _provenance(results: Results) -> str:
     estimates = {one.stage: one.estimate for one in results.plan if one.estimate is not None}
     facts += [
         (
-            f"time: {stage}",
+            f"time: {stage.replace('_', ' ')}",
             f"{seconds:.1f} s" + (f", estimated {estimates[stage]:.1f} s" if stage in estimates else ""),
         )
         for stage, seconds in results.timings.items()
+        if seconds >= _SHOWN_SECONDS
     ]
     rows = [("", [escape(name), f'<td class="left">{escape(value)}</td>']) for name, value in facts]
     files = [
@@ -308,7 +313,7 @@ def _provenance(results: Results) -> str:
         parts.append(
             f"<h3>Configuration</h3><details><summary>Every key</summary><pre>{text}</pre></details>"
         )
-    return section("Where it comes from", *parts) if parts else ""
+    return section("Provenance", *parts) if parts else ""
 
 
 def _config_lines(value: Any, prefix: str = "") -> list[str]:

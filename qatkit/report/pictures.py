@@ -77,7 +77,7 @@ def _front(figure: Figure, front: Precision) -> None:
         else:
             place = (point.ms, point.sqnr_db)
             axes.annotate(label, place, (5, -9), textcoords="offset points", fontsize=8, weight=weight)
-    axes.set_xlabel("ms a run")
+    axes.set_xlabel("ms per run")
     axes.set_ylabel("SQNR of the outputs, dB")
 
 
@@ -87,15 +87,15 @@ def _bars(figure: Figure, rows: list[SensitivityRow]) -> None:
     axes.barh(places, [row.loss for row in rows], color=[_COLOURS[row.kind] for row in rows])
     axes.set_yticks(places, [f"{row.kind} {row.site}" for row in rows], fontsize=8)
     axes.invert_yaxis()
-    axes.set_xlabel("KL to float of this one quantized alone, nats")
+    axes.set_xlabel("KL to float with only this site quantized, nats")
 
 
 def _depth(figure: Figure, one: Comparison) -> None:
     axes = figure.subplots()
     rows = [row for row in one.rows if row.kind == ACTIVATION]
     for label, values in {
-        "its own quantization alone": [row.own.sqnr for row in rows],
-        "with all before it": [None if row.simulated is None else row.simulated.sqnr for row in rows],
+        "only its own quantization": [row.own.sqnr for row in rows],
+        "with everything before it": [None if row.simulated is None else row.simulated.sqnr for row in rows],
         "ONNX Runtime": [None if row.runtime is None else row.runtime.sqnr for row in rows],
     }.items():
         known = [(place, value) for place, value in enumerate(values) if value is not None]

@@ -11,9 +11,18 @@ from qatkit.records.results import Results
 from qatkit.report.html import section, table
 from qatkit.report.precision import named
 from qatkit_verify.placement.record import FLOAT, TABLE, Placed
+from qatkit_verify.table import counted
 
-COLUMNS = ("file", "float", "SiLUs int8", "predicted ms", "ms", "table / it", "float / it")
-_NAMES = {TABLE: "backend's table", "opened": "all SiLUs int8", "even": "every other one float"}
+COLUMNS = (
+    "file",
+    "float operators",
+    "SiLUs in int8",
+    "predicted ms",
+    "ms",
+    "speed-up over table [sessions]",
+    "over float",
+)
+_NAMES = {TABLE: "backend's table", "opened": "all SiLUs in int8", "even": "every other operator in float"}
 
 
 def cells(placed: Placed) -> list[tuple[str, ...]]:
@@ -36,18 +45,19 @@ def cells(placed: Placed) -> list[tuple[str, ...]]:
 def chosen_line(placed: Placed) -> str:
     """Returns a line on the chosen file and the certainty of the choice."""
     machine, best, sites = placed.machine, placed.of(placed.chosen), placed.sites
-    parts = [f"{len(sites.floats)} operators float"] if sites.floats else []
-    parts += [f"{len(sites.opened)} SiLUs in int8"] if sites.opened else []
+    parts = [f"{counted(len(sites.floats), 'operator')} in float"] if sites.floats else []
+    parts += [f"{counted(len(sites.opened), 'SiLU')} in int8"] if sites.opened else []
     parts += ["weights stored for AMX"] if sites.for_amx else []
-    what = " and ".join(parts) + " beside the backend's table" if parts else "the backend's table stays"
+    what = " and ".join(parts) + ", unlike the backend's table" if parts else "the backend's table is kept"
     predicted = "" if best.predicted_ms is None else f" (predicted {best.predicted_ms:.3f})"
-    table = "" if placed.chosen == TABLE else f"the table {placed.of(TABLE).ms:.3f}, "
-    others = f"{table}float {placed.of(FLOAT).ms:.3f}"
+    table = "" if placed.chosen == TABLE else f"the table {placed.of(TABLE).ms:.3f} ms, "
+    others = f"{table}float {placed.of(FLOAT).ms:.3f} ms"
     noise = f"{100 * placed.noise:.1f} %"
-    files = f"the fastest of {len(placed.files)} files in turns, whose ratios differ by {noise} from session to session"
-    where = (
-        f"{machine.cpu}, {machine.threads} threads, batch {machine.batch}, ONNX Runtime {machine.onnxruntime}"
+    files = (
+        f"the fastest of {len(placed.files)} files timed in turns (ratios vary by {noise} between sessions)"
     )
+    threads = counted(machine.threads, "thread")
+    where = f"{machine.cpu}, {threads}, batch {machine.batch}, ONNX Runtime {machine.onnxruntime}"
     return f"{what}: {best.ms:.3f} ms{predicted}, {others}; {files}; {where}"
 
 
@@ -90,13 +100,13 @@ def placement_section(results: Results) -> str:
         )
         for site, ms in dearest(placed)
     ]
-    listed = table(("operator", "is", "as in the table, ms"), sites, "dense") if sites else ""
+    listed = table(("operator", "precision", "extra ms as in the table"), sites, "dense") if sites else ""
     return section(
         "Placement",
         f'<p class="soft">{escape(chosen_line(placed))}.</p>',
         table(COLUMNS, rows, "dense"),
-        f"<details><summary>{len(sites)} operators that are another than in the backend's table, and what each alone"
-        f" is predicted to take more as there</summary>{listed}</details>"
+        f"<details><summary>{counted(len(sites), 'operator')} different from the backend's table, with the predicted"
+        f" extra time of each as in the table</summary>{listed}</details>"
         if sites
         else "",
     )

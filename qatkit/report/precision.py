@@ -22,7 +22,7 @@ _SITES = 12  # operators that are named, out of those that a point leaves float
 def columns(task: TaskNames) -> tuple[str, ...]:
     """Returns the column headings of the table of points."""
     near = (task.main.title, f"same {task.decision} %", "SQNR dB")
-    return ("point", "float", "predicted ms", "ms", "speed-up", *near, "export it")
+    return ("point", "in float", "predicted ms", "ms", "speed-up", *near, "to export")
 
 
 def cells(point: PrecisionPoint, operators: int, folder: str) -> tuple[str, ...]:
@@ -49,12 +49,12 @@ def _summary(results: Results) -> str:
     """Returns a sentence on how the front was found, and what was chosen."""
     front = results.precision
     assert front is not None
-    judged = f"{front.images:,} images that were held out"
+    judged = f"{front.images:,} held-out images"
     if front.steps:
-        judged = f"{front.steps:,} steps of calibration that each file took with its own states"
+        judged = f"{front.steps:,} calibration steps, each file with its own states"
     return (
-        f"{len(front.points)} of {front.measured} files that were made are beaten by none but float in both time and "
-        f"error, on {judged}; ms is the fastest run of each, in turns; chosen: point "
+        f"{len(front.points)} of {front.measured} measured files are on the Pareto front of time and error (without "
+        f"float), on {judged}; ms is the fastest run of each file, timed in turns; chosen: point "
         f"{front.chosen.number}, {front.chosen.name}: {front.note}"
     )
 
@@ -104,7 +104,7 @@ def precision_section(results: Results) -> str:
         f'<p class="soft">{escape(_summary(results))}.</p>',
         _drawing(front, results.task),
         table(head, rows, "dense"),
-        '<p class="soft small">A point is built by the command of this run with the last column in place of '
+        '<p class="soft small">To build a point, run the command of this run with the last column instead of '
         "precision=auto.</p>",
         f"<details><summary>Float operators of each point</summary><ul>{floats}</ul></details>"
         if floats
@@ -130,5 +130,5 @@ def _drawing(front: Precision, task: TaskNames) -> str:
     )
     count = round((high - low) / _STEP)
     ticks = [f"{low + _STEP * i:.0f}" for i in range(count, -1, -1)]
-    title = f"<h3>SQNR of the {escape(task.outputs)}, dB, over milliseconds (float on the upper edge)</h3>"
+    title = f"<h3>SQNR of the {escape(task.outputs)}, dB, over milliseconds (float is on the upper edge)</h3>"
     return title + chart(line, ticks, ("<span>0</span>", f"<span>{end:.3g} ms</span>"), pins)

@@ -125,7 +125,7 @@ def arrays_program(bundle: Path, session_options: Mapping[str, str]) -> str:
     code = template.substitute(
         file=INT8_FILE, golden=GOLDEN_FILE, feeds=feeds, options=_entries(loading, _PYTHON_ENTRY)
     )
-    text = f"```python\n{code}```\n\nIn C++ and JavaScript the same arrays go in by the same names."
+    text = f"```python\n{code}```\n\nC++ and JavaScript take the same arrays by the same names."
     return f"{text}\n\n{_of_text(ports)}" if (bundle / TOKENIZER_FILE).is_file() else text
 
 
@@ -161,7 +161,8 @@ def _of_text(ports: Sequence[Port]) -> str:
         f'text = Tokenizer.from_file("{TOKENIZER_FILE}").encode("A text.")\n'
         f"feeds = {{\n{''.join(feeds)}}}\n"
     )
-    return f"A text becomes such arrays by the bundle's tokenizer (a pair is two arguments):\n\n```python\n{code}```"
+    said = "The bundle's tokenizer turns a text into these arrays (a pair of texts is two arguments):"
+    return f"{said}\n\n```python\n{code}```"
 
 
 def _filled(loading: Loading) -> dict[str, str]:
@@ -182,7 +183,7 @@ def _filled(loading: Loading) -> dict[str, str]:
         "resized": _python_resized(prepare["interpolation"]),
         "fitted": python_fitted(prepare),
         "batch": _python_batch(loading),
-        "repeated": f".repeat({rows}, axis=0)  # the file takes so many at a time" if rows > 1 else "",
+        "repeated": f".repeat({rows}, axis=0)  # the file takes batches of {rows}" if rows > 1 else "",
         **_names(loading),
         **_cpp(loading),
     }
@@ -197,7 +198,7 @@ def _turned(upright: bool) -> dict[str, str]:
         if upright
         else 'Image.open("image.jpg")',
         "js_turned": ".rotate()" if upright else "",
-        "cpp_turned": "turned as its EXIF data say, " if upright else "",
+        "cpp_turned": "rotated by its EXIF data, " if upright else "",
     }
 
 
@@ -312,7 +313,7 @@ def _javascript_batch(rows: int) -> str:
     if rows == 1:
         return "const input = new ort.Tensor(image.type, image.data, image.dims);\n"
     return (
-        f"const batch = new image.data.constructor({rows} * image.data.length); // the file takes so many at a time\n"
+        f"const batch = new image.data.constructor({rows} * image.data.length); // the file takes batches of {rows}\n"
         f"for (let i = 0; i < {rows}; i++) batch.set(image.data, i * image.data.length);\n"
         f"const input = new ort.Tensor(image.type, batch, [{rows}, ...image.dims.slice(1)]);\n"
     )

@@ -32,12 +32,12 @@ def search_page(study: Study) -> str:
     """Returns the page as one HTML document."""
     css = resources.files("qatkit.report").joinpath("page.css").read_text(encoding="utf-8")
     aims = ", ".join(
-        f"{name} ({'most' if study.known[name].largest else 'least'})" for name in study.objectives
+        f"{name} ({'maximize' if study.known[name].largest else 'minimize'})" for name in study.objectives
     )
     bounds = f"; constraints: {', '.join(study.constraints)}" if study.constraints else ""
     parts = (
         f"<header><h1>{escape(study.name)}: search</h1></header>"
-        f'<p class="soft">{escape(study.told())}. Aimed at: {escape(aims + bounds)}.</p>',
+        f'<p class="soft">{escape(study.told())}. Objectives: {escape(aims + bounds)}.</p>',
         section("Front", _drawing(study), _table(study, study.front)),
         section("All trials", _table(study, study.trials, states=True)),
     )
@@ -52,7 +52,7 @@ def search_page(study: Study) -> str:
 
 def _table(study: Study, trials: Sequence[Trial], *, states: bool = False) -> str:
     if not trials:
-        return '<p class="soft">None came to its end within the constraints.</p>'
+        return '<p class="soft">No trial completed within the constraints.</p>'
     names = columns(study)
     keys = list(dict.fromkeys(key for trial in trials for key in trial.values))
     tested = not states  # test figures of all trials would tempt readers to choose by them
@@ -78,7 +78,7 @@ def _state(trial: Trial) -> str:
     more = [trial.reason] if trial.reason else []
     more += [f"falls short of {bounds_missed(trial)}"] if trial.shortfalls else []
     more += [f"after epoch {len(trial.epochs)}"] if trial.state == "pruned" else []
-    more += [f"begun {trial.attempts} times"] if trial.attempts > 1 else []
+    more += [f"started {trial.attempts} times"] if trial.attempts > 1 else []
     return f'<td class="left">{told} <span class="soft small">{escape("; ".join(more))}</span></td>'
 
 

@@ -68,7 +68,7 @@ def _became(study: Study, trial: Trial) -> str:
             f"{name} {cell}"
             for name, cell in zip(study.objectives, cells(trial, study.objectives), strict=True)
         )
-        told += "" if trial.feasible else " (outside of the constraints)"
+        told += "" if trial.feasible else " (violates the constraints)"
         told += f" (falls short of {bounds_missed(trial)})" if trial.shortfalls else ""
     return told + (f": {trial.reason}" if trial.reason else "")
 
@@ -85,15 +85,15 @@ def print_study(study: Study, folder: Path) -> None:
     names = columns(study)
     bounds = f" within {', '.join(study.constraints)}" if study.constraints else ""
     if study.front:
-        title, head = f"the front{bounds}", ["trial", *heads(study, names, tested=True), "settings"]
+        title, head = f"the Pareto front{bounds}", ["trial", *heads(study, names, tested=True), "settings"]
         rows = [[str(one.number), *cells(one, names, tested=True), values(one.values)] for one in study.front]
     else:
-        title, head = f"none came to its end{bounds}", ["trial", "became", "settings"]
+        title, head = f"no trial completed{bounds}", ["trial", "outcome", "settings"]
         rows = [[str(one.number), _became(study, one), values(one.values)] for one in study.trials]
     print_table(f"{study.name}: {study.told()}; {title}:", head, rows)
     for trial in study.front:
         for shortfall in trial.shortfalls:
             print(f"trial {trial.number} falls short: {shortfall}")
     if any(trial.shortfalls for trial in study.front):
-        print(f"  to fix it: what {folder / 'trials'}/NUMBER/table.txt ends with")
-    print(f"page: {folder / 'search.html'}; a trial's run: {folder / 'trials'}/NUMBER")
+        print(f"  to fix it: see the end of {folder / 'trials'}/NUMBER/table.txt")
+    print(f"page: {folder / 'search.html'}; run of each trial: {folder / 'trials'}/NUMBER")

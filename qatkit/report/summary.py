@@ -101,7 +101,7 @@ def candidate_cells(candidate: Candidate) -> tuple[str, ...]:
 def calibration_lines(candidates: Sequence[Candidate], task: TaskNames = NAMES) -> list[str]:
     """Returns the lines on the tournament of calibration methods."""
     return [
-        f"calibration: methods as files on {candidates[0].images:,} images that they have not seen",
+        f"calibration: methods compared as files on {candidates[0].images:,} images that none of them has seen",
         *lined(
             [candidate_columns(task), *map(candidate_cells, candidates)],
             [False, *(candidate.chosen for candidate in candidates)],
@@ -130,8 +130,8 @@ def tried_cells(tried: Tried) -> tuple[str, ...]:
 def algorithm_lines(algorithms: Sequence[Tried], task: TaskNames = NAMES) -> list[str]:
     """Returns the lines on the competition of algorithms."""
     return [
-        f"algorithms: each with those kept before it, as files on {algorithms[0].images:,} images that they have "
-        "not seen",
+        f"algorithms: each added to those kept before it, as files on {algorithms[0].images:,} images that none of "
+        "them has seen",
         *lined(
             [tried_columns(task), *map(tried_cells, algorithms)],
             [False, *(one.kept for one in algorithms)],

@@ -75,7 +75,7 @@ def answering(where: str | None) -> Iterator[None]:
         if of_folders or disk_error(error) is not None:
             raise
         allowed = (
-            f"a storage that answers until the search is over ({_cause(error)}): the same command goes on"
+            f"a storage that answers until the search ends ({_cause(error)}); the same command continues it"
         )
         raise StorageError("search.storage", where or DATABASE, allowed) from error
 
@@ -98,7 +98,9 @@ def driver(error: ImportError) -> str:
         cause = cause.__cause__ or cause.__context__
     name = getattr(cause, "name", None)
     return (
-        install_extra("postgresql") if name == "psycopg" else f"this is missing: {name or first_line(error)}"
+        f"install it with {install_extra('postgresql')}"
+        if name == "psycopg"
+        else f"{name or first_line(error)} is missing"
     )
 
 

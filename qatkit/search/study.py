@@ -100,7 +100,7 @@ class SharedStudy:
     def _check_unused(self) -> None:
         """Checks that a new study has no trials in its folder: their reports would be taken for its own."""
         if any((self.folder / TRIALS).glob("*")):
-            allowed = f"a folder without trials of another study, for the study {self.name} that begins"
+            allowed = f"a folder without trials, since the study {self.name} is new"
             raise ConfigError("output_dir", self.folder, allowed)
 
     def _compare(self, settings: Mapping[str, Any]) -> None:
@@ -120,24 +120,24 @@ class SharedStudy:
             self.optuna.set_user_attr("asked", asked)
             return
         another = self._advice()
-        for part in ("space", "settings"):
+        for part, name in (("space", "space"), ("settings", "configuration")):
             if found := differences(there[part], asked[part]):
-                allowed = f"that of the study that goes on ({found}); {another}"
-                raise ConfigError("search.space" if part == "space" else "search", self.folder, allowed)
+                reason = f"the study in this folder has another {name} ({found}); {another}"
+                raise ConfigError("search.space" if part == "space" else "search", self.folder, reason=reason)
         for part in ("objectives", "constraints"):
             if there[part] != asked[part]:
-                allowed = f"{there[part]}, as in the study that goes on in {self.folder}; {another}"
+                allowed = f"{there[part]} as in the study in {self.folder}; {another}"
                 raise ConfigError(f"search.{part}", asked[part], allowed)
         if _mark(self.folder) != self.optuna.user_attrs.get("mark"):
-            allowed = f"the folder of the study {self.name}, which every worker has to see; {another}"
+            allowed = f"the folder of the study {self.name}, which all workers must share; {another}"
             raise ConfigError("output_dir", self.folder, allowed)
 
     def _advice(self) -> str:
         """Returns how to get the requested study, for the end of a message."""
         inside = self.asked.storage in (None, "journal")
         if inside and all(one.state == TrialState.FAIL for one in self.optuna.get_trials(deepcopy=False)):
-            return f"none of its trials finished: to start over, remove {self.folder}"
-        return "another study has another name=NAME and output_dir="
+            return f"none of its trials finished, so remove {self.folder} to start over"
+        return "for a new study, set another name and output_dir"
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -151,7 +151,7 @@ class SharedStudy:
         except OSError as error:
             if error.filename is not None:
                 raise
-            allowed = f"a folder on a file system that knows locks ({error.strerror})"
+            allowed = f"a folder on a file system with file locks ({error.strerror})"
             raise ConfigError("output_dir", self.folder, allowed) from error
         finally:
             os.close(descriptor)

@@ -92,7 +92,7 @@ def work(config: Config, typed: Sequence[str], compose: Compose, job: Callable[[
     write_search_page(folder / PAGE, records)
     print_study(records, folder)
     if last := _hopeless(records):
-        reason = f"no trial has finished; the last one: {last.reason} ({folder / last.folder})"
+        reason = f"no trial has finished; the last one failed: {last.reason} ({folder / last.folder})"
         raise ConfigError("search", config.name, reason=reason)
     return 0 if any(not trial.shortfalls for trial in records.front) else 1
 
@@ -135,7 +135,9 @@ def _check_labelled(config: Config, data: DataModule) -> None:
         if name in _OF_LABELS and not data.labelled:
             key = "search.objectives" if name in config.search.objectives else "search.constraints"
             others = ", ".join(one for one in OBJECTIVES if one not in _OF_LABELS)
-            raise ConfigError(key, name, f"{others}: the images of {config.data.source} have no labels")
+            raise ConfigError(
+                key, name, f"one of {others}, since the images of {config.data.source} have no labels"
+            )
 
 
 def _check_a_run(config: Config) -> None:
@@ -163,8 +165,8 @@ def _check_space(space: Sequence[Axis], typed: Sequence[str], compose: Compose, 
                 ) from error
             first = made.index(made[-1])
             if first < len(made) - 1:
-                allowed = f"another run than {axis.key}={axis.tried[first]} makes, with what else is typed"
-                raise ConfigError(f"search.space.{axis.key}", value, allowed)
+                reason = f"with the other settings it makes the same run as {axis.key}={axis.tried[first]}; remove one"
+                raise ConfigError(f"search.space.{axis.key}", value, reason=reason)
 
 
 def _composed(key: str, value: Value, compose: Compose, data: DataModule) -> Config:
@@ -172,7 +174,8 @@ def _composed(key: str, value: Value, compose: Compose, data: DataModule) -> Con
     made = compose([override(key, value)])
     check_job(replace(made, search=SearchConfig()), from_checkpoint=False)
     if key in _OF_IMAGES and opened_data(made).fingerprint != data.fingerprint:
-        raise ConfigError(key, value, "the images of the study, on which trials are compared")
+        reason = "it changes the images on which trials are compared; keep this key out of search.space"
+        raise ConfigError(key, value, reason=reason)
     return made
 
 
@@ -248,9 +251,7 @@ def _told(claimed: Claimed, config: Config, report: Mapping[str, Any] | None) ->
         return partial(claimed.fail, _without_file(claimed.folder / _TABLE))
     found = figures(report)
     if missing := [name for name in _asked(config.search) if name not in found]:
-        measured = (
-            f"measured were {', '.join(found)}; without labels agreement and sqnr stand in for accuracy"
-        )
+        measured = f"it has {', '.join(found)}; without labels, use agreement or sqnr instead of accuracy"
         return partial(claimed.fail, f"its report has no {missing[0]} ({measured})")
     return partial(claimed.complete, found, of_test_images(report), report["shortfalls"])
 
@@ -259,4 +260,4 @@ def _without_file(table: Path) -> str:
     """Returns the run's own reason for leaving no report."""
     said = table.read_text(encoding="utf-8").splitlines()
     short = [line.removeprefix("SHORTFALL ") for line in said if line.startswith("SHORTFALL ")]
-    return short[-1] if short else f"no file: see {table}"
+    return short[-1] if short else f"it wrote no file; see {table}"

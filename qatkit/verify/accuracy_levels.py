@@ -67,14 +67,16 @@ class LevelFigures:
     def text(self, task: Task) -> str:
         """Returns the figures in words."""
         names = task.names
-        cost = f"{names.decision} not the same in {100 * self.changed:.2f} %"
+        cost = f"{names.decision} differs in {100 * self.changed:.2f} %"
         if self.metric is not None:
             before, now, _ = self.metric
-            cost = f"{names.main.name} {names.main.of(now).text} in place of {names.main.of(before).text}, {cost}"
-        near = "equal" if self.sqnr_db is None else f"{self.sqnr_db:.1f} dB"
+            cost = (
+                f"{names.main.name} {names.main.of(now).text} instead of {names.main.of(before).text}, {cost}"
+            )
+        near = "equal" if self.sqnr_db is None else f"SQNR {self.sqnr_db:.1f} dB"
         return (
             f"on {self.samples} calibration {names.samples} level 4 runs {self.ratio:.2f} times as fast as level 0"
-            f" ({self.ratio_low:.2f} in the slowest tenth of the rounds); {cost} (outputs {near})"
+            f" (10th percentile {self.ratio_low:.2f}); {cost} (outputs {near})"
         )
 
 

@@ -253,7 +253,7 @@ class _Judge:
             )
             origin = self.origin(node)
             blocker = layernorm_blocker(origin.inputs[0]) if origin is not None else "unknown pattern"
-            lines.append(f"LayerNorm at '{node.name}' not fused: it {became}; {blocker}")
+            lines.append(f"LayerNorm at '{node.name}' is not fused: it {became}; {blocker}")
         return lines
 
     def _centred(self, node: ir.Node) -> ir.Node | None:

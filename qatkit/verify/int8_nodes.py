@@ -36,7 +36,7 @@ def judged(node: ir.Node, name: str, body: str = "") -> tuple[Judged | None, str
         return None, _computed(node)
     if not found.can_saturate or (isinstance(found, Int8Kernel) and not body):
         return found, ""
-    return found, f"in the body of a {body}" if body else f"of a {node.op_type} the weights alone are judged"
+    return found, f"in the body of a {body}" if body else f"only the weights of a {node.op_type} are judged"
 
 
 def _by_weights(node: ir.Node, name: str) -> Judged | None:
@@ -69,7 +69,7 @@ def _computed(node: ir.Node) -> str:
                 "its int8 operand is computed" if kind else "its second operand is computed, and may be int8"
             )
         if kind == ir.DataType.INT8 and node.op_type in EMULATED and node.op_type != "QLinearConv":
-            return "each matrix of its weight has zero points of its own"
+            return "each matrix of its weight has its own zero points"
     return ""
 
 

@@ -30,7 +30,7 @@ def broken_pairs(nodes: Iterable[ir.Node]) -> list[str]:
         cut = shift_cut(node)
         if cut is not None and not low <= cut <= high:
             lines.append(
-                f"{node.op_type} '{node.name}': its shift is {cut}; the hardware has {low} to {high}"
+                f"{node.op_type} '{node.name}': its shift is {cut}; the hardware supports {low} to {high}"
             )
     return lines
 

@@ -208,7 +208,7 @@ def _worst(
     worst = max(floats, key=distance)
     step, source = steps[worst]
     if len(floats) > 1:
-        source = f"{source}; of '{graph.outputs[worst].name}', the worst of {len(floats)} outputs"
+        source = f"{source}; for '{graph.outputs[worst].name}', the worst of {len(floats)} outputs"
     return worst, step, source
 
 
@@ -272,7 +272,7 @@ def _step(value: ir.Value, output: Output, whose: str) -> tuple[float, str]:
     scale = None if source is None else ir.convenience.get_const_tensor(source)
     if scale is not None:
         return float(scale.numpy().max()), "the output's quantization scale"
-    return (output.span / 255 or 1.0), f"float output: the range of {whose} / 255"
+    return (output.span / 255 or 1.0), f"the range of {whose} / 255, since the output is float"
 
 
 def _output_quantize(output: ir.Value) -> ir.Node | None:

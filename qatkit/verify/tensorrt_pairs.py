@@ -46,7 +46,7 @@ def broken_pairs(nodes: Iterable[ir.Node]) -> list[str]:
             lines.append(f"{node.op_type} '{node.name}': {wrong}")
         bias = _bias(node)
         if bias is not None and bias.dequantize is not None:
-            lines.append(f"{node.op_type} '{node.name}': its bias is quantized; TensorRT wants it in float")
+            lines.append(f"{node.op_type} '{node.name}': its bias is quantized; TensorRT needs it in float")
     return lines
 
 
@@ -55,9 +55,9 @@ def _wrong_type(node: ir.Node) -> str:
     kind, zero = quantized_type(node), constant(operand(node, 2))
     stored = element_type(node.inputs[0]) if node.op_type == "DequantizeLinear" else None
     if int8 not in (kind, stored) or stored not in (None, int8):
-        return f"quantized to {(stored or kind or unknown).name.lower()}; TensorRT takes int8 alone"
+        return f"quantized to {(stored or kind or unknown).name.lower()}; TensorRT takes only int8"
     if zero is not None and zero.any():
-        return f"zero point {int(zero.ravel()[zero.ravel().nonzero()[0][0]])}; TensorRT takes 0 alone"
+        return f"zero point {int(zero.ravel()[zero.ravel().nonzero()[0][0]])}; TensorRT takes only 0"
     return ""
 
 

@@ -87,7 +87,7 @@ def why_float_other(node: ir.Node, became: str) -> str:
     if became not in eight_bit_ops() | clip_ops():
         return f"ONNX Runtime has no 8-bit {became} on the CPU"
     if _yields_places(node):
-        return f"ONNX Runtime has no 8-bit {became} that yields places, too, on the CPU"
+        return f"ONNX Runtime has no 8-bit {became} with indices as second output on the CPU"
     inputs = activations(node)
     bare = [value for value in inputs if not _dequantized(value)]
     if bare:
@@ -98,7 +98,7 @@ def why_float_other(node: ir.Node, became: str) -> str:
     if _has_float_constant(node):
         return "one input is a float constant"
     if _pads_with_a_value(node):
-        return "it pads with a value of its own, which is no zero"
+        return "it pads with a value other than zero"
     if node.op_type in same_scale_ops() and not _same_scale(node):
         return "input and output have different scales or zero points"
     return "its Q/DQ pairs look right, yet ONNX Runtime did not fuse them"
@@ -266,7 +266,7 @@ def layernorm_blocker(value: ir.Value | None) -> str:
             return f"a DequantizeLinear stands right before it{passed}"
         if node.op_type not in shape_ops():
             break
-        passed = passed or f" (behind a {node.op_type})"
+        passed = passed or f" (after a {node.op_type})"
         if node.op_type == "Transpose":
             return "a Transpose stands right before it"
     return "its pattern was not recognised"

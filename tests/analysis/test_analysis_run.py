@@ -237,16 +237,17 @@ def test_the_terminal_says_what_was_found() -> None:
     assert "isolation on 100 images" in text and "activations quantized" in text
     assert (
         "comes from the activations; to try: calibration=auto, or algorithm=auto, or "
-        "'+backend.overrides={a:{float:true}}' (the most sensitive layer float)" in text
+        "'+backend.overrides={a:{float:true}}' (keeps the most sensitive layer in float)" in text
     )
     assert "classes that lose most: cat <1> 90.0 -> 50.0 %\n" in text
-    first = text.index("quantized alone, the most sensitive first (measured)")
+    first = text.index("only one site quantized, the most sensitive first (measured)")
     assert first < text.index("activation b", first) < text.index("weight a", first)
-    second = text.index("left float alone, what helps most first")
+    second = text.index("only one site in float, the most helpful first")
     assert second < text.index("activation b", second) < text.index("weight a", second)
-    assert "the scale of activation b costs 12.1 dB that the range of its values would not" in text
+    assert "the scale of activation b loses 12.1 dB against a scale from the range of its values" in text
     assert (
-        "ONNX Runtime first parts from the simulation at 'b_quant/QuantizeLinear_output' of 'b/Conv'" in text
+        "ONNX Runtime first differs from the simulation at 'b_quant/QuantizeLinear_output' of 'b/Conv'"
+        in text
     )
 
 
@@ -261,7 +262,7 @@ def test_what_was_done_is_not_advised() -> None:
     assert "comes from the activations\n" in text
     small = {**FOUND.isolation.outcomes, "both": FOUND.isolation.outcomes["float"]}  # type: ignore[union-attr]
     fine = dataclasses.replace(FOUND, isolation=dataclasses.replace(FOUND.isolation, outcomes=small))  # type: ignore[type-var]
-    assert "together they lose next to nothing" in plain_report(_results({}, fine))
+    assert "together they lose almost nothing" in plain_report(_results({}, fine))
 
 
 def test_names_on_the_page_are_text() -> None:

@@ -208,7 +208,8 @@ _KEYS = [
     bad("schedule.distill_features=layer1", "schedule.distill_features=layer1: "),
     *_TRAINING,
     bad(
-        "verify.runtimes=[onnxruntime,onnxruntime]", "verify.runtimes=onnxruntime: expected one runtime named"
+        "verify.runtimes=[onnxruntime,onnxruntime]",
+        "verify.runtimes=onnxruntime: the list has two runtimes named",
     ),
     bad("analysis.layers=3", "analysis.layers=3: "),
     Case((*TINY, "data.cache=ram", "data.cache_mb=2000000000"), "data.cache_mb=2000000000: "),
@@ -284,7 +285,7 @@ _SEARCH = [
                 [_SPACE, "search.objectives=[acuracy]"],
                 "search.objectives=acuracy: expected one of accuracy, ",
             ),
-            ([_SPACE, "search.objectives=[]"], "search.objectives=[]: expected one or several of "),
+            ([_SPACE, "search.objectives=[]"], "search.objectives=[]: expected one or more of "),
             ([_SPACE, 'search.constraints=["size<3"]'], "search.constraints=size<3: expected FIGURE<=NUMBER"),
             ([_SPACE, "search.storage=study.db"], "search.storage=study.db: expected null "),
             (

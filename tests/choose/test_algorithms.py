@@ -201,6 +201,6 @@ def test_pre_range_algorithms_are_first_judged_by_ranges_alone(tmp_path: Path) -
     rows = {row["name"]: row for row in report_of(tmp_path / "run")["algorithms"]}
     assert rows["bias_correction"]["kept"]
     # It changes nothing, and its figures are those of ranges alone: the correction was not repeated for it.
-    assert rows["idle"]["why"] == "by ranges alone: finds nothing to change"
+    assert rows["idle"]["why"] == "with ranges only: finds nothing to change"
     assert rows["idle"]["sqnr_db"] == rows["none"]["sqnr_db"] < rows["bias_correction"]["sqnr_db"]
     assert rows["equalize"]["kept"] and rows["equalize"]["sqnr_db"] > rows["bias_correction"]["sqnr_db"]

@@ -34,7 +34,7 @@ def test_without_labels_the_target_is_the_same_top1_as_float() -> None:
         (rung(score=66.3, sqnr_db=30.0), "loses 0.60 points"),
         (rung(score=67.5, sqnr_db=10.0), ""),
         (rung(score=66.5, sqnr_db=21.6), ""),
-        (rung(score=67.3, sqnr_db=21.4), "no nearer to float"),
+        (rung(score=67.3, sqnr_db=21.4), "no closer to float"),
         (rung(sqnr_db=None), ""),  # the same outputs to the last bit
     ],
 )

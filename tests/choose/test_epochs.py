@@ -223,12 +223,12 @@ def test_a_whole_run_reports_the_curve_and_what_it_cost(
     assert report["measured"]["validation"]["accuracy"]["int8"]["top1"] == pytest.approx(kept[0]["top1"])
     printed = capsys.readouterr().out
     assert (
-        "epochs of QAT, top-1 of the file in ONNX Runtime, on 200 training images held out; judging took"
+        "epochs of QAT, top-1 of the file in ONNX Runtime on 200 held-out training images (measured in"
         in printed
     )
-    assert "epochs of float control, top-1 of the control in PyTorch, on 200" in printed
+    assert "epochs of float control, top-1 of the control in PyTorch on 200" in printed
     assert (
-        "epochs of float, top-1 of what trains, on 200 training images held out: the last epoch is kept"
+        "epochs of float, top-1 of the training model on 200 held-out training images (the last epoch is used)"
         in printed
     )
     page = (tmp_path / "run" / "report.html").read_text()

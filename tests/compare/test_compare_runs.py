@@ -80,9 +80,9 @@ def test_a_bundle_of_a_run_and_somebody_elses_files_are_no_runs(tmp_path: Path) 
     [
         ("", "Expecting value"),
         ('{"schema": 1', "Expecting"),
-        ("[]", "not what a run writes"),
+        ("[]", "it was not written by a run"),
         ('{"schema": 99}', "schema 99"),
-        ('{"schema": 1}', "lacks 'accuracy'"),
+        ('{"schema": 1}', "'accuracy' is missing"),
         ("[" * 100_000, "nested too deeply"),
         ('{"schema": 1, "accuracy": {"int8": {"top1": NaN}}, "latency": {}, "sizes": {}}', "a figure belongs"),
         ('{"schema": 1, "accuracy": [], "latency": {}, "sizes": {}}', "report.json"),

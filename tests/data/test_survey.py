@@ -74,7 +74,7 @@ def _float(path: Path) -> None:
 
 BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "empty": (lambda path: path.write_bytes(b""), "empty"),
-    "text": (lambda path: path.write_text("<html>404</html>"), "no image format that Pillow knows"),
+    "text": (lambda path: path.write_text("<html>404</html>"), "Pillow does not know its format"),
     "only a header": (lambda path: path.write_bytes(encoded("png")[:20]), ""),
     "cut off jpeg": (lambda path: path.write_bytes(encoded("jpeg", size=200)[:-2000]), "truncated"),
     "cut off png": (lambda path: path.write_bytes(encoded("png", size=200)[:-2000]), "truncated"),
@@ -85,8 +85,8 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut off ppm": (lambda path: path.write_bytes(encoded("ppm", size=200)[:-2000]), "truncated"),
     "bomb": (lambda path: path.write_bytes(png_of(MOST_PIXELS // 100, 101)), "pixels, more than 89,478,485"),
     "large bomb": (lambda path: path.write_bytes(png_of(2**30, 2**30)), "pixels"),
-    "thread": (lambda path: path.write_bytes(png_of(1, 50_000)), "1 x 50000 pixels, one side more than"),
-    "float pixels": (_float, "white is not known"),
+    "thread": (lambda path: path.write_bytes(png_of(1, 50_000)), "1 x 50000 pixels; one side is more than"),
+    "float pixels": (_float, "float pixels of unknown range"),
     "pipe": (os.mkfifo, "a named pipe"),
     "socket": (_socket, "a socket"),
     "device": (lambda path: path.symlink_to("/dev/zero"), "a device"),
@@ -144,7 +144,7 @@ def test_bad_files_are_refused_by_name_or_skipped_with_a_note(tmp_path: Path) ->
         data_of(root)
     listed = (
         "3 of 13 files can't be read as images: train/cat/0.png (empty), train/dog/pipe.jpg (a named pipe), "
-        "val/dog/2.png (no image format that Pillow knows)"
+        "val/dog/2.png (Pillow does not know its format)"
     )
     assert str(raised.value) == f"data.root={root}: {listed}; data.bad=skip leaves them out"
 

@@ -108,7 +108,7 @@ def test_what_is_no_folder_of_pictures_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "b.jpg").write_text("<html>not found</html>")
     line = _refusal(tmp_path)
     assert line == (
-        f"data.root={tmp_path}: 1 of 2 files can't be read as images: b.jpg (no image format that Pillow knows); "
+        f"data.root={tmp_path}: 1 of 2 files can't be read as images: b.jpg (Pillow does not know its format); "
         "data.bad=skip leaves them out"
     )
     (tmp_path / "b.jpg").write_bytes(b"")
@@ -131,10 +131,10 @@ def test_a_broken_picture_is_named_when_it_is_read(workers: int, tmp_path: Path)
 
 def test_pixels_without_a_known_white_are_refused(tmp_path: Path) -> None:
     Image.fromarray(np.zeros((4, 4), np.float32)).save(tmp_path / "float.tiff")
-    with pytest.raises(ConfigError, match=r"float\.tiff: .*white is not known"):
+    with pytest.raises(ConfigError, match=r"float\.tiff: .*float pixels of unknown range"):
         read_picture(str(tmp_path / "float.tiff"), "data.root")
     Image.fromarray(np.full((4, 4), 70_000, np.int32)).save(tmp_path / "long.tiff")
-    with pytest.raises(ConfigError, match=r"long\.tiff: .*not 16 bits"):
+    with pytest.raises(ConfigError, match=r"long\.tiff: .*exceed 16 bits"):
         read_picture(str(tmp_path / "long.tiff"), "data.root")
 
 

@@ -171,7 +171,7 @@ def test_a_killed_encrypted_run_leaves_no_plaintext_and_resumes(plain: Path, tmp
 def test_a_plain_run_or_one_of_another_key_is_not_resumed(plain: Path, sealed: Path, tmp_path: Path) -> None:
     for source, given, told in (
         (plain, "key", "null, since .*(last|float).ckpt was written without encryption"),
-        (sealed, "other", "the key that .* was encrypted with; this is another one"),
+        (sealed, "other", "the key that .* was encrypted with; this is another key"),
         (sealed, "null", "the key that .* was encrypted with"),
     ):
         folder = tmp_path / given
@@ -227,7 +227,10 @@ def test_a_bundle_published_encrypted_is_never_plaintext(sealed: Path, tmp_path:
     assert command([str(archive), "--runs", "3", "--threads", "1", "--min-speedup", "0"]) == 0
 
     again = train(tmp_path, *typed, "output_dir=again", "seed=1")  # refused before anything long
-    assert again.returncode == 2 and "export.version=1: expected a version that is not in" in again.stderr
+    assert (
+        again.returncode == 2
+        and "export.version=1: expected a version that does not exist in" in again.stderr
+    )
     assert sha256(there["bundle.zip.encrypted"]) == sha256(tmp_path / "run" / "bundle.zip.encrypted")
     later = ("-m", "qatkit.handover.publish", "run/bundle.zip.encrypted", "later", "--name", "tiny", "--key")
     assert python(*later, "key", cwd=tmp_path).returncode == 0

@@ -238,7 +238,7 @@ def test_without_evidence_there_is_none(run: Config, tmp_path: Path) -> None:
     content = bytearray((alone / "model.float.onnx").read_bytes())
     content[100] ^= 1
     (alone / "model.float.onnx").write_bytes(content)
-    with pytest.raises(ConfigError, match=r"model\.float\.onnx as the run wrote it: it holds other bytes"):
+    with pytest.raises(ConfigError, match=r"model\.float\.onnx as the run wrote it; it has other contents"):
         export(config)
     assert not list(tmp_path.rglob("bundle*"))
 

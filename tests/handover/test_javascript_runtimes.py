@@ -318,7 +318,7 @@ def test_what_is_no_picture_is_one_clear_line(browser: Any, bundle: Path, tmp_pa
     page, _ = open_page(browser, (bundle / "demo.html").as_uri())
     (tmp_path / "notes.png").write_text("no picture")
     page.set_input_files("#file", tmp_path / "notes.png")
-    page.locator("#problem", has_text="notes.png is no picture that this browser can open").wait_for()
+    page.locator("#problem", has_text="This browser cannot open notes.png as a picture").wait_for()
     page.locator("#thumbnails button").first.click()  # and the page goes on
     wait_for_answer(page)
     assert page.text_content("#problem") == ""
@@ -341,5 +341,5 @@ def test_the_page_is_named_fits_a_phone_and_is_used_by_keys(browser: Any, bundle
 def test_a_page_without_its_scripts_says_what_is_missing(browser: Any, bundle: Path, tmp_path: Path) -> None:
     shutil.copy(bundle / "demo.html", tmp_path)
     page, _ = open_page(browser, (tmp_path / "demo.html").as_uri())
-    assert "demo/onnxruntime.js is missing beside this page" in page.text_content("#problem")
+    assert "demo/onnxruntime.js is missing next to this page" in page.text_content("#problem")
     page.close()

@@ -134,7 +134,9 @@ class TestEncrypted:
             encrypt(tmp_path / "bundle.zip", file, read_key(str(tmp_path / "key")))
             assert file.read_bytes() != before[f"1/{file.name}"]
             publish(file, place, "net", "1")
-            with pytest.raises(ConfigError, match=r"export\.version=1: expected a version that is not in"):
+            with pytest.raises(
+                ConfigError, match=r"export\.version=1: expected a version that does not exist in"
+            ):
                 publish(self.sealed(tmp_path, "other_bundle", "two"), place, "net", "1")
         assert published(place, "net") == before
 
@@ -152,9 +154,9 @@ class TestEncrypted:
 def test_nothing_goes_over_another_version(place: str, tmp_path: Path) -> None:
     publish(a_bundle(tmp_path / "one"), place, "net", "1")
     before = published(place, "net")
-    with pytest.raises(ConfigError, match=r"export\.version=1: expected a version that is not in"):
+    with pytest.raises(ConfigError, match=r"export\.version=1: expected a version that does not exist in"):
         check(place, "net", "1")
-    with pytest.raises(ConfigError, match=r"export\.version=1: expected a version that is not in"):
+    with pytest.raises(ConfigError, match=r"export\.version=1: expected a version that does not exist in"):
         publish(a_bundle(tmp_path / "two", "two"), place, "net", "1")
     assert published(place, "net") == before
     publish(tmp_path / "one", place, "net", "1")  # the same one is there already

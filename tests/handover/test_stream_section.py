@@ -48,5 +48,5 @@ def test_a_file_that_changed_since_its_report_is_not_bundled(tmp_path: Path) -> 
     (tmp_path / "report.json").write_text(json.dumps({"files": files}))
     check_source(tmp_path, whole)
     stream.write_bytes(stream.read_bytes()[:-1])
-    with pytest.raises(ConfigError, match=r"model\.int8\.stream\.onnx as .* it holds other bytes"):
+    with pytest.raises(ConfigError, match=r"model\.int8\.stream\.onnx as .* it has other contents"):
         check_source(tmp_path, whole)

@@ -98,7 +98,7 @@ def test_a_file_of_open_sizes_is_audited_at_those_of_its_data(tmp_path: Path) ->
                "verify.latency_runs=3", "verify.threads=1", "trainer.progress=false"]  # fmt: skip
     done = run_script(*command)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    assert "2 of 2 Conv/Gemm/MatMul run int8" in done.stdout
+    assert "2 of 2 Conv/Gemm/MatMul run in int8" in done.stdout
     session = ort.InferenceSession(str(tmp_path / "run" / "model.int8.onnx"))
     assert session.run(None, {"x": np.zeros((2, 3, 8, 9), np.float32)})[0].shape == (2, 8, 8, 9)
 

@@ -120,10 +120,10 @@ def test_it_is_verified_with_onnxruntime_and_numpy_alone(run: Path) -> None:
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (
-        "4 inputs, as model.json says: ids int64 [N, 6], mask bool [N, 6], state float32 [2, N, 8]"
+        "4 inputs as in model.json (ids int64 [N, 6], mask bool [N, 6], state float32 [2, N, 8]"
         in done.stdout
     )
-    assert re.search(r"answers, optimized +ok +3 runs, 0 steps away", done.stdout)
+    assert re.search(r"answers, optimized +ok +3 runs, difference at most 0 steps", done.stdout)
     assert re.search(r"speed +ok .*float .* ms", done.stdout)
 
 
@@ -155,7 +155,7 @@ def test_the_program_of_the_card_runs(run: Path, tmp_path: Path) -> None:
     bundle = run / "run" / "bundle"
     card = (bundle / "card.md").read_text()
     assert "| Input | state float32 \\[2, N, 8\\] |" in card
-    assert "figures are of the test samples named above" in card and "pictures" not in card
+    assert "figures are for the test samples named above" in card and "pictures" not in card
     (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
     assert 'stored["input:0/ids"],  # ids int64 [N, 6]' in code
     done = subprocess.run(
@@ -164,7 +164,7 @@ def test_the_program_of_the_card_runs(run: Path, tmp_path: Path) -> None:
     assert done.stdout.splitlines() == [
         "probabilities float32 (1, 4)", "next_state float32 (2, 1, 8)", "best int64 (1,)",
     ]  # fmt: skip
-    assert "In C++ and JavaScript the same arrays go in by the same names." in card
+    assert "C++ and JavaScript take the same arrays by the same names." in card
     assert not (bundle / "javascript").exists() and not (bundle / "preprocess.json").exists()
 
 
@@ -173,7 +173,7 @@ def test_a_damaged_array_is_seen(run: Path, tmp_path: Path, capsys: pytest.Captu
     shutil.copytree(run / "run" / "bundle", bundle)
     stored = (bundle / "golden.npz").read_bytes()
     (bundle / "golden.npz").write_bytes(stored[:500] + bytes([stored[500] ^ 1]) + stored[501:])
-    assert judged(bundle) == 2 and "golden.npz holds other bytes" in capsys.readouterr().err
+    assert judged(bundle) == 2 and "golden.npz has other contents" in capsys.readouterr().err
     (bundle / "golden.npz").write_bytes(stored)
     golden, runs = read_golden(bundle / "golden.npz"), tuple[Mapping[str, Array], ...]()
     for key, change in (("ids", 7), ("state", 3.0)):  # with a manifest of the changed file
@@ -192,12 +192,12 @@ def test_a_damaged_array_is_seen(run: Path, tmp_path: Path, capsys: pytest.Captu
         bundle / "golden.npz", replace(golden, on=outputs, off=outputs, steps={**dict.fromkeys(outputs, 1.0)})
     )
     seal(bundle)
-    assert judged(bundle) == 2 and "runs of other inputs or outputs" in capsys.readouterr().err
+    assert judged(bundle) == 2 and "runs differ in their inputs or outputs" in capsys.readouterr().err
 
 
 def test_pictures_are_refused(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert judged(run / "run" / "bundle", "--pictures", str(tmp_path)) == 2
-    assert "expected no folder for this bundle, whose model takes arrays" in capsys.readouterr().err
+    assert "the model of this bundle takes arrays, not pictures" in capsys.readouterr().err
 
 
 def test_another_model_json_is_seen(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -208,7 +208,7 @@ def test_another_model_json_is_seen(run: Path, tmp_path: Path, capsys: pytest.Ca
     (bundle / "model.json").write_text(json.dumps(about))
     seal(bundle)
     assert judged(bundle) == 1
-    assert "not so: ids int32 [N, 6]" in capsys.readouterr().out
+    assert "the file differs: ids int32 [N, 6]" in capsys.readouterr().out
 
 
 def test_a_file_of_a_fixed_batch_gets_whole_batches(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def test_relus_of_a_file_are_no_fault_before_calibration(tmp_path: Path) -> None
     file = _detector(tmp_path / "detector.onnx")
     told = _train(tmp_path / "run", f"model.name=onnx/{file}", "schedule=calibrate_only", "backend=qnnpack",
                   "backend.reduce_range=true")  # fmt: skip
-    assert "4 of 4 Conv/Gemm/MatMul run int8" in told
+    assert "4 of 4 Conv/Gemm/MatMul run in int8" in told
     assert min(_quality(file, tmp_path / "run")) > 20
 
 

@@ -72,7 +72,7 @@ def test_precision_is_chosen_by_free_runs(tmp_path: Path) -> None:
                                 "precision.points=2", "precision.images=32", "verify.min_float_agreement=0",
                                 "verify.min_float_sqnr=0", "target.min_agreement=0.5"))  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    assert "120 steps of calibration that each file took with its own states" in done.stdout
+    assert "120 calibration steps, each file with its own states" in done.stdout
     found = json.loads((tmp_path / "run" / "report.json").read_text())["precision"]
     (chosen,) = [one for one in found["points"] if one["chosen"]]
     assert found["steps"] == 120 and chosen["floats"] is not None

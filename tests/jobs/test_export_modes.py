@@ -225,5 +225,5 @@ def test_what_tensorrt_will_fuse_is_not_said_to_run(tmp_path: Path) -> None:
     config.verify.max_drop = None
     pipeline.train(config)
     page = (folder / "report.html").read_text()
-    assert "are asked for in int8" in page and "Audit of the file" in page
+    assert "are requested in int8" in page and "Audit of the file" in page
     assert "run in int8" not in page and "dequantized at run time" not in page

@@ -56,7 +56,7 @@ def test_a_weight_that_stays_float_ends_the_run_at_once(
     assert pipeline.train(config) == 1
 
     printed, said = capsys.readouterr()
-    assert "SHORTFALL verify.max_size_ratio=0.3: the INT8 file is 0." in printed
+    assert "SHORTFALL verify.max_size_ratio=0.3: the INT8 file has 0." in printed
     assert (
         "SHORTFALL verify.audit=true: float MatMul 'bmm/MatMul': its weight is float in the file"
         " (no DequantizeLinear)\n  to fix it: '+backend.overrides={bmm:{float:true}}'"
@@ -77,7 +77,7 @@ def test_a_run_that_accepts_float_continues_and_fails_at_its_end(
     assert pipeline.train(config) == 1
     report = report_of(tmp_path / "run")
     (line,) = report["shortfalls"]
-    assert line.startswith("verify.max_size_ratio=0.3: the INT8 file is 0.9")
+    assert line.startswith("verify.max_size_ratio=0.3: the INT8 file has 0.9")
     assert report["audit"]["problems"][0].startswith("float MatMul 'bmm/MatMul'")
     assert "stopped at the first export" not in capsys.readouterr().out
 
@@ -96,7 +96,7 @@ def test_size_is_held_of_every_kind_of_file(
     assert pipeline.train(config) == 1
     printed = capsys.readouterr().out
     label = "float16" if export.mode == "float16" else "INT8"
-    assert f"SHORTFALL verify.max_size_ratio=0.4: the {label} file is " in printed
+    assert f"SHORTFALL verify.max_size_ratio=0.4: the {label} file has " in printed
     assert ("export.mode=weight_only" in printed) == (export.mode == "float16")
     assert ("bmm/MatMul" in printed) == (export.mode == "static")
 

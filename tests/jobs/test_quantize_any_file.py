@@ -316,7 +316,7 @@ def test_a_fixed_input_is_a_constant_and_chooses_a_branch(mode: str, tmp_path: P
             {"fixed": {"ids": 1}},
             "model.kwargs.fixed={'ids': 1}: expected fix, states or custom_ops with onnx=FILE",
         ),
-        ({"custom_ops": "none.so"}, "custom_ops=none.so: expected a library of custom operators that exists"),
+        ({"custom_ops": "none.so"}, "custom_ops=none.so: expected an existing library of custom operators"),
     ],
 )
 @pytest.mark.parametrize("mode", ["dynamic", "static"])

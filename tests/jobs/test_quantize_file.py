@@ -218,7 +218,7 @@ def test_a_shortfall_is_status_1(tmp_path: Path) -> None:
     config.verify.max_size_ratio = 0.1
     assert quantize_file.quantize(config) == 1
     shortfall = json.loads((tmp_path / "report.json").read_text())["shortfalls"][0]
-    assert shortfall.startswith("verify.max_size_ratio=0.1: the INT8 weights file is 0.2")
+    assert shortfall.startswith("verify.max_size_ratio=0.1: the INT8 weights file has 0.2")
 
 
 @pytest.mark.parametrize("mode", TOOLS)

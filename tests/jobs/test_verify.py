@@ -110,10 +110,13 @@ def test_an_export_fault_is_named_with_the_override_to_avoid_it(
     (line,) = report["shortfalls"]
     assert line.endswith(f"; the first tensor that differs is '{name}'")
     (fix,) = report["mends"]
-    assert fix == "'+backend.overrides={conv2:{float:true}}' (leaves 'conv2/Conv' float)"
+    assert fix == "'+backend.overrides={conv2:{float:true}}' (keeps 'conv2/Conv' in float)"
     page = (tmp_path / "run" / "report.html").read_text()
     printed = capfd.readouterr().out
-    assert name in page and f"tensor by tensor: first beyond 1 step(s) is '{name}'" in printed
+    assert (
+        name in page
+        and f"tensor by tensor: the first that differs by more than 1 step is '{name}'" in printed
+    )
     assert f"to fix it: {fix}" in printed
 
 
@@ -136,7 +139,7 @@ def test_a_file_without_a_module_is_held_against_itself(tmp_path: Path) -> None:
         (["qatkit.verify.checks.size.Size"], r"verify\.checks=qatkit\.verify\.checks\.size\.Size: expected a name in"),
         (["qatkit.records.results.Results"], r"verify\.checks=qatkit\.records\.results\.Results: .*class of"),
         (["qatkit.verify.checks.base.Check"], r"verify\.checks=qatkit\.verify\.checks\.base\.Check: .*class of"),
-        (["qatkit.verify.checks.size.SizeCheck"] * 2, r"one check named 'size', not two"),
+        (["qatkit.verify.checks.size.SizeCheck"] * 2, r"two checks named 'size'; remove one"),
         (["qatkit.verify.checks.size.SizeCheck"],
          r"verify\.checks=.*with the check of each bound \(verify\.max_drop=1\.0: accuracy was not"),
     ],

@@ -39,7 +39,7 @@ def checked(folder: Path) -> tuple[int, dict[str, Any]]:
 def test_chunks_give_the_whole_files_answers(bundle: Path) -> None:
     status, found = checked(bundle)
     assert status == 0 and found["verdict"] == "ok"
-    assert found["seen"].startswith("model.stream.onnx and model.onnx: 3 samples, ")
+    assert found["seen"].startswith("model.stream.onnx against model.onnx on 3 samples: ")
     assert found["figures"]["sqnr_db"] > 100
 
 
@@ -56,22 +56,25 @@ def test_another_models_chunks_fall_short_by_sample(bundle: Path, capsys: pytest
     assert status == 1 and found["verdict"] == "falls short"
     # 1.1 times the outputs are 20 dB from them, in every sample.
     assert found["figures"]["sqnr_db"] == pytest.approx(20, abs=1e-3)
-    assert "model.stream.onnx: behind the last chunk 'y' is 20.0 dB from model.onnx" in found["seen"]
-    assert f"golden sample {found['figures']['sample']} is farthest" in found["seen"]
-    assert "answers, in chunks falls short. Proposed fix: a bundle that qatkit" in capsys.readouterr().out
+    assert (
+        "model.stream.onnx against model.onnx: the SQNR of 'y' after the last chunk is 20.0 dB"
+        in found["seen"]
+    )
+    assert f"the worst golden sample is {found['figures']['sample']} " in found["seen"]
+    assert "answers, in chunks falls short; to fix it: export the bundle again" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("told", "why"),
     [
         (None, "its metadata entry 'qatkit.stream' is missing"),
-        ("[1]", "is damaged (no axis and states)"),
-        ('{"axis": 5, "states": {"state_0": "state_0_next"}}', "axis 5 of one input"),
+        ("[1]", "is damaged (axis or states is missing)"),
+        ('{"axis": 5, "states": {"state_0": "state_0_next"}}', "does not have one input with an axis 5"),
         (
             '{"axis": 1, "states": {"state_1": "state_0_next"}}',
-            "inputs and outputs that the file does not have",
+            "it names inputs or outputs that the file does not have",
         ),
-        ('{"axis": 1, "states": {"state_0": 3}}', "a state that is no name"),
+        ('{"axis": 1, "states": {"state_0": 3}}', "the axis is not a number, or a state is not a name"),
     ],
 )
 def test_a_file_that_does_not_say_its_states_falls_short(told: str | None, why: str, bundle: Path) -> None:
@@ -79,7 +82,9 @@ def test_a_file_that_does_not_say_its_states_falls_short(told: str | None, why: 
     seal(bundle)
     status, found = checked(bundle)
     assert (
-        status == 1 and found["seen"].startswith("model.stream.onnx takes no chunks") and why in found["seen"]
+        status == 1
+        and found["seen"].startswith("model.stream.onnx cannot run in chunks")
+        and why in found["seen"]
     )
 
 
@@ -87,7 +92,7 @@ def test_a_damaged_or_missing_file_is_named(bundle: Path, capsys: pytest.Capture
     kept = (bundle / STREAM).read_bytes()
     (bundle / STREAM).write_bytes(kept[:-40])
     assert main([str(bundle)]) == 2
-    assert "model.stream.onnx holds other bytes" in capsys.readouterr().err
+    assert "model.stream.onnx has other contents" in capsys.readouterr().err
     seal(bundle)  # as a tool does that packs the bundle again
     assert checked(bundle)[1]["verdict"] == "falls short"
     (bundle / STREAM).unlink()

@@ -59,9 +59,14 @@ def test_a_runtime_that_quantizes_more_is_named_with_the_remedy(int4: Path) -> N
     )
     seen, figures = found["runtime"]["seen"], found["runtime"]["figures"]
     assert found["runtime"]["verdict"] == "falls short"
-    assert seen.startswith(f"differs: ONNX Runtime {ort.__version__} answers 4")
+    assert seen.startswith(
+        f"the outputs of ONNX Runtime {ort.__version__} differ from those of {ort.__version__}: SQNR 4"
+    )
     assert "it quantizes the activations of 1 MatMulNBits node to 8 bits (product)" in seen
-    restored = "the session option session.qdq_matmulnbits_accuracy_level=0 restores it (equal in every bit)"
+    restored = (
+        "set the session option session.qdq_matmulnbits_accuracy_level=0, which restores the outputs"
+        " (bit-identical)"
+    )
     assert found["runtime"]["mend"] == restored
     assert 35 < figures["db"] < 55 and figures["quantize_activations"] == ["product"]
 
@@ -109,7 +114,7 @@ def test_16_bit_activations_stay_exact_only_with_the_options(
     assert given == status
     assert ("it quantizes the activations of 1 MatMulNBits node" in found["runtime"]["seen"]) == bool(status)
     if status:
-        assert "session.qdq_matmulnbits_accuracy_level=0 restores it" in found["runtime"]["mend"]
+        assert "session.qdq_matmulnbits_accuracy_level=0, which restores" in found["runtime"]["mend"]
 
 
 @pytest.mark.parametrize(
@@ -135,7 +140,7 @@ def test_only_a_file_that_rounds_to_8_bits_may_move_by_a_step(
     assert found.verdict == verdict
     assert found.figures["quantize_activations"] == []
     if verdict != "ok":
-        assert found.fix == f"the version of ONNX Runtime that it was verified with: {ort.__version__}"
+        assert found.fix == f"use the version of ONNX Runtime that verified the file: {ort.__version__}"
 
 
 def test_the_version_that_verified_is_told_beside_the_one_here(
@@ -146,7 +151,9 @@ def test_the_version_that_verified_is_told_beside_the_one_here(
     status, found = judged(int4)
 
     assert status == 0  # a note
-    assert found["runtime"]["seen"].startswith(f"ONNX Runtime 7.1.0 answers as {ort.__version__} did")
+    assert found["runtime"]["seen"].startswith(
+        f"the outputs of ONNX Runtime 7.1.0 match those of {ort.__version__}"
+    )
     assert found["runtime"]["seen"].endswith(f"newer than any version that was tested ({OLDEST} to {NEWEST})")
 
 

@@ -143,7 +143,10 @@ def test_too_old_an_onnx_runtime_is_one_line_with_the_needed_one(
     done = environment(tmp_path / "old", *packages)(bundle, *QUICK)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
     version = packages[0].removeprefix("onnxruntime==")
-    wanted = f"error: onnxruntime={version}: expected {needed} or newer: this one can't load opset 2[13], IR version 10"
+    wanted = (
+        f"error: onnxruntime={version}: expected {needed} or newer; this version cannot load opset 2[13], "
+        "IR version 10"
+    )
     assert re.fullmatch(wanted, done.stderr.rstrip()), done.stderr
     done = environment(tmp_path / "needed", f"onnxruntime=={needed}.*")(bundle, *QUICK)
     assert done.returncode == 0, done.stdout + done.stderr

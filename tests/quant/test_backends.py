@@ -127,8 +127,8 @@ def test_the_audit_names_what_tensorrt_refuses(tmp_path: Path) -> None:
     good = ship(settle(Chain(), 3, 12, 12), noise(4, 3, 12, 12), "good", backend=TENSORRT).path
     for_x86 = ship(settle(Chain(), 3, 12, 12), noise(4, 3, 12, 12), "x86").path
     lines = "\n".join(audit(for_x86, other_runtime=TENSORRT.other_runtime).problems)
-    assert "quantized to uint8; TensorRT takes int8 alone" in lines
-    assert "its bias is quantized; TensorRT wants it in float" in lines
+    assert "quantized to uint8; TensorRT takes only int8" in lines
+    assert "its bias is quantized; TensorRT needs it in float" in lines
 
     model = onnx.load(str(good))
     quantize = next(node for node in model.graph.node if node.op_type == "QuantizeLinear")
@@ -139,7 +139,7 @@ def test_the_audit_names_what_tensorrt_refuses(tmp_path: Path) -> None:
     conv.input[0] = next(n for n in model.graph.node if n.output[0] == pair.input[0]).input[0]
     onnx.save(model, str(tmp_path / "broken.onnx"))
     lines = "\n".join(audit(tmp_path / "broken.onnx", other_runtime=TENSORRT.other_runtime).problems)
-    assert "zero point 3; TensorRT takes 0 alone" in lines
+    assert "zero point 3; TensorRT takes only 0" in lines
     assert f"'{conv.name}': its input has no DequantizeLinear" in lines
 
 

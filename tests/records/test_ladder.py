@@ -74,7 +74,7 @@ def test_the_advice_names_what_was_won_where() -> None:
         rung(name="a", kept=True, meets=True),
     )
     said = advice(Ladder(rows, "a"), 1)
-    assert said == "'rung a' meets it; most was won by 'rung b' (+19.00 points)"
+    assert said == "'rung a' meets the target; the largest gain came from 'rung b' (+19.00 points)"
     slow = advice(Ladder((*rows[:-1], replace(rows[-1], ratio=0.8)), "a"), 1)
     assert "0.80 times as fast as float" in slow
 

@@ -76,7 +76,7 @@ def test_each_tensor_of_a_given_file_is_drawn(tmp_path: Path) -> None:
         with Image.open(folder / one["picture"]) as picture:
             assert (picture.format, picture.size) == ("PNG", (900, 360))
         assert f'<a href="{one["picture"]}">' in page
-    assert f"histograms of {len(rows)} tensors are in pictures/histograms" in page
+    assert f"histograms ({len(rows)} tensors): pictures/histograms" in page
     graph = onnx.load(folder / "model.static.onnx").graph
     constants = {one.name: numpy_helper.to_array(one) for one in graph.initializer}
     pairs = [node for node in graph.node if node.op_type in ("QuantizeLinear", "DequantizeLinear")]

@@ -102,9 +102,9 @@ accuracy on 1,000 images; latency: batch 1, 2 threads, median of 50 interleaved 
 parity on 512 images against the converted module (step 0.05: the output's quantization scale)
   ONNX Runtime, no optimizations:  top-1 agreement 100.00 %, difference max 0 (0.00 steps), mean 0 (0.000 steps)
   ONNX Runtime, all optimizations: top-1 agreement 99.80 %, difference max 0.1 (2.00 steps), mean 0.01 (0.200 steps)
-tensor by tensor: first beyond 1 step(s) is 'b_q': 5 % of 200 elements differ, by up to 3 steps
-audit: 1 of 2 Conv/Gemm/MatMul run int8 (90.0 % of multiply-accumulates); 1 QuantizeLinear, 2 DequantizeLinear, \
-3 Transpose left; 1 weights (4.0 MB) dequantized at run time
+tensor by tensor: the first that differs by more than 1 step is 'b_q': 5 % of 200 elements, by up to 3 steps
+audit: 1 of 2 Conv/Gemm/MatMul run in int8 (90.0 % of multiply-accumulates); 1 QuantizeLinear, 2 DequantizeLinear, \
+3 Transpose left; 1 weight (4.0 MB) dequantized at run time
   problem: float FusedGemm 'fc': why
   skipped: layer4.add: no range
 SHORTFALL verify.audit=true: float FusedGemm 'fc': why

@@ -182,7 +182,7 @@ def test_a_float16_file_falls_short_of_a_bound_on_its_sqnr(
     report = report_of(tmp_path / "run")
     decibel = report["fidelity"]["int8"]["sqnr_db"]
     assert 50 < decibel < 100
-    line = f"verify.min_float_sqnr=120.0: float16 has {decibel:.1f} dB of the float file's logits"
+    line = f"verify.min_float_sqnr=120.0: SQNR of float16 against the float file's logits is {decibel:.1f} dB"
     assert report["shortfalls"] == [line]
     assert f"SHORTFALL {line}\n  to fix it: export.mode=weight_only\n" in capfd.readouterr().out
 

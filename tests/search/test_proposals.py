@@ -64,7 +64,7 @@ def test_every_trial_of_a_small_space_is_another_one(
     head = {
         12: "12 of 12 trials",
         18: "18 of 18 trials",
-        40: "18 of 18 trials, all that the space has (asked for: 40)",
+        40: "18 of 18 trials, all points of the space (40 were requested)",
     }
     assert records.told().startswith(f"{head[trials]}: ")
 
@@ -97,7 +97,7 @@ def test_an_older_study_of_equal_trials_continues_with_the_rest(tmp_path: Path) 
         last.complete(figures_of(0), TESTED)
     assert study.claim() is None
     assert {trial.values["calibration"] for trial in study.records().trials} == {"minmax", "mse", "entropy"}
-    assert study.records().told().startswith("6 trials, all that the space has (asked for: 30)")
+    assert study.records().told().startswith("6 trials, all points of the space (30 were requested)")
 
 
 def test_a_worker_that_is_killed_leaves_a_whole_proposal_or_none(tmp_path: Path) -> None:

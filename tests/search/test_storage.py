@@ -58,7 +58,7 @@ def test_a_trial_of_a_locked_storage_is_left_to_the_next_worker(
             lambda: claimed.complete(figures_of(0), TESTED),
             lambda: claimed.fail("as a test"),
         ):
-            with pytest.raises(StorageError, match=r"^search\.storage=study\.db: .*locked.*goes on"):
+            with pytest.raises(StorageError, match=r"^search\.storage=study\.db: .*locked.*continues it"):
                 write()
         other.rollback()
     again = study_in(tmp_path, asked).claim()
@@ -123,8 +123,8 @@ def test_a_study_in_a_file_is_none_in_memory(url: str) -> None:
 @pytest.mark.parametrize(
     ("driver", "module", "where"),
     [
-        ("", "psycopg", "uv sync --inexact --extra postgresql"),
-        ("+psycopg2", "psycopg2", "this is missing: psycopg2"),
+        ("", "psycopg", "install it with uv sync --inexact --extra postgresql"),
+        ("+psycopg2", "psycopg2", "psycopg2 is missing"),
     ],
 )
 def test_a_driver_that_is_missing_is_named(

@@ -132,7 +132,7 @@ def test_more_trials_than_are_asked_for_by_now_are_told(tmp_path: Path) -> None:
     assert study.records().told() == "2 of 2 trials: 2 complete"
     fewer = study_in(tmp_path, replace(ASKED, trials=1))
     assert fewer.claim() is None
-    assert fewer.records().told() == "2 trials (asked for by now: 1): 2 complete"
+    assert fewer.records().told() == "2 trials (1 requested now): 2 complete"
 
 
 def test_proposals_follow_seed_and_number(tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_a_study_without_finished_trials_says_how_to_start_over(tmp_path: Path, 
     for asked, settings in changes:
         with pytest.raises(ConfigError) as caught:
             study_in(tmp_path, asked, **settings)
-        advice = f"none of its trials finished: to start over, remove {tmp_path}"
+        advice = f"none of its trials finished, so remove {tmp_path} to start over"
         assert (advice in str(caught.value)) == (ends in ("none", "failed"))
 
 
@@ -271,7 +271,7 @@ def test_a_trial_that_has_just_ended_is_nobodys(tmp_path: Path) -> None:
 def test_whole_ends_are_another_space_than_real_ones(tmp_path: Path) -> None:
     whole, real = (axes({"mine.depth": {"low": 0, "high": high}}) for high in (1, 1.0))
     SharedStudy(ASKED, whole, "name", tmp_path, 0, {})
-    with pytest.raises(ConfigError, match="that of the study that goes on"):
+    with pytest.raises(ConfigError, match="the study in this folder has another"):
         SharedStudy(ASKED, real, "name", tmp_path, 0, {})
     SharedStudy(ASKED, whole, "name", tmp_path, 0, {})
 

@@ -147,7 +147,7 @@ def test_a_search_whose_trials_all_fail_ends_with_the_reasons(
         (row,) = [line for line in said.out.splitlines() if line.startswith(f"{number} ")]
         assert f"failed: no such thing in {number}" in row and "schedule.lr=" in row
         assert f"no such thing in {number}" in page
-    assert said.out.splitlines()[-1] == "page: study/search.html; a trial's run: study/trials/NUMBER"
+    assert said.out.splitlines()[-1] == "page: study/search.html; run of each trial: study/trials/NUMBER"
     assert launch(job, *command) == 2  # goes on, with the last one
     assert "4 of 4 trials: 0 complete, 4 failed" in capsys.readouterr().out
 
@@ -162,7 +162,7 @@ def test_a_search_without_a_feasible_trial_lists_what_it_found(
     bound = 'search.constraints=["accuracy>=97"]'
     assert launch(quick, *RUN, *SEARCH, bound, "search.trials=1", "output_dir=study") == 1
     (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("0 ")]
-    assert "accuracy 50.00 (outside of the constraints)" in row
+    assert "accuracy 50.00 (violates the constraints)" in row
 
 
 def test_a_study_goes_on_with_its_images_only(
@@ -227,16 +227,15 @@ def test_a_space_of_invalid_settings_is_refused_before_a_trial(
     (["data.mean=[0.5]", "data.std=[0.5]"], ("error: model.name=tiny_run.Net: expected a model that "
 "accepts images [N, 1, 8, 8]")),
     (["data=pictures", "data.root=.", "data.mean=[0.5,0.5,0.5]", "data.std=[0.5,0.5,0.5]"],
-     "error: search.objectives=accuracy: expected agreement, sqnr, latency, speedup, size: "),
+     "error: search.objectives=accuracy: expected one of agreement, sqnr, latency, speedup, size, since the images"),
     (["search.space={calibration.observer:[qatkit.quant.observers.MSEObserver,qatkit.quant.observers.Nope]}"],
      "error: search.space.calibration.observer=qatkit.quant.observers.Nope: the value cannot be typed: "),
     (["search.space={data:[digits,synthetic]}"], "error: search.space.data=synthetic: the value cannot be typed: "
-     "data=synthetic: expected the images of the study"),
+     "data=synthetic: it changes the images on which trials are compared"),
     (["search.space={verify.audit:[true,on]}"], "error: search.space.verify.audit=on: "
-     "expected another run than verify.audit="
-     "True makes"),
+     "with the other settings it makes the same run as verify.audit=True"),
     (["search.space={calibration:[minmax,mse]}", "calibration.observer=qatkit.quant.observers.MSEObserver"],
-     "error: search.space.calibration=mse: expected another run than calibration=minmax makes"),
+     "error: search.space.calibration=mse: with the other settings it makes the same run as calibration=minmax"),
 ])  # fmt: skip
 def test_a_fault_of_every_trial_is_reported_before_any_study(
     launch: Launch, tmp_path: Path, typed: list[str], says: str, capsys: pytest.CaptureFixture[str]

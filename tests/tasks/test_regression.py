@@ -155,9 +155,9 @@ def test_a_shift_is_found_where_it_is(tmp_path: Path) -> None:
         assert one["shift"] == pytest.approx(difference[inside].mean(), abs=1e-6)
         assert one["error"] == pytest.approx(difference[inside].std() / np.sqrt(80), abs=1e-6)
     lines = BiasCheck().lines(results)
-    assert len(lines) == 6 and "where target" in lines[0] and lines[4] == f"to take the shift back: {FIX}"
-    share = f"{100 / targets.std():.3g} % of their deviation"
-    assert lines[5].startswith(f"verify.max_drop=1 is in the unit of the targets, and {share}")
+    assert len(lines) == 6 and "for target" in lines[0] and lines[4] == f"to correct the shift: {FIX}"
+    share = f"{100 / targets.std():.3g} % of their standard deviation"
+    assert lines[5].startswith(f"verify.max_drop=1 is in the unit of the targets and equals {share}")
     page, text = render_page(results), plain_report(results)
     assert "Shift against float" in page and "beyond noise" in page and FIX in page and lines[0] in text
 
@@ -166,7 +166,7 @@ def test_no_shift_needs_no_fix(tmp_path: Path) -> None:
     results, _ = shifted(tmp_path, 1.0, 0.0, verify={"max_drop": 0.1})
     assert fix_of(results) == ""
     assert BiasCheck().lines(results) == [
-        "no shift of the INT8 outputs against float beyond noise on 400 samples"
+        "the outputs of INT8 have no mean shift against float beyond noise on 400 samples"
     ]
 
 

@@ -21,12 +21,12 @@ DEAR: dict[str, Any] = {"level": 4, "levels": {"perplexity": (20.0, 20.2), "agre
     ("found", "told"),
     [
         ({}, []),
-        ({"perplexity": 20.03}, ["perplexity 20.030, without keys and values 20.000"]),
-        ({"agreement": 0.99}, ["the same next token in 99.00 % of 2,048"]),
-        ({"steps": (16, 15)}, ["15 of 16 tokens one by one right"]),
-        ({"greedy": (32, 7)}, ["7 of 32 tokens of a greedy text right"]),
-        (DEAR, ["export.accuracy_level=4: perplexity 20.200, 20.000 at level 0"]),
-        (DEAR | {"steps": (16, 3)}, ["3 of 16 tokens one by one right", "export.accuracy_level=4"]),
+        ({"perplexity": 20.03}, ["perplexity 20.030 (20.000 without keys and values)"]),
+        ({"agreement": 0.99}, ["the same next token for 99.00 % of 2,048 tokens"]),
+        ({"steps": (16, 15)}, ["15 of 16 tokens right one by one"]),
+        ({"greedy": (32, 7)}, ["7 of 32 tokens right in a greedy text"]),
+        (DEAR, ["export.accuracy_level=4: perplexity is 20.200, and 20.000 at level 0"]),
+        (DEAR | {"steps": (16, 3)}, ["3 of 16 tokens right one by one", "export.accuracy_level=4"]),
         (DEAR | {"levels": {"perplexity": (20.0, 20.09), "agreement": 0.9, "ratio": 2.0}}, []),
     ],
 )

@@ -94,7 +94,10 @@ def test_the_bounds_are_on_free_runs() -> None:
     bounds = VerifyConfig(min_float_agreement=0.9, max_float_kl=None, min_float_sqnr=30.0)
     same, signal = FidelityCheck().shortfalls(bounds, results)
     assert "80.00 % on 500 steps, each file with its own states" in same.line
-    assert "20.0 dB of the float file's logits on 500 steps, each file with its own states" in signal.line
+    assert (
+        "against the float file's logits is 20.0 dB on 500 steps, each file with its own states"
+        in signal.line
+    )
     assert not FidelityCheck().shortfalls(VerifyConfig(min_float_agreement=0.8), results)
 
 
@@ -127,6 +130,6 @@ def test_a_state_of_another_shape_than_before_is_named(tmp_path: Path) -> None:
     run = FreeRun(session, {"h": "y"})
     run.begin({"h": np.zeros((1, HIDDEN), np.float32)})
     with pytest.raises(
-        ConfigError, match=r"'h' is \[1, 8\], and the output 'y' \[1, 1\]: a state keeps its shape"
+        ConfigError, match=r"'h' has shape \[1, 8\], and 'y' \[1, 1\]; a state must keep its shape"
     ):
         run.step({"x": np.zeros((1, 6), np.float32)})

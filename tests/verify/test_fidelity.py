@@ -84,8 +84,8 @@ def test_bounds_of_images_without_labels() -> None:
     found = shortfalls(default_checks(), STRICT, BLIND)
     assert [one.line for one in found] == [
         "verify.min_float_agreement=0.95: same top-1 88.00 % on 500 images, INT8 against the float file",
-        "verify.max_float_kl=0.1: INT8 is 0.25 nats from the float file's softmax",
-        "verify.min_float_sqnr=12.0: INT8 has 9.5 dB of the float file's logits",
+        "verify.max_float_kl=0.1: KL of INT8 against the float file is 0.25 nats",
+        "verify.min_float_sqnr=12.0: SQNR of INT8 against the float file's logits is 9.5 dB",
     ]
     near = replace(BLIND, fidelity={"int8": Fidelity(0.99, 1e-3, None, 500)})
     assert shortfalls(default_checks(), STRICT, near) == []
@@ -107,14 +107,15 @@ def test_what_would_mend_it_needs_no_labels() -> None:
 
     calibrated = Config(schedule=ScheduleConfig(epochs=0))
     assert fix(calibrated) == (
-        "calibration=auto, or algorithm=auto (the algorithms that pay), or precision=auto (the operators that lose "
-        "most stay float), or schedule=qat_sgd schedule.distill=1 (schedule=qat_adamw for a transformer), which learns "
-        "from float"
+        "calibration=auto, or algorithm=auto (uses the algorithms that help), or precision=auto (keeps the operators "
+        "that lose most in float), or schedule=qat_sgd schedule.distill=1 (schedule=qat_adamw for a "
+        "transformer), which learns from float"
     )
     searched = CalibrationConfig(search="tournament")
     trained = Config(calibration=searched, schedule=ScheduleConfig(epochs=2, distill=1.0))
     assert fix(trained) == (
-        "algorithm=auto (the algorithms that pay), or precision=auto (the operators that lose most stay float), or "
+        "algorithm=auto (uses the algorithms that help), or precision=auto (keeps the operators that lose most in "
+        "float), or "
         "schedule.epochs=4"
     )
 
@@ -127,7 +128,7 @@ def test_the_table_the_lines_and_the_page() -> None:
     )
     assert "outputs against the float file's on 500 images without labels" in text
     assert (
-        "no labels, so no accuracy; against the float file on 500 images: same top-1 88.00 %, KL 2.50e-01"
+        "accuracy is unknown without labels; against the float file on 500 images: same top-1 88.00 %, KL 2.50e-01"
         in text
     )
     assert "accuracy on" not in text and "top-5" not in text + page

@@ -25,7 +25,7 @@ from qatkit.verify.thresholds import shortfalls
 from qatkit_verify.classification import classified
 from qatkit_verify.records import Comparison, Hardware, Latency
 
-_MIXED = "precision=auto (the operators that lose most stay float)"
+_MIXED = "precision=auto (keeps the operators that lose most in float)"
 CONF = Path(__file__).parents[2] / "conf"
 NODE = NodeAudit("a", "FusedConv", "", "float", "layer1.0.conv1/Conv", "no output pair", True, 10, None)
 FIRST = TensorParity("layer1.0.add_quant/QuantizeLinear_output", 10, 0.5, 9)
@@ -62,13 +62,13 @@ def fixes(results: Results, config: Config, without: tuple[str, ...] = ()) -> di
 
 def test_each_bound_of_a_trained_module() -> None:
     assert fixes(BAD, Config(schedule=ScheduleConfig(epochs=3))) == {
-        "max_drop": "calibration=auto, or algorithm=auto (the algorithms that pay), or precision=auto (the operators "
-        "that lose most stay float), or schedule.epochs=6",
-        "min_agreement": "'+backend.overrides={layer1.0.add:{float:true}}' (leaves 'layer1.0.add/Add' float)",
-        "max_size_ratio": "verify.max_size_ratio=0.5 (the ratio of this file: no override leaves any of it float)",
-        "min_speedup": "placement=measured (operators that are slower in int8 here stay float), or what the audit"
-        " names, operators that run in float",
-        "audit": "'+backend.overrides={layer1.0.conv1:{float:true}}' (leaves it float: no output pair)",
+        "max_drop": "calibration=auto, or algorithm=auto (uses the algorithms that help), or precision=auto (keeps the"
+        " operators that lose most in float), or schedule.epochs=6",
+        "min_agreement": "'+backend.overrides={layer1.0.add:{float:true}}' (keeps 'layer1.0.add/Add' in float)",
+        "max_size_ratio": "verify.max_size_ratio=0.5 (the ratio of this file; no override keeps operators in float)",
+        "min_speedup": "placement=measured (operators that are slower in int8 here stay float), or faster"
+        " operators in place of those that the audit reports in float",
+        "audit": "'+backend.overrides={layer1.0.conv1:{float:true}}' (keeps it in float: no output pair)",
     }
 
 
@@ -76,7 +76,7 @@ def test_a_large_file_names_what_calibration_left_in_float() -> None:
     left = [("fc", f"{MIXED_SCALES} what fc holds"), ("norm", "float LayerNorm: no int8 kernel")]
     fix = fixes(replace(BAD, skipped=left), Config())["max_size_ratio"]
     assert fix.startswith(
-        "calibration.mixed_scales=report (quantizes what calibration left in float, operators: 1)"
+        "calibration.mixed_scales=report (quantizes 1 operator that calibration left in float)"
     )
 
 
@@ -129,14 +129,14 @@ def test_roundings_that_add_up_are_no_operators_fault(shares: tuple[float, ...],
         if one.line.startswith("verify.min_agreement")
     ]
     assert short.line.endswith(
-        "; roundings differ from 't1' on, and add up"
+        "; rounding differences accumulate from 't1' on"
         if adds_up
         else "; the first tensor that differs is 't4'"
     )
     assert short.fix == (
-        "verify.min_agreement=0.5 (single values rounded the other way, which add up: no operator is at fault)"
+        "verify.min_agreement=0.5 (rounding differences of single values accumulate; no operator is at fault)"
         if adds_up
-        else "'+backend.overrides={layer1.0.add:{float:true}}' (leaves 'layer1.0.add/Add' float)"
+        else "'+backend.overrides={layer1.0.add:{float:true}}' (keeps 'layer1.0.add/Add' in float)"
     )
 
 
@@ -147,7 +147,7 @@ def test_a_drop_that_float_shares_is_blamed_on_fine_tuning(control: float, by_tr
     """Of 2.4 points; at least half of them."""
     found = replace(BAD, accuracy={**BAD.accuracy, "control": classified(control, None, 1000)})
     fix = fixes(found, Config(schedule=ScheduleConfig(epochs=3, lr=2e-3)))["max_drop"]
-    lost = f"float, fine-tuned alike as the control, is {78.6 - control:.2f} points below itself, too"
+    lost = f"the float control also lost {78.6 - control:.2f} points by this fine-tuning"
     expected = f"schedule.lr=0.0002 ({lost}), or schedule=calibrate_only, which trains nothing"
     assert fix == expected if by_training else "schedule.lr" not in fix and "schedule.epochs=6" in fix
 
@@ -155,13 +155,13 @@ def test_a_drop_that_float_shares_is_blamed_on_fine_tuning(control: float, by_tr
 @pytest.mark.parametrize(
     ("typed", "expected"),
     [
-        (["schedule=calibrate_only"], "calibration=auto, or algorithm=auto (the algorithms that pay), or "
+        (["schedule=calibrate_only"], "calibration=auto, or algorithm=auto (uses the algorithms that help), or "
          f"{_MIXED}, or schedule=qat_sgd (schedule=qat_adamw for a transformer), which fine-tunes"),
-        (["calibration=auto"], f"algorithm=auto (the algorithms that pay), or {_MIXED}, or schedule.epochs=4"),
+        (["calibration=auto"], f"algorithm=auto (uses the algorithms that help), or {_MIXED}, or schedule.epochs=4"),
         (["calibration=auto", "algorithm=auto", "schedule.max_steps=50"],
          f"{_MIXED}, or schedule.max_steps=100"),
         (["calibration=auto", "algorithm=equalize"],
-         f"algorithm=auto (the algorithms that pay), or {_MIXED}, or schedule.epochs=4"),
+         f"algorithm=auto (uses the algorithms that help), or {_MIXED}, or schedule.epochs=4"),
         (["calibration=auto", "algorithm=auto"], f"{_MIXED}, or schedule.epochs=4"),
         (["calibration=auto", "algorithm=auto", "precision=auto"], "schedule.epochs=4"),
         (["calibration.random=true", "algorithm=all"],
@@ -212,7 +212,10 @@ def test_speed_advises_by_what_was_measured(changes: dict[str, Any], expected: s
 def test_float_that_was_asked_for_is_taken_back_first() -> None:
     config = Config()
     config.backend.overrides = {"fc": OverrideConfig(float=True), "conv": OverrideConfig(weight_dtype="int8")}
-    assert fixes(BAD, config)["max_size_ratio"] == "no backend.overrides that leave fc in float"
+    assert (
+        fixes(BAD, config)["max_size_ratio"]
+        == "fewer operators in float than backend.overrides asks for (fc)"
+    )
 
 
 def test_tensors_that_agree_are_no_operators_fault() -> None:

@@ -136,7 +136,7 @@ def test_a_tie_of_float_logits_is_told_and_no_shortfall(tmp_path: Path) -> None:
         short = ParityCheck().shortfalls(VerifyConfig(min_agreement=0.999), results)
         told = "verify.min_agreement=0.999: ONNX Runtime agrees with the converted module on 95.31 % of 64 images"
         assert [one.line for one in short] == ([] if held == 1 else [told])
-        text = "95.31 % (100.00 % but for ties)" if held == 1 else "95.31 %, difference"
+        text = "95.31 % (100.00 % except for ties)" if held == 1 else "95.31 %, difference"
         assert text in parity_lines(result)[1]
 
 
@@ -249,5 +249,5 @@ def test_more_images_decide_where_few_cannot(
     results = ParityCheck().measure(subject, Results("n", "m", "out"))
     assert results.parity is not None and results.parity.images == images
     assert (ParityCheck().shortfalls(subject.settings, results) == []) == kept
-    note = f"parity: {nudged} of the first 64 images decided otherwise, too few to tell"
+    note = f"parity: the decision differs for {nudged} of the first 64 images, too few to judge"
     assert any(one.startswith(note) for one in results.notes) == (images == 512)

@@ -165,7 +165,9 @@ def test_a_runtime_that_fails_costs_its_own_figures_alone() -> None:
     results = files().check("other_runtimes.BROKEN")
     assert results.runtimes["broken"].failed.startswith("RuntimeError: no kernel for this; ")
     (told,) = RuntimesCheck().shortfalls(files().subject.settings, results)
-    assert told.line.startswith("verify.runtimes=broken: it can't run the INT8 file (RuntimeError: no kernel")
+    assert told.line.startswith(
+        "verify.runtimes=broken: it cannot run the INT8 file (RuntimeError: no kernel"
+    )
     assert any(row.lstrip().startswith("broken") for row in RuntimesCheck().lines(results))
 
 
@@ -185,10 +187,10 @@ def test_at_the_first_export_each_runs_the_file_once() -> None:
             r"verify.runtimes=openvno: expected one of onnxruntime, openvino, or .*\(did you mean openvino\?\)",
         ),
         (["other_runtimes.SPOILED"], "the dotted path of a qatkit_verify.runtimes.base.Runtime"),
-        (["other_runtimes.SLOW", "other_runtimes.SLOW"], "one runtime named 'slow', not two"),
+        (["other_runtimes.SLOW", "other_runtimes.SLOW"], "two runtimes named 'slow'; remove one"),
         (
             ["other_runtimes.ABSENT"],
-            "ABSENT: expected a runtime that is installed .install it with uv sync --inexact --extra tvm",
+            "ABSENT: expected an installed runtime .install it with uv sync --inexact --extra tvm",
         ),
         (["other_runtimes.NONE"], "a name in other_runtimes"),
     ],

@@ -134,11 +134,13 @@ def test_a_shortfall_names_the_operator_and_what_is_typed(tmp_path: Path) -> Non
     results, short, lines = checked(two_products(tmp_path / "two.onnx")[2], config)
     (line, fix), agreement = short[0], results.measured["saturation"]["emulated"]["agreement"]
     assert line == (
-        f"verify.min_agreement=0.999: without VNNI the file keeps its answer on {100 * agreement:.2f} % of 12 images"
+        "verify.min_agreement=0.999: without VNNI the file gives the same answer on"
+        f" {100 * agreement:.2f} % of 12 images"
     )
     assert fix == "backend.reduce_range=auto (8-bit weights whose products cannot saturate)"
     assert lines[0].startswith(
-        "without VNNI (AVX2): 1 of 2 uint8 x int8 operators cannot saturate, by their weights; 1 do on 12 images"
+        "without VNNI (AVX2): 1 of 2 uint8 x int8 operators cannot saturate, proven from their weights;"
+        " 1 operator saturated on 12 images"
     )
     assert "hard/op/node" in lines[1] and "14 of 14 channels can be" in lines[1]
     json.dumps(results.as_dict())
@@ -150,7 +152,7 @@ def test_a_shortfall_names_the_operator_and_what_is_typed(tmp_path: Path) -> Non
         ({"export": {"weights_for_amx": True}}, "export.weights_for_amx=false (weights"),
         (
             {"backend": {"reduce_range": "auto", "overrides": {"fc": {"reduce_range": False}}}},
-            "no reduce_range=false in backend.overrides (fc)",
+            "backend.overrides without reduce_range=false (fc)",
         ),
         ({"backend": {"reduce_range": "auto", "overrides": {}}}, "backend.reduce_range=true (7-bit weights)"),
     ],
@@ -230,9 +232,10 @@ def test_int8_activations_are_judged_for_arm(tmp_path: Path, least: int) -> None
     weight[:2, 0] = least
     onnx.save(integers(X[:, :14].astype(np.int8), weight, xz=np.int8(0)).model, path)
     lines = checked(path, Config())[2]
-    proven = "int8 x int8: no sum of two products leaves 16 bits, proven from the integers of 1 operators"
+    proven = "int8 x int8: no sum of two products exceeds 16 bits, proven from the integers of 1 operator"
     possible = (
-        "int8 x int8: 1 of 1 operators can leave 16 bits on ARM without the dot product, by weights of -128"
+        "int8 x int8: 1 of 1 operators can exceed 16 bits on ARM without the dot product, through weights of"
+        " -128"
     )
     assert lines[0].startswith(proven if least == -127 else possible)
 
@@ -248,14 +251,14 @@ def test_unmeasured_saturation_is_short_only_where_requested(tmp_path: Path) -> 
     if not saturates_here():
         assert not check.shortfalls(VerifyConfig(), results)
         assert check.lines(results) == [
-            "without VNNI (AVX2): 1 of 2 uint8 x int8 operators cannot saturate, by their weights; what it costs that"
-            " hard/op/node can is not measured (verify.target_isa=avx2 emulates it)"
+            "without VNNI (AVX2): 1 of 2 uint8 x int8 operators cannot saturate, proven from their weights; the"
+            " effect of the others (hard/op/node) is not measured (verify.target_isa=avx2 emulates it)"
         ]
     assert not check.shortfalls(VerifyConfig(), nothing) and not check.lines(nothing)
     lines = [one.line for one in check.shortfalls(VerifyConfig(target_isa="avx2"), nothing)]
     assert lines == ["verify.target_isa=avx2: saturation was not measured"]
     _, short, said = checked(path, Config(), other_runtime="qatkit.verify.tensorrt_pairs")
-    assert not short and said == ["saturation: not looked at, since another runtime executes the file"]
+    assert not short and said == ["saturation: not checked, since another runtime executes the file"]
 
 
 def test_what_can_not_be_emulated_leaves_the_other_figures(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_each_bound_that_is_broken_is_one_line() -> None:
     assert broken(STRICT, bad) == [
         "verify.max_drop=1.0: INT8 top-1 76.20 is 2.40 points below float 78.60",
         "verify.min_agreement=0.999: ONNX Runtime agrees with the converted module on 50.00 % of 512 images",
-        "verify.max_size_ratio=0.27: the INT8 file is 0.500 of the float file",
+        "verify.max_size_ratio=0.27: the INT8 file has 0.500 times the size of the float file",
         "verify.min_speedup=2.0: INT8 runs 1.25 times as fast as float (2.00 ms, 2 threads)",
         "verify.audit=true: float Conv 'a': why (and 1 more)",
     ]

@@ -1,4 +1,4 @@
-"""qatkit-verify BUNDLE, or A.onnx B.onnx: checked here, with onnxruntime and numpy alone. One table, and a verdict.
+"""qatkit-verify BUNDLE, or A.onnx B.onnx: checks them on this machine, with onnxruntime and numpy only.
 
 Exit status: 0 if every check passed, 1 if one falls short, and 2 if the file cannot be judged (damaged,
 another format, not installed).
@@ -37,7 +37,7 @@ def main(typed: Sequence[str] | None = None) -> int:
         if len(given.paths) > 2:
             raise ConfigError("paths", " ".join(map(str, given.paths)), "a bundle, or two ONNX files")
         if given.paths[0].suffix == ".onnx":
-            raise ConfigError("paths", given.paths[0], "a bundle, or two ONNX files: this is one")
+            raise ConfigError("paths", given.paths[0], "a bundle, or two ONNX files; this is only one")
         return _bundle(given)
     except (ValueError, OSError) as error:  # refused values, and files that are not what their names say
         print(f"error: {first_line(error)}", file=sys.stderr)
@@ -70,9 +70,9 @@ def _bundle(given: argparse.Namespace) -> int:
         "\n".join(drawn([("check", "verdict", "seen here"), *((f.check, f.verdict, f.seen) for f in found)]))
     )
     for one in short:
-        print(f"{one.check} falls short. Proposed fix: {one.fix}")
+        print(f"{one.check} falls short; to fix it: {one.fix}")
     verdict = (
-        f"{len(short)} of {len(found)} checks fall short" if short else f"all {len(found)} checks passed"
+        f"{len(short)} of {len(found)} checks fell short" if short else f"all {len(found)} checks passed"
     )
     peak = f", {told['peak_mb']} MB" if told["peak_mb"] else ""
     print(f"{given.paths[0]}: {verdict} ({seconds:.1f} s{peak})")
@@ -90,7 +90,7 @@ def verified(folder: Path, given: argparse.Namespace) -> Iterator[Found]:
     signed = check_signature(folder, manifest.signer, given.key)
     seen = f"{len(manifest.files)} files, {size / 1e6:.1f} MB, each as in manifest.json; {signed}"
     if manifest.drawn_data:
-        seen += "; made with random data, so its answers say nothing of real data"
+        seen += "; made with random data, so its answers say nothing about real data"
     yield Found("files", OK, seen, figures={"files": len(manifest.files), "bytes": size})
     asked = CheckInputs(folder, manifest, given.threads, given.runs, given.runtime, given.pictures,
                   given.min_speedup, given.max_drop, given.recordings)  # fmt: skip
@@ -160,28 +160,39 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--key", type=Path, help="PEM file of the public key that must have signed the bundle"
     )
-    parser.add_argument("--threads", type=count, default=2, help="of ONNX Runtime (2)")
-    parser.add_argument("--runs", type=count, default=50, help="timed runs of each file (50)")
+    parser.add_argument("--threads", type=count, default=2, help="threads of ONNX Runtime (default: 2)")
+    parser.add_argument("--runs", type=count, default=50, help="timed runs per file (default: 50)")
     parser.add_argument(
-        "--runtime", action="append", default=[], help="another runtime: openvino, or a dotted path"
+        "--runtime",
+        action="append",
+        default=[],
+        help="another runtime to check: openvino, or a dotted path (repeatable)",
     )
     parser.add_argument("--pictures", type=Path, help="a folder of pictures, one folder per class")
-    parser.add_argument("--recordings", type=Path, help="a folder of WAV files, one folder per class")
+    parser.add_argument("--recordings", type=Path, help="a folder of WAV or FLAC files, one folder per class")
     parser.add_argument(
-        "--min-speedup", type=float, help="over the float file (the run's own bound, or 1 of INT8)"
+        "--min-speedup",
+        type=float,
+        help="minimum speed-up over float (default: the run's bound, or 1 for INT8)",
     )
     parser.add_argument(
         "--max-drop",
         type=float,
         default=1.0,
-        help="points that pictures or recordings may be below the report (1.0)",
+        help="maximum loss of accuracy on --pictures or --recordings against the report, in points (default: 1.0)",
     )
     parser.add_argument(
-        "--json", type=Path, help="write everything there as JSON; - for standard output alone"
+        "--json",
+        type=Path,
+        help="write all results to this JSON file; - writes only JSON, to standard output",
     )
-    parser.add_argument("--inputs", type=Path, help="of two files: an npz with arrays by input (noise)")
-    parser.add_argument("--abs-tol", type=float, help="of two files: at most so large a difference")
-    parser.add_argument("--mean-tol", type=float, help="of two files: at most so large a mean difference")
+    parser.add_argument(
+        "--inputs", type=Path, help="for two files: an npz file with one array per input (default: noise)"
+    )
+    parser.add_argument(
+        "--abs-tol", type=float, help="for two files: bound on the largest absolute difference"
+    )
+    parser.add_argument("--mean-tol", type=float, help="for two files: bound on the mean absolute difference")
     return parser
 
 

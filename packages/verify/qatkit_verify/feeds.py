@@ -111,7 +111,7 @@ def noise_feeds(
     ports, draw = session.get_inputs(), np.random.default_rng(seed)
     if given is not None and len(ports) > 1:
         named = ", ".join(input_names(session))
-        raise ConfigError("input_shape", list(given), f"a batch by the names of the inputs ({named})")
+        raise ConfigError("input_shape", list(given), f"a mapping of arrays by input name ({named})")
     shapes = [_shape(one.name, one.shape, batch) if given is None else tuple(given) for one in ports]
     return {one.name: _drawn(draw, shape, one.type) for one, shape in zip(ports, shapes, strict=True)}
 
@@ -119,7 +119,9 @@ def noise_feeds(
 def _shape(name: str, shape: Sequence[Any], batch: int) -> tuple[int, ...]:
     known = [batch if i == 0 and not isinstance(size, int) else size for i, size in enumerate(shape)]
     if not all(isinstance(size, int) for size in known):
-        raise ConfigError("onnx file", name, reason=f"its input {list(shape)} is dynamic; give input_shape")
+        raise ConfigError(
+            "onnx file", name, reason=f"its input {list(shape)} has dynamic axes; set input_shape"
+        )
     return tuple(known)
 
 

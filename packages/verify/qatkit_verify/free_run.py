@@ -88,8 +88,8 @@ class FreeRun:
         for name, output in self.states.items():
             before, after = self.state[name], found[output]
             if before.shape != after.shape:
-                told = f"the input '{name}' is {list(before.shape)}, and the output '{output}' {list(after.shape)}"
-                raise ConfigError(KEY, f"{name}: {output}", reason=f"{told}: a state keeps its shape")
+                told = f"'{name}' has shape {list(before.shape)}, and '{output}' {list(after.shape)}"
+                raise ConfigError(KEY, f"{name}: {output}", reason=f"{told}; a state must keep its shape")
             if not np.isfinite(after).all():
                 told = f"its state '{output}' is NaN or infinite after step {self._count}"
                 raise ConfigError("onnx file", self._file, reason=told)

@@ -56,8 +56,8 @@ def check_onnxruntime() -> None:
             import onnxruntime  # noqa: F401
     except ImportError as error:
         reason = " ".join((str(error) or said.getvalue()).split())[:120]
-        allowed = f"a version that can be imported: pip install --upgrade onnxruntime numpy ({reason})"
-        raise ConfigError("onnxruntime", _version(), allowed) from error
+        failed = f"it cannot be imported ({reason}); run pip install --upgrade onnxruntime numpy"
+        raise ConfigError("onnxruntime", _version(), reason=failed) from error
 
 
 def _version() -> str | None:

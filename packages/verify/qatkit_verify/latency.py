@@ -113,7 +113,10 @@ def _calls(
     }
     for name, session in sessions.items():
         if fixed_batch(session) not in (None, batch):
-            reason = f"{files[name]} was exported for a fixed batch of {fixed_batch(session)}"
+            fixed = fixed_batch(session)
+            reason = (
+                f"{files[name]} was exported for a fixed batch of {fixed}; set verify.latency_batch={fixed}"
+            )
             raise ConfigError("verify.latency_batch", batch, reason=reason)
     given = (batch, *input_shape) if isinstance(input_shape, Sequence) else input_shape
     return {

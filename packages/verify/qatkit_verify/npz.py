@@ -19,7 +19,7 @@ def read_npz(path: Path) -> dict[str, Array]:
     try:
         stored = np.load(path, allow_pickle=False)
         if not isinstance(stored, np.lib.npyio.NpzFile):
-            raise ValueError("one array, and no npz file")
+            raise ValueError("it contains a single array and is not an npz file")
         with stored:
             return {name: stored[name] for name in stored.files}
     except (EOFError, zipfile.BadZipFile) as error:

@@ -75,20 +75,22 @@ def file_parity(
     )
     names = [[one.name for one in session.get_inputs()] for session in (first, second)]
     if missing := [name for name in names[0] if name not in given]:
-        raise ConfigError("inputs", inputs, f"an array for each input of {a.name}: {missing[0]} is missing")
+        raise ConfigError("inputs", inputs, f"an array for each input of {a.name}; {missing[0]} is missing")
     if len(names[0]) != len(names[1]):
-        raise ConfigError("onnx file", b, f"{len(names[0])} inputs, as {a.name} has (here {len(names[1])})")
+        raise ConfigError(
+            "onnx file", b, f"as many inputs as {a.name} ({len(names[0])}); found {len(names[1])}"
+        )
     outputs = [_run(session, dict(zip(own, (given[name] for name in names[0]), strict=True)), path)
                for session, own, path in ((first, names[0], a), (second, names[1], b))]  # fmt: skip
     one, other = (np.concatenate([part.astype(np.float64).ravel() for part in found]) for found in outputs)
     shapes = [[part.shape for part in found] for found in outputs]
     if shapes[0] != shapes[1]:
         raise ConfigError(
-            "onnx file", b, f"outputs of the shapes {shapes[0]}, as {a.name} has (here {shapes[1]})"
+            "onnx file", b, f"outputs of the same shapes as {a.name} ({shapes[0]}); found {shapes[1]}"
         )
     apart = np.abs(one - other)
     if not np.isfinite(apart).all():
-        raise ConfigError("onnx file", b, "outputs that are numbers: NaN or infinite ones can't be compared")
+        raise ConfigError("onnx file", b, reason="its outputs hold NaN or infinity, which cannot be compared")
     largest, mean = float(apart.max(initial=0)), float(apart.mean()) if apart.size else 0.0
     length = float(np.linalg.norm(one) * np.linalg.norm(other))
     rows = [part.reshape(len(part), -1).argmax(1) for part in (outputs[0][0], outputs[1][0])]

@@ -123,13 +123,13 @@ def check_size(width: int, height: int) -> None:
     if width * height > MOST_PIXELS:
         raise ValueError(f"{width} x {height} pixels, more than {MOST_PIXELS:,} in all")
     if max(width, height) > MOST_UNEVEN * min(width, height):
-        raise ValueError(f"{width} x {height} pixels, one side more than {MOST_UNEVEN} times the other")
+        raise ValueError(f"{width} x {height} pixels; one side is more than {MOST_UNEVEN} times the other")
 
 
 def reason(error: Exception) -> str:
     """Returns in words why a file is not an image."""
     if type(error).__name__ == "UnidentifiedImageError":
-        return "no image format that Pillow knows"
+        return "Pillow does not know its format"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror.lower()
     return first_line(error)
@@ -157,10 +157,10 @@ def as_eight_bits(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I"):
         values = np.asarray(image)
         if values.min() < 0 or values.max() > 0xFFFF:
-            raise ValueError(f"whole numbers from {values.min()} to {values.max()}, not 16 bits")
+            raise ValueError(f"integers from {values.min()} to {values.max()}, which exceed 16 bits")
         return Image.fromarray((values >> 8).astype(np.uint8))
     if image.mode == "F":
-        raise ValueError("float pixels, whose white is not known")
+        raise ValueError("float pixels of unknown range")
     if image.mode in ("P", "PA"):  # through its colours, since a palette may hold transparency too
         image = image.convert("RGBA")
     return image.convert("L" if image.mode in ("1", "LA", "La") else "RGB")

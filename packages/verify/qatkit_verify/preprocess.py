@@ -173,7 +173,7 @@ class Preprocess:
         mean, std = tuple(values["mean"]), tuple(values["std"])
         if not len(mean) == len(std) == values["channels"]:
             raise ConfigError(
-                "preprocess.json: mean", list(mean), "one number per channel, and as many in std"
+                "preprocess.json: mean", list(mean), "one number per channel, with as many numbers as std"
             )
         if not covers(values["resize"], values["image_size"]):
             allowed = f"at least image_size ({as_typed(values['image_size'])})"
@@ -258,8 +258,8 @@ _ALLOWED: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "resize": (_SIDE, _is_side),
     "interpolation": _one_of(*INTERPOLATIONS),
     "channels": ("1 | 3", lambda value: type(value) is int and value in (1, 3)),
-    "mean": ("a number a channel", _is_numbers),
-    "std": ("a positive number a channel", lambda value: _is_numbers(value, 0.0)),
+    "mean": ("one number per channel", _is_numbers),
+    "std": ("one positive number per channel", lambda value: _is_numbers(value, 0.0)),
     "crop": _one_of("center", "none"),
     "fit": _one_of(*FITS),
     "pad_value": ("a number from 0 to 255", lambda value: type(value) in (int, float) and 0 <= value <= 255),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from qatkit_verify.table import counted
+
 
 def never_on_x86(operators: str) -> str:
     """Says that uint8 x int8 products cannot saturate; `operators` is a number and kind: "20 operators"."""
@@ -10,4 +12,5 @@ def never_on_x86(operators: str) -> str:
 
 def never_on_arm(operators: int) -> str:
     """Says that sums of int8 x int8 products fit into 16 bits; `operators` is their number."""
-    return f"int8 x int8: no sum of two products leaves 16 bits, proven from the integers of {operators} operators"
+    these = counted(operators, "operator")
+    return f"int8 x int8: no sum of two products exceeds 16 bits, proven from the integers of {these}"

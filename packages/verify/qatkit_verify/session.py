@@ -124,7 +124,7 @@ def use_library(path: str | Path) -> None:
     """
     library = Path(os.path.expanduser(path)).resolve()
     if not library.is_file():
-        raise ConfigError("custom_ops", path, "a library of custom operators that exists")
+        raise ConfigError("custom_ops", path, "an existing library of custom operators")
     try:
         ort.SessionOptions().register_custom_ops_library(str(library))
     except Exception as error:  # ONNX Runtime's exceptions have no public common base

@@ -44,10 +44,10 @@ class Stream:
         """
         stored = json.loads(text)
         if not isinstance(stored, dict) or not isinstance(stored.get("states"), dict):
-            raise ValueError("no axis and states")
+            raise ValueError("axis or states is missing")
         found = cls(**stored)
         if type(found.axis) is not int or not all(isinstance(one, str) for one in found.states.values()):
-            raise ValueError("an axis that is no number, or a state that is no name")
+            raise ValueError("the axis is not a number, or a state is not a name")
         return found
 
 
@@ -60,9 +60,10 @@ def stream_of(session: ort.InferenceSession) -> Stream:
     from qatkit_verify.session import session_file  # needs ONNX Runtime
 
     told = session.get_modelmeta().custom_metadata_map.get(METADATA_KEY)
-    allowed = f"a file with states: its metadata entry '{METADATA_KEY}'"
+    entry = f"its metadata entry '{METADATA_KEY}'"
     if told is None:
-        raise ConfigError("onnx file", session_file(session), f"{allowed} is missing")
+        reason = f"{entry} is missing, which says how chunks follow each other"
+        raise ConfigError("onnx file", session_file(session), reason=reason)
     try:
         found = Stream.from_text(told)
         shapes = {one.name: one.shape for one in session.get_inputs()}
@@ -72,14 +73,15 @@ def stream_of(session: ort.InferenceSession) -> Stream:
             or not found.states.keys() < shapes.keys()
             or not set(found.states.values()) < given
         ):
-            raise ValueError("names of inputs and outputs that the file does not have")
+            raise ValueError("it names inputs or outputs that the file does not have")
         cut = [shape for name, shape in shapes.items() if name not in found.states]
         if len(cut) != 1 or not 0 < found.axis < len(cut[0]):
-            raise ValueError(f"axis {found.axis} of one input, which the file does not have")
+            raise ValueError(f"the file does not have one input with an axis {found.axis}")
         if not all(len(shapes[name]) == 2 and isinstance(shapes[name][1], int) for name in found.states):
-            raise ValueError("states of another shape than [N, size]")
+            raise ValueError("a state has another shape than [N, size]")
     except (ValueError, TypeError) as error:
-        raise ConfigError("onnx file", session_file(session), f"{allowed} is damaged ({error})") from error
+        reason = f"{entry} is damaged ({error})"
+        raise ConfigError("onnx file", session_file(session), reason=reason) from error
     return found
 
 

@@ -57,7 +57,7 @@ def read_yaml(path: Path) -> str:
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
             if isinstance(event, yaml.AliasEvent):
                 if event.anchor not in sizes:
-                    raise ValueError(f"the alias *{event.anchor} stands inside of itself, or for nothing")
+                    raise ValueError(f"the alias *{event.anchor} refers to itself or to nothing")
                 open_nodes[-1] += sizes[event.anchor]
             elif isinstance(event, yaml.CollectionStartEvent):
                 open_nodes.append(1)
@@ -71,7 +71,7 @@ def read_yaml(path: Path) -> str:
                 sizes[event.anchor or ""] = 1
             if len(open_nodes) > _DEPTH or open_nodes[-1] > _NODES:
                 raise ValueError(
-                    f"more than {_DEPTH} levels deep, or than {_NODES:,} values with its aliases"
+                    f"more than {_DEPTH} levels deep, or more than {_NODES:,} values with its aliases"
                 )
     except yaml.YAMLError:
         pass  # the loader reports where

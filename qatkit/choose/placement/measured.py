@@ -24,7 +24,7 @@ from qatkit_verify.placement.machine import this_machine
 from qatkit_verify.placement.record import Placed, check_fits, check_graph, read_placement, write_placement
 from qatkit_verify.placement.sites import FIXED, MEASURED, Sites
 
-_AGAIN = "a new run with placement=measured measures again when it is quiet"
+_AGAIN = "a new run with placement=measured measures again; start it when the machine is idle"
 
 
 def check_placement(config: Config) -> None:
@@ -46,7 +46,9 @@ def check_placement(config: Config) -> None:
         allowed = "fixed or a placement.json with rescue=ladder, whose rungs would each measure again"
         raise ConfigError("placement", MEASURED, allowed)
     if backend_of(config).other_runtime:
-        allowed = f"fixed with backend.target={config.backend.target}, whose speed ONNX Runtime does not know"
+        allowed = (
+            f"fixed with backend.target={config.backend.target}, whose speed ONNX Runtime cannot measure"
+        )
         raise ConfigError("placement", config.placement, allowed)
 
 

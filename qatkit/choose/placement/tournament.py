@@ -4,7 +4,7 @@
     ── cut ──> the cheapest placement by that ── export, profile, clock ──> corrected times ── cut ... until nothing new
     all files in turns ──> the fastest, if it is so in each session of a quiet machine; else the table
 
-The ranges are made up: the latency of a file does not depend on the values of its weights.
+The ranges are placeholders, since the latency of a file does not depend on the values of its weights.
 """
 
 from __future__ import annotations
@@ -254,7 +254,7 @@ class Tournament:
         return precision_costs.Costs([*ends, *others], self.layouts.operators, self.layouts.sites)
 
     def _sessions(self, sessions: int, runs: int, seconds: float) -> Iterator[Session]:
-        """Times all files in turns, in sessions of at most about so many seconds."""
+        """Times all files in turns, in sessions of at most about this many seconds."""
         asked, paths = self.config.verify, {name: file.path for name, file in self.files.items()}
         known = [profile.ms for profile in self._profiles.values()]
         if known:  # each run follows an untimed one

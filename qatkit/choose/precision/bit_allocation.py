@@ -53,7 +53,7 @@ def shared_weights(graph_module: fx.GraphModule) -> tuple[list[SharedWeight], li
     found = []
     for key, readers in by_weight.items():
         if any(one.site in overridden for one in readers):
-            skipped += [(one.site, "bits not chosen: an override says them") for one in readers]
+            skipped += [(one.site, "bits not chosen, since an override sets them") for one in readers]
             continue
         operators = [one.operator for one in readers if one.operator is not None]
         fakes = [operator.weight_fake_quant for operator in operators]

@@ -22,7 +22,7 @@ def chosen_floats(config: Config, stored: Mapping[str, Any] | None) -> FloatSite
         stored: the entries of the run's checkpoint (`qatkit.run.folder.Run.stored`), which hold its choice.
 
     Raises:
-        ConfigError: as in `floats_of_point`.
+        ConfigError: see `floats_of_point`.
     """
     if stored is not None:
         return read_float_sites(stored.get("floats", ()))
@@ -37,7 +37,7 @@ def floats_of_point(config: Config) -> FloatSites:
     """
     asked = config.precision
     path = Path(str(asked.front)) / REPORT_FILE
-    allowed = "the folder of a finished run with precision=auto, which has a front in its report.json"
+    allowed = "a folder of a finished run with precision=auto, whose report.json has a front"
     try:
         report = read_json(path)
         front = Precision.from_dict(report["precision"], names_of(report).main)
@@ -46,7 +46,7 @@ def floats_of_point(config: Config) -> FloatSites:
         raise ConfigError("precision.front", asked.front, allowed) from error
     if model != config.model.name:
         raise ConfigError(
-            "precision.front", asked.front, f"a front of {config.model.name} (this one is of {model})"
+            "precision.front", asked.front, f"a front of {config.model.name}; this one is of {model}"
         )
     named = ", ".join(f"{one.number} ({one.name})" for one in front.points if one.floats is not None)
     found = next((one for one in front.points if one.number == asked.point), None)

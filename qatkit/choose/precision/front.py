@@ -198,12 +198,12 @@ def decide(
         if not fast:
             best = max(able, key=lambda point: point.ratio)
             return best.number, (
-                f"target.min_speedup={min_speedup:g}: the fastest point is {best.ratio:.2f} times as fast as float, "
-                "and was taken"
+                f"target.min_speedup={min_speedup:g}: no point reaches it; the fastest one ({best.ratio:.2f} times as "
+                "fast as float) was chosen"
             )
         return max(
             fast, key=_signal
-        ).number, f"the most accurate of those {min_speedup:g} times as fast as float"
+        ).number, f"the most accurate point that is at least {min_speedup:g} times as fast as float"
     good = [point for point in able if meets(point)]
     if not good:
         best = max(able, key=_signal)

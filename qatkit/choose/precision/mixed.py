@@ -47,7 +47,7 @@ def check_precision(module: QATModule, config: Config) -> None:
     if config.precision.search == "none":
         return
     if backend_of(config).other_runtime:
-        allowed = f"none with backend.target={config.backend.target}, whose speed ONNX Runtime does not know"
+        allowed = f"none with backend.target={config.backend.target}, whose speed ONNX Runtime cannot measure"
         raise ConfigError("precision.search", "auto", allowed)
     weighted = [
         m for m in module.graph.modules() if isinstance(m, QATOperator) and m.weight_fake_quant is not None

@@ -111,7 +111,7 @@ class Search:
             return meets(point, exact, target, self.data.task.names.main)
 
         number, note = decide(shown, met, target.min_speedup)
-        note += "" if mixed else "; between int8 and float nothing is predicted to pay"
+        note += "" if mixed else "; no mixture of int8 and float is predicted to be worthwhile"
         shown = [replace(point, chosen=point.number == number) for point in shown]
         return Precision(tuple(shown), count, len(trials), len(self.judge.wanted), note, steps)
 

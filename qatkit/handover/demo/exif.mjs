@@ -1,4 +1,4 @@
-// How a picture is to be turned, by its EXIF data, and the picture without them. Browsers turn by themselves, whatever
+// Reads a picture's orientation from its EXIF data and removes them. Browsers turn pictures themselves, whatever
 // createImageBitmap is asked for (the HTML standard has "from-image" and "flipY" alone; "none" is no more): Chromium 156
 // JPEG and PNG files, but not WebP. So the data are taken out, and the page turns as training did.
 
@@ -14,8 +14,8 @@ const TURNS = {
 };
 
 /**
- * The bytes of a JPEG, PNG or WebP file without EXIF data, and the orientation in it: 1 to 8, 1 as it is.
- * Of any other file the bytes as they are.
+ * Returns the bytes of a JPEG, PNG or WebP file without EXIF data, and its orientation: 1 to 8, where 1 is upright.
+ * The bytes of any other file are unchanged.
  */
 export function withoutExif(bytes) {
   const view = new DataView(bytes.buffer, bytes.byteOffset, bytes.byteLength);
@@ -30,7 +30,7 @@ export function withoutExif(bytes) {
   return { plain: without(plain, parts.filter((one) => !one.blank)), orientation: told[0] ?? 1 };
 }
 
-/** A bitmap's pixels [height, width, 4], turned by an orientation. */
+/** Returns a bitmap's pixels [height, width, 4], turned by an orientation. */
 export function turned(bitmap, orientation) {
   const swapped = orientation >= 5;
   const width = swapped ? bitmap.height : bitmap.width;
@@ -42,7 +42,7 @@ export function turned(bitmap, orientation) {
   return context.getImageData(0, 0, width, height);
 }
 
-/** Segments APP1 that hold EXIF data. */
+/** Finds APP1 segments with EXIF data. */
 function jpegParts(bytes, view, word) {
   const found = [];
   for (let at = 2; at + 4 <= bytes.length && bytes[at] === 0xff && bytes[at + 1] !== 0xda; ) {
@@ -57,7 +57,7 @@ function jpegParts(bytes, view, word) {
   return found;
 }
 
-/** Chunks eXIf. */
+/** Finds eXIf chunks. */
 function pngParts(bytes, view, word) {
   const found = [];
   for (let at = 8; at + 12 <= bytes.length; ) {
@@ -68,7 +68,7 @@ function pngParts(bytes, view, word) {
   return found;
 }
 
-/** What chunks EXIF hold; it is blanked, since the container tells how long it is. */
+/** Finds the contents of EXIF chunks; they are blanked, since the container states their length. */
 function webpParts(bytes, view, word) {
   const found = [];
   for (let at = 12; at + 8 <= bytes.length; ) {
@@ -79,7 +79,7 @@ function webpParts(bytes, view, word) {
   return found;
 }
 
-/** Of EXIF data, a TIFF file whose first directory may hold the tag 0x0112. */
+/** Returns the orientation in EXIF data, a TIFF file whose first directory may have the tag 0x0112. */
 function orientation(tiff) {
   const view = new DataView(tiff.buffer);
   try {

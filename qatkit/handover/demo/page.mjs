@@ -1,9 +1,8 @@
-// The demo page: a picture in; the five likeliest classes, boxes or the class of each pixel out, all of it computed
-// here.
+// The demo page: for a picture, it computes and shows the five likeliest classes, the boxes, or the class of each pixel.
 //
-// A page that is opened from a folder may fetch nothing that lies beside it, but it may load scripts. So whatever it
-// needs is in scripts below demo/: `demoParts[name]` is a file, gzipped, in base64. The imports are for the reader: the
-// modules stand in the page before this one.
+// A page that is opened from a folder may not fetch files next to it, but it may load scripts. So everything it needs
+// is in scripts below demo/: `demoParts[name]` is a gzipped file in base64. The imports are for the reader: the modules
+// are in the page before this one.
 
 import { readNpz, unpacked } from "./archive.mjs";
 import { turned, withoutExif } from "./exif.mjs";
@@ -13,21 +12,21 @@ import { colour, view } from "./views.mjs";
 
 const facts = JSON.parse(document.getElementById("model-facts").textContent);
 const element = (id) => document.getElementById(id);
-const MOST_PIXELS = 89_000_000; // as `qatkit.data` takes them
+const MOST_PIXELS = 89_000_000; // the limit of `qatkit.data`
 const TIMED = { runs: 9, ms: 400 };
 const WAYS = [
   { name: "int8", title: "INT8", how: facts.preprocess },
   ...(facts.float ? [{ name: "float", title: "Float", how: asFloat(facts.preprocess) }] : []),
 ];
 const sessions = {};
-let newest = 0; // picture that was chosen last: an answer to an older one is not shown
+let newest = 0; // number of the picture that was chosen last; answers to older ones are not shown
 
-/** The float file takes normalised floats and gives logits, whatever the ends of the INT8 file are. */
+/** Returns the preprocessing of the float file, which takes normalised floats and gives logits in any case. */
 function asFloat(how) {
   return { ...how, input: { ...how.input, dtype: "float32" }, output: { shape: how.output.shape } };
 }
 
-/** A file that travels in a script, which is loaded first where it is not there yet. */
+/** Returns a file that is contained in a script; loads the script first if needed. */
 async function part(name) {
   if (!(name in demoParts)) await loadScript(`demo/${name}.js`);
   const packed = Uint8Array.from(atob(demoParts[name]), (letter) => letter.charCodeAt(0));
@@ -39,13 +38,13 @@ function loadScript(src) {
   return new Promise((resolve, reject) => {
     const script = Object.assign(document.createElement("script"), { src });
     script.onload = resolve;
-    script.onerror = () => reject(new Error(`${src} is missing beside this page`));
+    script.onerror = () => reject(new Error(`${src} is missing next to this page`));
     document.head.append(script);
   });
 }
 
 async function start() {
-  if (typeof ort === "undefined") throw new Error("demo/onnxruntime.js is missing beside this page");
+  if (typeof ort === "undefined") throw new Error("demo/onnxruntime.js is missing next to this page");
   const glue = new Blob([await part("glue")], { type: "text/javascript" });
   ort.env.wasm.wasmPaths = { mjs: URL.createObjectURL(glue) };
   ort.env.wasm.wasmBinary = await part("wasm");
@@ -58,14 +57,14 @@ async function start() {
   say("Ready: choose a picture.");
 }
 
-/** The session of "int8" or "float", made when it is first asked for. */
+/** Returns the session of "int8" or "float", which is created on first use. */
 function session(name) {
   const options = { executionProviders: ["wasm"], extra: { ...facts.session_options } }; // a copy: the runtime adds to it
   sessions[name] ??= part(name).then((bytes) => ort.InferenceSession.create(bytes, options));
   return sessions[name];
 }
 
-/** Shows what a file says, or why it says nothing. */
+/** Shows the answer for a picture file, or why there is none. */
 async function take(file) {
   const mine = ++newest;
   try {
@@ -76,22 +75,22 @@ async function take(file) {
   }
 }
 
-/** Pixels of a picture file at its own size, turned by its EXIF data where training turned it. */
+/** Returns the pixels of a picture file at its own size, turned by its EXIF data if training did so. */
 async function decoded(file) {
   const { plain, orientation } = withoutExif(new Uint8Array(await file.arrayBuffer()));
   let bitmap;
   try {
     bitmap = await createImageBitmap(new Blob([plain]), { colorSpaceConversion: "none", premultiplyAlpha: "none" });
   } catch {
-    throw new Error(`${file.name || "This"} is no picture that this browser can open. JPEG, PNG and WebP files work everywhere.`);
+    throw new Error(`This browser cannot open ${file.name || "this"} as a picture. JPEG, PNG and WebP files work everywhere.`);
   }
-  if (bitmap.width * bitmap.height > MOST_PIXELS) throw new Error(`${file.name} has ${bitmap.width} x ${bitmap.height} pixels, more than fit in here.`);
+  if (bitmap.width * bitmap.height > MOST_PIXELS) throw new Error(`${file.name} has ${bitmap.width} x ${bitmap.height} pixels, which is too large for this page.`);
   const { data, width, height } = turned(bitmap, facts.preprocess.upright ? orientation : 1);
   bitmap.close();
   return { data, width, height, channels: 4 };
 }
 
-/** Runs both models on a picture, one after the other, and shows each as it comes. */
+/** Runs both models on a picture, one after the other, and shows each answer as it comes. */
 async function answer(picture, name, mine) {
   element("problem").textContent = "";
   say("Computing …");
@@ -111,7 +110,7 @@ async function answer(picture, name, mine) {
   say(`${said.join(". ")}.`);
 }
 
-/** What is shown of an answer, and the median time of a run, in milliseconds. */
+/** Returns the view of an answer, and the median time of a run, in milliseconds. */
 async function timed(loaded, tensor, how) {
   const times = [];
   const feeds = { [loaded.inputNames[0]]: tensor };
@@ -125,7 +124,7 @@ async function timed(loaded, tensor, how) {
   return { ...shown, ms: times.sort((a, b) => a - b)[times.length >> 1] };
 }
 
-/** ImageNet's folder names are read as words. */
+/** Returns the name of a class; ImageNet's folder names become words. */
 function label(i) {
   return (facts.labels[i] ?? `class ${i}`).replace(/^n\d{8}_/, "").replaceAll("_", " ");
 }
@@ -156,7 +155,7 @@ function drawn({ name, title }, { top, draw, ms }, picture) {
   return box;
 }
 
-/** What the model sees of the picture: resized, and cropped or filled. */
+/** Shows the picture as the model sees it: resized, and cropped or padded. */
 function showSeen(picture, name) {
   const canvas = element("seen");
   paint(canvas, picture);
@@ -168,7 +167,7 @@ function showSeen(picture, name) {
   element("shown").hidden = false;
 }
 
-/** Draws a picture as the model's preprocessing leaves it. */
+/** Draws a picture after the model's preprocessing. */
 function paint(canvas, picture) {
   const how = { ...facts.preprocess, input: { dtype: "uint8" }, channel_order: "RGB", layout: "NCHW" };
   const { data, dims } = preprocess(picture, how);
@@ -182,7 +181,7 @@ function paint(canvas, picture) {
   canvas.getContext("2d").putImageData(image, 0, 0);
 }
 
-/** A button for each golden picture. */
+/** Shows a button for each golden picture. */
 function showExamples(golden) {
   for (let i = 0; golden[`pixels_${i}`]; i++) {
     const { data, dims } = golden[`pixels_${i}`];
@@ -196,7 +195,7 @@ function showExamples(golden) {
   }
 }
 
-/** Runs the golden pictures and says how far their answers are. */
+/** Runs the golden pictures and shows how much their answers differ. */
 async function check(golden) {
   const where = element("checked");
   where.textContent = "Running …";
@@ -204,13 +203,13 @@ async function check(golden) {
   try {
     const found = await runGolden(ort, await session("int8"), golden, facts.preprocess);
     const passed = found.passed ? make("p", "good", "Yes") : make("p", "bad", "No");
-    passed.append(`: ${found.same} of ${found.images} pictures have the same answer. An answer may lie ${found.tolerance.toFixed(2)} of a step away.`);
+    passed.append(`: ${found.same} of ${found.images} pictures have the same answer. The tolerance is ${found.tolerance.toFixed(2)} steps.`);
     const table = make("table");
     for (const [name, value] of [
-      ["Steps from ONNX Runtime without optimizations, at most", found.off.toFixed(3)],
-      ["Steps from ONNX Runtime with optimizations, at most", found.on.toFixed(3)],
-      ...(found.levels === null ? [] : [["Pixels off by, at most, in levels of 255", found.levels.toFixed(3)]]),
-      ["Time of a run, median, ms", found.ms.toFixed(2)],
+      ["Largest difference from ONNX Runtime without optimizations, in steps", found.off.toFixed(3)],
+      ["Largest difference from ONNX Runtime with optimizations, in steps", found.on.toFixed(3)],
+      ...(found.levels === null ? [] : [["Largest difference of input pixels, in levels of 255", found.levels.toFixed(3)]]),
+      ["Median time of a run, ms", found.ms.toFixed(2)],
     ]) {
       const row = table.insertRow();
       row.append(make("td", "", name), make("td", "", value));
@@ -245,7 +244,7 @@ function refuse(text) {
   element("shown").hidden = true;
 }
 
-/** Lets the browser show what was said before a computation takes the page's only thread. */
+/** Lets the browser repaint before a computation occupies the page's only thread. */
 function painted() {
   return new Promise((resolve) => setTimeout(resolve, 30));
 }

@@ -11,7 +11,7 @@ from qatkit_verify.errors import ConfigError
 PACKAGE = "onnxruntime-web"
 _SCRIPT, _GLUE, _WASM = "ort.wasm.min.js", "ort-wasm-simd-threaded.mjs", "ort-wasm-simd-threaded.wasm"
 _ALLOWED = (
-    f"the dist folder of npm's {PACKAGE}: `npm install --ignore-scripts {PACKAGE}` here, or in another folder and"
+    f"the dist folder of npm's {PACKAGE}; run npm install --ignore-scripts {PACKAGE} here, or in another folder and set"
     f" export.demo_runtime=THAT_FOLDER/node_modules/{PACKAGE}/dist"
 )
 
@@ -42,7 +42,7 @@ def find_runtime(typed: str | None) -> WebRuntime:
     """
     folder = Path(typed) if typed else _nearest(Path.cwd())
     if folder is None:
-        raise ConfigError("export.demo_runtime", None, _ALLOWED)
+        raise ConfigError("export.demo_runtime", "null", _ALLOWED)
     if (folder / "dist").is_dir():
         folder = folder / "dist"
     files = [folder / name for name in (_SCRIPT, _GLUE, _WASM)]

@@ -1,4 +1,4 @@
-// How the page shows an answer, by the model's task: the likeliest classes, boxes, or the class of each pixel.
+// Views of an answer, by the model's task: the likeliest classes, boxes, or the class of each pixel.
 
 import { suppressed } from "./boxes.mjs";
 import { best, logits } from "./golden.mjs";
@@ -7,13 +7,13 @@ const SHOWN = 5;
 const DRAWN = { score: 0.3, overlap: 0.6, most: 100 }; // boxes on the page
 
 /**
- * What there is to show of an answer.
+ * Returns what the page shows of an answer.
  * @param {string} task
- * @param {Object<string, ArrayLike<number>>} answers by the names of the outputs.
- * @param {string[]} names of the outputs, in the file's order.
- * @param {object} how what preprocess.json holds.
+ * @param {Object<string, ArrayLike<number>>} answers the outputs by name.
+ * @param {string[]} names the names of the outputs, in the file's order.
+ * @param {object} how the contents of preprocess.json.
  * @returns {{top: {label: number, share: number}[], draw: ?function(CanvasRenderingContext2D): void}} the rows of the
- *   list, and what paints over the picture that the model sees.
+ *   list, and a function that paints over the picture.
  */
 export function view(task, answers, names, how) {
   if (task === "detection") return boxesOf(answers[names[0]], answers[names[1]]);

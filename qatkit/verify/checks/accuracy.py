@@ -120,11 +120,11 @@ def class_line(results: Results, count: int = 5) -> str:
     shares, before = _shares(int8), {} if reference is None else _shares(reference)
     told = [
         f"{results.classes[label] if label < len(results.classes) else label}"
-        f" {shares[label]:.1f} % of {int8.class_images[label]:,}"
-        + (f" (float {before[label]:.1f})" if label in before else "")
+        f": {shares[label]:.1f} % of {int8.class_images[label]:,}"
+        + (f" (float {before[label]:.1f} %)" if label in before else "")
         for label in sorted(shares, key=shares.__getitem__)[:count]
     ]
-    return f"worst classes, {results.label} {results.task.main.name}: {', '.join(told)}" if told else ""
+    return f"worst classes by {results.label} {results.task.main.name}: {'; '.join(told)}" if told else ""
 
 
 def _shares(scores: Scores) -> dict[int, float]:

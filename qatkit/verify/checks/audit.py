@@ -10,6 +10,7 @@ from qatkit.quant.spec import NARROW_BIAS, SIXTEEN_BITS
 from qatkit.records.results import Audit, Results
 from qatkit.verify.checks.base import Check, Shortfall, Subject, capped
 from qatkit.verify.checks.requested import RequestedSettings
+from qatkit_verify.table import counted
 
 if TYPE_CHECKING:
     from qatkit.config.schema import VerifyConfig
@@ -49,7 +50,7 @@ class AuditCheck(Check):
             count = len(results.audit.matrix_nodes)
             return [f"audit: {count} Conv/Gemm/MatMul compute in float: the number formats are simulated"]
         if without := RequestedSettings(results).without_kernels:
-            rest = ", what runs in float is in the report" if results.output_dir else ""
+            rest = "; the report lists what runs in float" if results.output_dir else ""
             return [f"{audit_line(results.audit)}; no kernel computes {without}{rest}"]
         line = audit_line(results.audit, weights_alone=RequestedSettings(results).weights_alone)
         problems = results.audit.problems
@@ -64,7 +65,7 @@ def audit_line(audit: Audit, *, weights_alone: bool = False) -> str:
     int8 = sum(node.precision == "int8" for node in matrix)
     share = f"({100 * audit.int8_share:.1f} % of multiply-accumulates)"
     if not audit.for_onnxruntime:
-        return f"audit: {int8} of {len(matrix)} Conv/Gemm/MatMul ask another runtime for int8 {share}"
+        return f"audit: {int8} of {len(matrix)} Conv/Gemm/MatMul request int8 from another runtime {share}"
     weights = [item for item in audit.runtime_dequantize if item.kind == "weight"]
     megabytes = sum(item.bytes for item in weights) / 1e6
     alone = sum(node.precision == "weight-only" for node in matrix)
@@ -74,9 +75,9 @@ def audit_line(audit: Audit, *, weights_alone: bool = False) -> str:
     wide, narrow = (sum(node.reason == why for node in matrix) for why in (SIXTEEN_BITS, NARROW_BIAS))
     floats = {"take 16 bits": wide, "have a bias of fewer than 32 bits": narrow}
     told = "".join(f", {n} {what} and are computed in float" for what, n in floats.items() if n)
-    at_run_time = f"{len(weights)} weights ({megabytes:.1f} MB)" if weights else "no weight"
+    at_run_time = f"{counted(len(weights), 'weight')} ({megabytes:.1f} MB)" if weights else "no weight"
     return (
-        f"audit: {int8} of {len(matrix)} Conv/Gemm/MatMul run int8 {share}"
+        f"audit: {int8} of {len(matrix)} Conv/Gemm/MatMul run in int8 {share}"
         f"{told};"
         f" {audit.quantize} QuantizeLinear, {audit.dequantize} DequantizeLinear,"
         f" {audit.transposes} Transpose left;"
@@ -87,12 +88,14 @@ def audit_line(audit: Audit, *, weights_alone: bool = False) -> str:
 def _fix(audit: Audit, asked: RequestedSettings) -> str:
     """Returns the override that leaves the first operator with a problem in float, where overrides apply."""
     if asked.mode is not None:
-        return "verify.audit=false (no override applies to a file that was made of a file: its float is reported)"
+        return (
+            "verify.audit=false (in this mode no override applies; the report still lists what runs in float)"
+        )
     node = next((node for node in audit.nodes if node.problem), None)
     if node is None or not asked.has_module:
         return ""
     line = asked.override(node.source)
-    return f"{line} (leaves it float: {node.reason})" if line else ""
+    return f"{line} (keeps it in float: {node.reason})" if line else ""
 
 
 def _given(subject: Subject) -> Sequence[int] | Mapping[str, Any] | None:

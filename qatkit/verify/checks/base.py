@@ -217,7 +217,8 @@ def load_checks(paths: Iterable[str]) -> list[Check]:
                 "the dotted path of a class of qatkit.verify.checks.base.Check, with a name",
             )
         if found.name in checks:
-            raise ConfigError("verify.checks", path, f"one check named '{found.name}', not two")
+            reason = f"the list has two checks named '{found.name}'; remove one"
+            raise ConfigError("verify.checks", path, reason=reason)
         check_call("verify.checks", path, found)
         with calling("verify.checks", path, found):
             checks[found.name] = found()

@@ -54,7 +54,7 @@ class BiasCheck(Check):
             }
             for place in range(exact.shape[1])
         ]
-        figures = {"samples": len(exact), "by": "target" if subject.labelled else "float's output"}
+        figures = {"samples": len(exact), "by": "target" if subject.labelled else "float output"}
         return results.with_measured(NAME, {**figures, "outputs": rows})
 
     def explains(self, shortfall: Shortfall, results: Results) -> str | None:
@@ -69,9 +69,12 @@ class BiasCheck(Check):
         if found is None:
             return []
         told = [line for one in found["outputs"] for line in _texts(one, found["by"], results.label)]
-        none = f"no shift of the {results.label} outputs against float beyond noise on {found['samples']:,} samples"
+        none = (
+            f"the outputs of {results.label} have no mean shift against float beyond noise on"
+            f" {found['samples']:,} samples"
+        )
         fix = fix_of(results)
-        taken = [f"to take the shift back: {fix}"] if fix else []
+        taken = [f"to correct the shift: {fix}"] if fix else []
         return [*(told or [none]), *taken, *_loose(found, results)]
 
 
@@ -169,7 +172,7 @@ def _texts(output: Mapping[str, Any], by: str, label: str) -> list[str]:
         (output, *output["ranges"]), rows_of(output, by), strict=True
     ):
         if beyond:
-            where = "" if part is output else f" where {name}"
+            where = "" if part is output else f" for {name}"
             told.append(
                 f"mean shift of {label} against float{whose}: {shift} +/- {error} ({share} of the deviation){where}"
             )
@@ -182,9 +185,9 @@ def _loose(found: Mapping[str, Any], results: Results) -> list[str]:
     deviation = sum(one["deviation"] for one in found["outputs"]) / len(found["outputs"])
     if bound is None or not results.labelled or bound < _LOOSE * deviation:
         return []
-    share = f"{100 * bound / deviation:.3g} % of their deviation ({deviation:.3g})"
+    share = f"{100 * bound / deviation:.3g} % of their standard deviation ({deviation:.3g})"
     return [
-        f"verify.max_drop={bound:g} is in the unit of the targets, and {share}: a smaller one would say more"
+        f"verify.max_drop={bound:g} is in the unit of the targets and equals {share}; set a smaller bound"
     ]
 
 

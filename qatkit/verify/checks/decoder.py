@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from qatkit.records.decoder_files import DECODER_FILE, DECODER_FOLDER
 from qatkit.records.results import Results
 from qatkit.verify.checks.base import Check, Shortfall, Subject
+from qatkit_verify.table import counted
 
 if TYPE_CHECKING:
     from qatkit.config.schema import VerifyConfig
@@ -65,15 +66,17 @@ class DecoderCheck(Check):
         wrong, least = [], bounds.min_agreement
         if abs(found["perplexity"] / found["whole"] - 1) > _PERPLEXITY:
             wrong.append(
-                f"perplexity {found['perplexity']:.3f}, without keys and values {found['whole']:.3f}"
+                f"perplexity {found['perplexity']:.3f} ({found['whole']:.3f} without keys and values)"
             )
         if least is not None and found["agreement"] < least:
-            wrong.append(f"the same next token in {100 * found['agreement']:.2f} % of {found['tokens']:,}")
+            wrong.append(
+                f"the same next token for {100 * found['agreement']:.2f} % of {found['tokens']:,} tokens"
+            )
         # Only steps of one token read the cached keys and values.
-        alone = {"one by one": found["steps"], "of a greedy text": found["greedy"]}
+        single = {"one by one": found["steps"], "in a greedy text": found["greedy"]}
         wrong += [
-            f"{min(counts)} of {max(counts)} tokens {how} right"
-            for how, counts in alone.items()
+            f"{min(counts)} of {max(counts)} tokens right {how}"
+            for how, counts in single.items()
             if least is not None and min(counts) < least * max(counts)
         ]
         short = (
@@ -82,7 +85,7 @@ class DecoderCheck(Check):
         at = found.get("levels")
         if at is not None and at["perplexity"][1] > (1 + RISE) * at["perplexity"][0]:
             before, now = at["perplexity"]
-            line = f"export.accuracy_level={found['level']}: perplexity {now:.3f}, {before:.3f} at level 0"
+            line = f"export.accuracy_level={found['level']}: perplexity is {now:.3f}, and {before:.3f} at level 0"
             short.append(Shortfall(line, "export.accuracy_level=0 (activations in float)"))
         return short
 
@@ -98,9 +101,10 @@ def _line(found: dict[str, Any]) -> str:
     generated, equal = found["greedy"]
     return (
         f"decoder ({DECODER_FOLDER}/{DECODER_FILE}, {found['bytes'] / 1e6:.2f} MB): perplexity"
-        f" {found['perplexity']:.3f} on {found['windows']} windows ({found['whole']:.3f} without keys and values), the"
-        f" same next token {100 * found['agreement']:.2f} %; one by one {same} of {steps}, greedy text {equal} of"
-        f" {generated}; {found['tokens_per_second']:.1f} tokens/s, {found['threads']} threads{_level_text(found)}"
+        f" {found['perplexity']:.3f} on {found['windows']} windows ({found['whole']:.3f} without keys and values),"
+        f" same next token {100 * found['agreement']:.2f} %; tokens right one by one: {same} of {steps}, in a greedy"
+        f" text: {equal} of {generated}; {found['tokens_per_second']:.1f} tokens/s,"
+        f" {counted(found['threads'], 'thread')}{_level_text(found)}"
     )
 
 
@@ -111,6 +115,6 @@ def _level_text(found: dict[str, Any]) -> str:
         return ""
     before, now = at["perplexity"]
     return (
-        f"; these at accuracy level 0, but for the speed; the file has level {found['level']}: perplexity {now:.3f} in"
-        f" place of {before:.3f}, the same next token {100 * at['agreement']:.2f} %, {at['ratio']:.2f} times as fast"
+        f"; measured at accuracy level 0 except the speed; at the file's level {found['level']}: perplexity {now:.3f}"
+        f" instead of {before:.3f}, same next token {100 * at['agreement']:.2f} %, {at['ratio']:.2f} times as fast"
     )

@@ -52,8 +52,9 @@ class DetectionsCheck(Check):
         found = results.measured.get(self.name)
         if found is None or _share(found) >= _SAME:
             return []
-        line = f"export.nms: {100 * _share(found):.2f} % of the boxes of {found['file']} are PyTorch's, fewer than 99 %"
-        return [Shortfall(line, "export.nms=false (boxes and scores alone)")]
+        share = f"{100 * _share(found):.2f} % of the boxes of {found['file']}"
+        line = f"export.nms: {share} match PyTorch's, less than 99 %"
+        return [Shortfall(line, "export.nms=false (then there is only the file of boxes and scores)")]
 
     def lines(self, results: Results) -> list[str]:
         found = results.measured.get(self.name)
@@ -65,7 +66,7 @@ class DetectionsCheck(Check):
             ]
         return [
             f"detections ({found['file']}): {100 * _share(found):.2f} % of {found['boxes'] // 2:,} boxes on"
-            f" {found['images']} images are those of PyTorch's non-maximum suppression (IoU {_SAME:g})"
+            f" {found['images']} images match those of PyTorch's non-maximum suppression (IoU {_SAME:g})"
         ]
 
 

@@ -78,7 +78,7 @@ class FidelityCheck(Check):
             return []
         where = f"{found.images:,} {results.task.samples}"
         line = f"against the float file on {where}: {fidelity_text(found, results.task)}"
-        return [line if results.labelled else f"no labels, so no accuracy; {line}"]
+        return [line if results.labelled else f"accuracy is unknown without labels; {line}"]
 
 
 def _kept(results: Results, found: Mapping[str, Fidelity]) -> Results:
@@ -86,7 +86,7 @@ def _kept(results: Results, found: Mapping[str, Fidelity]) -> Results:
     near = found.get("int8")
     if near is None or not near.doubt:
         return replace(results, fidelity=found)
-    note = f"same {results.task.decision}: the figure says nothing of these {near.images:,} images, since {near.doubt}"
+    note = f"same {results.task.decision}: it says nothing about these {near.images:,} images, since {near.doubt}"
     return replace(results, fidelity=found, notes=(*results.notes, note))
 
 
@@ -99,11 +99,11 @@ def _broken(bounds: dict[str, float], found: Fidelity, results: Results) -> dict
         share = f"same {task.decision} {100 * decided.agreement:.2f} % on {decided.images} {over}"
         told["min_float_agreement"] = f"{share}, {label} against the float file"
     if found.kl is not None and found.kl > bounds.get("max_float_kl", math.inf):
-        told["max_float_kl"] = f"{label} is {found.kl:.3g} nats from the float file's softmax"
+        told["max_float_kl"] = f"KL of {label} against the float file is {found.kl:.3g} nats"
     if decided.sqnr_db is not None and decided.sqnr_db < bounds.get("min_float_sqnr", -math.inf):
         free_run = "" if free is None else f" on {free.images} {over}"
         told["min_float_sqnr"] = (
-            f"{label} has {decided.sqnr_db:.1f} dB of the float file's {task.outputs}{free_run}"
+            f"SQNR of {label} against the float file's {task.outputs} is {decided.sqnr_db:.1f} dB{free_run}"
         )
     return told
 
@@ -119,8 +119,8 @@ def _without_drift(results: Results) -> str:
     if with_floats - free.sqnr_db < _DRIFTS or not RequestedSettings(results).has_module:
         return ""
     return (
-        f"'+backend.overrides={{{overrides}}}' (their rounded weights move the states: {with_floats:.1f} dB with those"
-        f" of the float file, {free.sqnr_db:.1f} with its own)"
+        f"'+backend.overrides={{{overrides}}}' (their rounded weights make the states drift: SQNR {with_floats:.1f} dB"
+        f" with the float file's states, {free.sqnr_db:.1f} dB with its own)"
     )
 
 

@@ -11,6 +11,7 @@ from qatkit.records.results import Results
 from qatkit.verify.checks.base import Check, Shortfall, Speeds, Subject
 from qatkit.verify.checks.requested import RequestedSettings, either
 from qatkit_verify.records import Latency
+from qatkit_verify.table import counted
 
 if TYPE_CHECKING:
     from qatkit.config.schema import VerifyConfig
@@ -49,7 +50,7 @@ class LatencyCheck(Check):
             return []
         line = (
             f"verify.min_speedup={bounds.min_speedup}: {results.label} runs {int8.ratio:.2f} times as fast as float"
-            f" ({int8.median_ms:.2f} ms, {int8.threads} threads)"
+            f" ({int8.median_ms:.2f} ms, {counted(int8.threads, 'thread')})"
         )
         return [Shortfall(line, _fix(bounds.min_speedup, int8, results))]
 
@@ -64,7 +65,7 @@ class LatencyCheck(Check):
         fix = _fix(1.0, int8, results)
         return [
             f"{results.label} is slower than float here ({int8.ratio:.2f} of its speed)"
-            + (f": {fix}" if fix else "")
+            + (f"; to fix it: {fix}" if fix else "")
         ]
 
 
@@ -77,20 +78,20 @@ def _fix(bound: float, int8: Latency, results: Results) -> str:
     ways = []
     if int8.ratio_p90 >= bound:
         runs = 4 * int8.runs
-        ways.append(f"verify.latency_runs={runs} (the bound lies within the rounds' p10-p90: measure longer)")
+        ways.append(f"verify.latency_runs={runs} (the bound is within p10-p90 of the rounds: measure longer)")
     if results.audit is not None and not results.audit.for_onnxruntime:
         ways.append("verify.min_speedup=null (this file is for another runtime: measure it there)")
     elif "session.qdqisint8allowed" in results.session_options and _is_x86(results):
-        ways.append("backend=fbgemm (signed activations are slow on x86: measure on ARM)")
+        ways.append("backend=fbgemm (signed activations are slow on x86; for ARM, measure there)")
     elif results.audit is not None and results.audit.problems and not asked.mode:
-        ways.append("what the audit names, operators that run in float")
+        ways.append("faster operators in place of those that the audit reports in float")
     if asked.left_float():
         ways.append(asked.without_float())
     faster = {"float16": "static", "weight_only": "static", "dynamic": "static"}.get(asked.mode or "")
     if faster:
         ways.append(f"{asked.mode_key}={faster}")
     if results.hardware is not None and not set(_FAST) & set(results.hardware.isa):
-        ways.append("a CPU with VNNI (this one has no instructions that multiply bytes)")
+        ways.append("a CPU with VNNI (this one has no instructions for 8-bit products)")
     met = (
         f"verify.min_speedup={math.floor(100 * int8.ratio) / 100} (the speed-up of this file on this machine)"
     )
@@ -101,7 +102,11 @@ def _why_float(asked: RequestedSettings) -> str:
     """Returns why the file computes in float whatever the settings; "" if it does not."""
     if without := asked.without_kernels:
         return f"no kernel computes {without}: such a file runs in float"
-    return "weights of few bits make a file small; its products are of floats" if asked.weights_alone else ""
+    return (
+        "few-bit weights make a file smaller, not faster: it still multiplies floats"
+        if asked.weights_alone
+        else ""
+    )
 
 
 def _placement(asked: RequestedSettings, results: Results) -> list[str]:

@@ -56,10 +56,11 @@ def _text(output: Mapping[str, Any]) -> str:
     text = f"{output['name']} {'equal' if decibel is None else f'{decibel:.1f} dB'}"
     if output.get("worst_channel_db") is None:
         return text
-    return f"{text} (channel {output['worst_channel']} of {output['channels']}: {output['worst_channel_db']:.1f} dB)"
+    worst = f"worst channel {output['worst_channel']} of {output['channels']}"
+    return f"{text} ({worst}: {output['worst_channel_db']:.1f} dB)"
 
 
 def _near(output: Mapping[str, Any]) -> str:
-    cosine = f"cosine {output['cosine']:.5f} (least {output['least_cosine']:.5f})"
-    length = f"L2 distance {output['l2']:.3g} (largest {output['largest_l2']:.3g})"
-    return f"  {output['name']}, of {output['samples']:,} samples: {cosine}, {length}"
+    cosine = f"cosine {output['cosine']:.5f} (minimum {output['least_cosine']:.5f})"
+    length = f"L2 distance {output['l2']:.3g} (maximum {output['largest_l2']:.3g})"
+    return f"  {output['name']}, over {output['samples']:,} samples: {cosine}, {length}"

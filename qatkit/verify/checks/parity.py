@@ -13,6 +13,7 @@ from qatkit.verify.checks.requested import RequestedSettings
 from qatkit_verify.classification import NAMES
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.records import Comparison, TaskNames
+from qatkit_verify.table import counted
 
 if TYPE_CHECKING:
     from qatkit.config.schema import VerifyConfig
@@ -44,8 +45,8 @@ class ParityCheck(Check):
             first, found = found, _measured(subject, round(_RESOLVED / (1 - wanted.min_agreement)))
             if found.images > first.images:
                 note = (
-                    f"parity: {_otherwise(first)} of the first {first.images:,} images decided otherwise, too few to"
-                    f" tell from verify.min_agreement={wanted.min_agreement}: measured on {found.images:,}"
+                    f"parity: the decision differs for {_otherwise(first)} of the first {first.images:,} images,"
+                    f" too few to judge verify.min_agreement={wanted.min_agreement}; measured on {found.images:,}"
                 )
                 results = replace(results, notes=(*results.notes, note))
         results = replace(results, parity=found)
@@ -74,7 +75,7 @@ class ParityCheck(Check):
         )
         found = results.divergence
         if found is not None and found.begins is not None:
-            line += f"; roundings differ from '{found.begins.name}' on, and add up"
+            line += f"; rounding differences accumulate from '{found.begins.name}' on"
         elif found is not None and found.first is not None:
             line += f"; the first tensor that differs is '{found.first.name}'"
         return [Shortfall(line, _fix(results.parity, results.divergence, RequestedSettings(results)))]
@@ -147,13 +148,15 @@ def _divergence(subject: Subject, parity: Parity, least: float) -> Divergence:
 
 def but_for_ties(found: Parity | Comparison) -> str:
     """Returns what the share that is compared with a bound leaves out, or "" if it leaves out nothing."""
-    return "" if found.held == found.agreement else f" but for ties ({100 * found.agreement:.2f} % with them)"
+    return (
+        "" if found.held == found.agreement else f" except for ties ({100 * found.agreement:.2f} % with them)"
+    )
 
 
 def agreement(comparison: Comparison) -> str:
     """Returns the agreement in percent on all images, and without ties if there are any."""
     share = f"{100 * comparison.agreement:.2f} %"
-    return f"{share} ({100 * comparison.held:.2f} % but for ties)" if comparison.ties else share
+    return f"{share} ({100 * comparison.held:.2f} % except for ties)" if comparison.ties else share
 
 
 def parity_lines(parity: Parity, task: TaskNames = NAMES) -> list[str]:
@@ -178,14 +181,15 @@ def divergence_line(divergence: Divergence) -> str:
     """Describes where the file first differs from the converted module, or from itself unoptimized."""
     count, tolerance = len(divergence.tensors), divergence.tolerance
     against = "" if divergence.reference == "the converted module" else f", against {divergence.reference}"
+    steps = counted(tolerance, "step")
     if divergence.first is None:
-        return f"tensor by tensor: all {count} quantized tensors within {tolerance} step(s){against}"
+        return f"tensor by tensor: all {count} quantized tensors agree within {steps}{against}"
     first = divergence.first
-    where = f"; it is of '{divergence.operator}'" if divergence.operator else ""
+    where = f" of operator '{divergence.operator}'" if divergence.operator else ""
     return (
-        f"tensor by tensor: first beyond {tolerance} step(s) is '{first.name}':"
-        f" {100 * first.mismatching:.3g} % of {first.elements:,} elements differ,"
-        f" by up to {first.max_steps} steps{where}{against}"
+        f"tensor by tensor: the first that differs by more than {steps} is '{first.name}'{where}:"
+        f" {100 * first.mismatching:.3g} % of {first.elements:,} elements, by up to"
+        f" {first.max_steps} steps{against}"
     )
 
 
@@ -196,10 +200,10 @@ def _fix(parity: Parity, divergence: Divergence | None, asked: RequestedSettings
     if divergence is None or not asked.has_module:
         return ""
     if divergence.begins is not None:
-        return f"{met} (single values rounded the other way, which add up: no operator is at fault)"
+        return f"{met} (rounding differences of single values accumulate; no operator is at fault)"
     line = asked.override(divergence.operator) if divergence.first is not None else ""
     if line:
-        return f"{line} (leaves '{divergence.operator}' float)"
+        return f"{line} (keeps '{divergence.operator}' in float)"
     if divergence.first is not None:
         return ""
-    return f"{met} (every tensor agrees: what is left is the order of float sums)"
+    return f"{met} (every tensor agrees; only the order of float sums differs)"

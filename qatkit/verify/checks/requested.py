@@ -107,7 +107,7 @@ class RequestedSettings:
         if self.weights_alone:
             return self._closer_weights()
         if self.simulated:
-            wider = "backend.weight_dtype or backend.activation_dtype of more bits"
+            wider = "more bits in backend.weight_dtype or backend.activation_dtype"
             return either([wider, self._longer()])
         ways = []
         if self.get("data.source") == DRAWN:
@@ -118,9 +118,9 @@ class RequestedSettings:
             ways.append("calibration=auto")
         if self.get("export.tensorrt_table") is None:  # its ranges are those of the float weights
             if self.get("algorithm_choice") != "auto" and not self.get("calibration.random"):
-                ways.append("algorithm=auto (the algorithms that pay)")
+                ways.append("algorithm=auto (uses the algorithms that help)")
             if self._could_mix:
-                ways.append("precision=auto (the operators that lose most stay float)")
+                ways.append("precision=auto (keeps the operators that lose most in float)")
             ways.append(self._longer())
         return either(ways)
 
@@ -177,7 +177,7 @@ class RequestedSettings:
         Quantization settings could not fix such a loss.
         """
         slower = f"schedule.lr={self.get('schedule.lr') / 10:g}"
-        why = f"float, fine-tuned alike as the control, is {lost:.2f} points below itself, too"
+        why = f"the float control also lost {lost:.2f} points by this fine-tuning"
         return either([f"{slower} ({why})", "schedule=calibrate_only, which trains nothing"])
 
     def left_float(self) -> list[str]:
@@ -187,7 +187,7 @@ class RequestedSettings:
     def without_float(self) -> str:
         """Proposes in words to remove those selectors: how they were typed is not known."""
         keys = " or ".join(key for key, listed in self._floats().items() if listed)
-        return f"no {keys} that leave {', '.join(self.left_float())} in float"
+        return f"fewer operators in float than {keys} asks for ({', '.join(self.left_float())})"
 
     def _floats(self) -> dict[str, list[str]]:
         """Returns those selectors by their configuration key."""

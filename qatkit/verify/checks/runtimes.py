@@ -58,7 +58,7 @@ class RuntimesCheck(Check):
     def shortfalls(self, bounds: VerifyConfig, results: Results) -> list[Shortfall]:
         others = sorted(set(bounds.runtimes) - {REFERENCE})
         if others and not results.runtimes:
-            return [Shortfall(f"verify.runtimes={','.join(others)}: not measured")]
+            return [Shortfall(f"verify.runtimes={','.join(others)}: these were not measured")]
         found = [_shortfall(name, one, bounds, results) for name, one in results.runtimes.items()]
         return [one for one in found if one is not None]
 
@@ -67,7 +67,7 @@ class RuntimesCheck(Check):
             return []
         table = [columns(results.task), *rows(results)]
         return [
-            "runtimes: the same file, timed in processes of their own",
+            "runtimes: the same file, timed in one process per runtime",
             *(f"  {row}" for row in drawn(table)),
             *notes(results),
         ]
@@ -76,7 +76,7 @@ class RuntimesCheck(Check):
 def columns(task: TaskNames) -> tuple[str, ...]:
     """Returns the column heads of the table."""
     times = ("runtime", "INT8 ms [p10-p90]", "float ms", "speed-up")
-    return (*times, task.main.title, f"same {task.alike}: module", "ONNX Runtime")
+    return (*times, task.main.title, f"same {task.alike} as module %", "as ONNX Runtime %")
 
 
 def rows(results: Results) -> list[tuple[str, ...]]:
@@ -125,11 +125,17 @@ def _where(divergence: Divergence) -> str:
     """Describes the first tensor that differs, and what that implies."""
     alone = divergence.reference == ALONE
     if divergence.first is None:
-        return "each operator alone agrees with ONNX Runtime to a step, and so does every tensor that was exposed"
+        return (
+            "each operator by itself agrees with ONNX Runtime within a step, and so does every tensor that was"
+            " exposed"
+        )
     first, said = divergence.first, "from the same inputs" if alone else "in the whole file"
-    why = "" if alone else "; each operator alone agrees to a step: it fuses and rounds otherwise"
+    why = (
+        "" if alone else "; each operator by itself agrees within a step, so it fuses and rounds differently"
+    )
     return (
-        f"the first tensor that differs from ONNX Runtime's {said} is '{first.name}', of '{divergence.operator}':"
+        f"the first tensor that differs from ONNX Runtime's {said} is '{first.name}' of operator"
+        f" '{divergence.operator}':"
         f" {100 * first.mismatching:.3g} % of {first.elements:,} elements, by up to {first.max_steps} steps{why}"
     )
 
@@ -225,7 +231,7 @@ def _ports(subject: Subject, name: str) -> ort.InferenceSession:
 def _shortfall(name: str, one: InRuntime, bounds: VerifyConfig, results: Results) -> Shortfall | None:
     if one.failed:
         return Shortfall(
-            f"verify.runtimes={name}: it can't run the {results.label} file ({one.failed})", _without(name)
+            f"verify.runtimes={name}: it cannot run the {results.label} file ({one.failed})", _without(name)
         )
     near, least = one.with_onnxruntime, bounds.min_agreement
     if near is None or least is None or near.held >= least:
@@ -244,12 +250,12 @@ def _fix(name: str, divergence: Divergence | None, near: Comparison, asked: Requ
     way = f"verify.min_agreement={math.floor(10_000 * near.held) / 10_000} (the agreement of {name})"
     if divergence is not None and divergence.reference == ALONE:
         line = asked.override(divergence.operator) if asked.has_module else ""
-        way = f"{line} (leaves '{divergence.operator}' float)" if line else ""
+        way = f"{line} (keeps '{divergence.operator}' in float)" if line else ""
     return either([way, _without(name)])
 
 
 def _without(name: str) -> str:
-    return f"verify.runtimes without {name} (the file is then for the others)"
+    return f"verify.runtimes without {name} (the file is then only for the others)"
 
 
 def _percent(comparison: Comparison | None) -> str:

@@ -18,6 +18,7 @@ from qatkit.verify.checks.requested import RequestedSettings
 from qatkit_verify.classification import NAMES
 from qatkit_verify.proofs import never_on_arm, never_on_x86
 from qatkit_verify.records import Metric, TaskNames
+from qatkit_verify.table import counted
 
 if TYPE_CHECKING:
     from qatkit.config.schema import VerifyConfig
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from qatkit.verify.saturation import Saturation
 
 GUARDS = "guarded_weights"  # the key of the run's figures about its weights, among the measured ones
-_ELSEWHERE = "saturation: not looked at, since another runtime executes the file"
+_ELSEWHERE = "saturation: not checked, since another runtime executes the file"
 # How close the noise of saturation must be to the whole error against float to be its cause: half of its
 # power.
 _MOSTLY_DB = 3.0
@@ -56,12 +57,13 @@ class SaturationCheck(Check):
         short = []
         if found["others"] and (bounds.target_isa is not None or found["here"]):
             line = (
-                f"verify.target_isa=avx2: {len(found['others'])} operators can saturate and are not emulated"
+                f"verify.target_isa=avx2: {counted(len(found['others']), 'operator')} that can saturate cannot be"
+                f" emulated (first: '{found['others'][0]}')"
             )
-            short.append(Shortfall(f"{line} ('{found['others'][0]}' first)", _fix(results)))
+            short.append(Shortfall(line, _fix(results)))
         if found["emulated"] is not None and found["emulated"]["agreement"] < bounds.min_agreement:
             line = (
-                f"verify.min_agreement={bounds.min_agreement}: without VNNI the file keeps its answer on"
+                f"verify.min_agreement={bounds.min_agreement}: without VNNI the file gives the same answer on"
                 f" {100 * found['emulated']['agreement']:.2f} % of {found['images']} images"
             )
             short.append(Shortfall(line, _fix(results)))
@@ -167,15 +169,15 @@ def saturation_lines(found: Mapping[str, Any], task: TaskNames = NAMES) -> list[
         more = len(open_ones) + len(others) - 3
         listed = f"{named} and {more} more" if more > 0 else named
         return [
-            f"{said}, by their weights; what it costs that {listed} can is not measured"
+            f"{said}, proven from their weights; the effect of the others ({listed}) is not measured"
             " (verify.target_isa=avx2 emulates it)"
         ]
     clipped = sorted(
         (name for name in open_ones if layers[name]["clipped"]), key=lambda n: -layers[n]["relative_error"]
     )
     head = (
-        f"{said}, by their weights; {len(clipped)} do on {found['images']} images:"
-        f" same answer as with VNNI on {100 * found['emulated']['agreement']:.2f} %"
+        f"{said}, proven from their weights; {counted(len(clipped), 'operator')} saturated on"
+        f" {found['images']} images: same answer as with VNNI on {100 * found['emulated']['agreement']:.2f} %"
     )
     exact, emulated = (task.main.of(found[name][task.main.key]) for name in ("exact", "emulated"))
     if exact.value is not None:
@@ -192,8 +194,8 @@ def _signed_lines(signed: Mapping[str, int | None]) -> list[str]:
         return [never_on_arm(len(signed))]
     named = ", ".join(open_ones[:3]) + (f" and {len(open_ones) - 3} more" if len(open_ones) > 3 else "")
     return [
-        f"int8 x int8: {len(open_ones)} of {len(signed)} operators can leave 16 bits on ARM without the dot product,"
-        f" by weights of -128 or computed ones ({named})"
+        f"int8 x int8: {len(open_ones)} of {len(signed)} operators can exceed 16 bits on ARM without the dot product,"
+        f" through weights of -128 or computed weights ({named})"
     ]
 
 
@@ -202,8 +204,8 @@ def guard_line(guards: Mapping[str, Any]) -> str:
     operators = guards["operators"]
     if guards["choice"] == "auto" and not guards["hazard"]:
         return (
-            f"backend.reduce_range=auto: no pair of products to guard, since {guards['backend']} has none that"
-            " saturate under the session options of its manifest"
+            f"backend.reduce_range=auto: nothing to guard, since no products of {guards['backend']} saturate under its"
+            " session options"
         )
     if not operators:
         return ""
@@ -211,16 +213,17 @@ def guard_line(guards: Mapping[str, Any]) -> str:
     factor = statistics.median(one["factor"] for one in operators.values())
     lost = [one["lost_db"] for one in operators.values()]
     return (
-        f"guarded (backend.reduce_range=auto): {len(operators)} operators keep 8-bit weights whose pairs fit into 16"
-        f" bits; scales are larger in {100 * raised:.0f} % of channels, by {100 * (factor - 1):.1f} % in the median;"
-        f" the weights' SQNR is {statistics.median(lost):.1f} dB lower in the median, {max(lost):.1f} at most"
+        f"guarded (backend.reduce_range=auto): {counted(len(operators), 'operator')} with 8-bit weights whose pairs of"
+        f" products fit into 16 bits; scales are larger in {100 * raised:.0f} % of channels (median"
+        f" {100 * (factor - 1):.1f} %); the weights' SQNR is lower by {statistics.median(lost):.1f} dB in the median,"
+        f" {max(lost):.1f} dB at most"
     )
 
 
 def _layer(name: str, one: Mapping[str, Any]) -> str:
     return (
         f"{name}: {100 * one['clipped']:.3g} % of sums clipped ({one['can_saturate']} of {one['channels']} channels"
-        f" can be), off by {one['mean_steps']:.3g} steps on average, {one['max_steps']:.3g} at most"
+        f" can be), error {one['mean_steps']:.3g} steps on average, {one['max_steps']:.3g} at most"
     )
 
 
@@ -234,7 +237,7 @@ def _fix(results: Results) -> str:
     overrides = asked.get("backend.overrides") or {}
     patterns = [pattern for pattern, one in overrides.items() if one.get("reduce_range") is False]
     return (
-        f"no reduce_range=false in backend.overrides ({', '.join(patterns)})"
+        f"backend.overrides without reduce_range=false ({', '.join(patterns)})"
         if patterns
         else "backend.reduce_range=true (7-bit weights)"
     )

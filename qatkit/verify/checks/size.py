@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from qatkit.records.results import MIXED_SCALES, Results
 from qatkit.verify.checks.base import Check, Shortfall, Subject
 from qatkit.verify.checks.requested import RequestedSettings
+from qatkit_verify.errors import counted
 
 if TYPE_CHECKING:
     from qatkit.config.schema import VerifyConfig
@@ -31,7 +32,7 @@ class SizeCheck(Check):
             return [Shortfall(f"verify.max_size_ratio={bounds.max_size_ratio}: sizes were not measured")]
         if ratio <= bounds.max_size_ratio:
             return []
-        file = f"the {results.label} file is {ratio:.3f} of the float file"
+        file = f"the {results.label} file has {ratio:.3f} times the size of the float file"
         return [Shortfall(f"verify.max_size_ratio={bounds.max_size_ratio}: {file}", _fix(ratio, results))]
 
 
@@ -42,12 +43,12 @@ def _fix(ratio: float, results: Results) -> str:
     if asked.left_float():
         return asked.without_float()
     if asked.mode == "float16":
-        return f"{asked.mode_key}=weight_only (a byte a weight, not two)"
+        return f"{asked.mode_key}=weight_only (one byte per weight instead of two)"
     mixed = sum(reason.startswith(MIXED_SCALES) for _, reason in results.skipped)
     if mixed:
         return (
-            f"calibration.mixed_scales=report (quantizes what calibration left in float, operators: {mixed}), or"
+            f"calibration.mixed_scales=report (quantizes {counted(mixed, 'operator')} that calibration left in float), or"
             " a longer float training, if the float model is not good yet"
         )
     met = math.ceil(1000 * ratio) / 1000
-    return f"verify.max_size_ratio={met} (the ratio of this file: no override leaves any of it float)"
+    return f"verify.max_size_ratio={met} (the ratio of this file; no override keeps operators in float)"

@@ -39,7 +39,7 @@ class SizesCheck(Check):
             Shortfall(
                 f"verify.min_agreement={least}: at {size} ONNX Runtime agrees with the converted module on"
                 f" {100 * one['agreement']:.2f} % of {one['images']} samples",
-                "export.dynamic_axes=none (the file takes the size of the example alone)",
+                "export.dynamic_axes=none (the file then takes only the size of the example)",
             )
             for size, one in found.items()
             if least is not None and one["agreement"] < least

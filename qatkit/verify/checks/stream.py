@@ -49,19 +49,19 @@ class StreamCheck(Check):
         if found is None or found["sqnr_db"] >= LEAST_DB:
             return []
         line = (
-            f"export.stream: behind the last chunk {found['file']} is {found['sqnr_db']:.1f} dB from the whole file,"
-            f" less than {LEAST_DB:g} dB"
+            f"export.stream: the SQNR of {found['file']} after the last chunk against the whole file is"
+            f" {found['sqnr_db']:.1f} dB, less than {LEAST_DB:g} dB"
         )
-        return [Shortfall(line, "export.stream=false (the whole file alone)")]
+        return [Shortfall(line, "export.stream=false (only the whole file)")]
 
     def lines(self, results: Results) -> list[str]:
         found: dict[str, Any] | None = results.measured.get(self.name)
         if found is None:
             return []
-        near = "equal bit for bit"
+        near = "outputs bit-identical"
         if found["max_difference"]:
-            near = f"difference max {found['max_difference']:.3g} ({found['sqnr_db']:.1f} dB)"
+            near = f"difference max {found['max_difference']:.3g} (SQNR {found['sqnr_db']:.1f} dB)"
         return [
-            f"in chunks ({found['file']}): {100 * found['agreement']:.2f} % of {found['images']}"
-            f" {results.task.samples} are decided as by the whole file, {near}"
+            f"in chunks ({found['file']}): same decision as the whole file for {100 * found['agreement']:.2f} % of"
+            f" {found['images']} {results.task.samples}, {near}"
         ]

@@ -133,12 +133,12 @@ def _edited(**changes: Any) -> Callable[[Path], None]:
     ("harm", "said"),
     [
         (_missing, "stem.onnx (stem) is missing"),
-        (_damaged, "stem.onnx holds other bytes"),
-        (_edited(format=9), "format 9; this version reads 1"),
-        (_edited(files={}), "no file 'fixed'"),
+        (_damaged, "stem.onnx has other contents"),
+        (_edited(format=9), "format 9; this version reads format 1"),
+        (_edited(files={}), "'fixed' is not among its files"),
         (
             _edited(files={"fixed": {"file": "../x", "sha256": "", "float": [], "int8": []}}),
-            "'../x' is no name",
+            "'../x' is not the name",
         ),
         (lambda folder: (folder / program.VARIANTS_FILE).unlink(), "variants.json"),
     ],

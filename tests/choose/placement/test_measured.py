@@ -177,8 +177,8 @@ def changed(done: Path, path: Path, **changes: Any) -> Path:
             "there is no depthwisf here (did you mean depthwise",
         ),
         ({"graph": "0"}, "other shapes or neighbours"),
-        ({"format": 2}, "format 2; this version reads 1"),
-        ({"chosen": "9"}, "no file '9'"),
+        ({"format": 2}, "format 2; this version reads format 1"),
+        ({"chosen": "9"}, "'9' is not among its files"),
         ({"sites": {"float": [1], "int8": []}}, "sites are names"),
         ({"noise": {}, "files": [{}]}, "a placement.json of a run with placement=measured"),
     ],
@@ -196,7 +196,7 @@ def test_a_file_of_something_else_is_refused(
 def test_another_width_is_another_graph(done: Path, tmp_path: Path) -> None:
     path = changed(done, tmp_path / "placement.json", model="gated.narrow")
     config = replace(gated(tmp_path / "run"), model=ModelConfig(name="gated.narrow"), placement=str(path))
-    with pytest.raises(ConfigError, match="have other shapes or neighbours"):
+    with pytest.raises(ConfigError, match="have the same names, but other shapes or neighbours"):
         pipeline.train(config)
 
 
@@ -248,7 +248,7 @@ def test_a_busy_machine_is_noted_and_keeps_the_fixed_placement(
     placed, report = read_placement(tmp_path / "run" / "placement.json"), report_of(tmp_path / "run")
     assert placed.chosen == "fixed" and not placed.quiet and placed.waited == 0.25
     note = next(one for one in report["notes"] if one.startswith("placement: the machine was busy"))
-    assert "waited 25 %" in note and "the table stays" in note and "measures again" in note
+    assert "waited 25 %" in note and "the backend's table is kept" in note and "measures again" in note
     assert note in capsys.readouterr().out
 
 

@@ -114,7 +114,7 @@ def test_an_override_keeps_its_bits() -> None:
     model, x = Branches(), noise(64, 64)
     graph = prepared(model, x, overrides={"branches.0": OverrideConfig(weight_dtype="int2")})
     settings = MixedBits(bits=8.0, images=32)
-    assert settings.notes(graph) == [("branches.0", "bits not chosen: an override says them")]
+    assert settings.notes(graph) == [("branches.0", "bits not chosen, since an override sets them")]
     assert settings(graph, [x]).skipped == settings.notes(graph)
     assert types(graph) == ["int2", *["int8"] * 4]
 

@@ -49,9 +49,9 @@ def test_the_file_and_each_epoch_are_measured_on_held_out_images(
     ] * 2
     printed = capsys.readouterr().out
     assert (
-        f"on 287 training images held out: float top-1 {found['accuracy']['float']['top1']:.2f}, " in printed
+        f"on 287 held-out training images: float top-1 {found['accuracy']['float']['top1']:.2f}, " in printed
     )
-    assert "epochs of QAT, top-1 of what trains, on 287 training images held out: the last" in printed
+    assert "epochs of QAT, top-1 of the training model on 287 held-out training images (the last" in printed
 
 
 def test_validation_uses_test_images_or_held_out_ones_on_request(

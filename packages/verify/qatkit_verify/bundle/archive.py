@@ -53,7 +53,7 @@ def unpacked_bundle(path: str | Path) -> Iterator[Path]:
     given = Path(path)
     if given.is_dir():
         if not (given / MANIFEST).is_file():
-            raise ConfigError("bundle", path, f"a bundle: it has no {MANIFEST}")
+            raise ConfigError("bundle", path, f"a bundle that contains {MANIFEST}")
         yield given
         return
     if not given.is_file():
@@ -93,7 +93,7 @@ def _check(path: Path, entries: list[zipfile.ZipInfo]) -> None:
     if len(names) > _FILES or sum(told.file_size for told in entries) > _BYTES:
         raise ConfigError("bundle", path, f"at most {_FILES} files and {_BYTES >> 30} GiB unpacked")
     if len({name.lower() for name in names}) != len(names):
-        raise ConfigError("bundle", path, "a zip that holds each file once")
+        raise ConfigError("bundle", path, "a zip that contains each file once")
     for told in entries:
         kind = stat.S_IFMT(told.external_attr >> 16)
         try:
@@ -101,7 +101,7 @@ def _check(path: Path, entries: list[zipfile.ZipInfo]) -> None:
         except ValueError as error:
             raise ConfigError("bundle", path, f"a zip whose files stay in its folder ({error})") from error
         if kind not in (0, stat.S_IFREG):
-            raise ConfigError("bundle", path, f"plain files ({told.filename} is a link or a device)")
+            raise ConfigError("bundle", path, f"regular files only ({told.filename} is a link or a device)")
         if told.file_size > _RATIO * max(told.compress_size, 1):
             raise ConfigError(
                 "bundle",
@@ -109,4 +109,4 @@ def _check(path: Path, entries: list[zipfile.ZipInfo]) -> None:
                 f"files of plausible sizes ({told.filename} unpacks to {told.file_size:,} bytes)",
             )
     if MANIFEST not in names:
-        raise ConfigError("bundle", path, f"a bundle: it has no {MANIFEST}")
+        raise ConfigError("bundle", path, f"a bundle that contains {MANIFEST}")

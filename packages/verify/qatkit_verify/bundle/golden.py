@@ -90,7 +90,7 @@ def away(golden: Mapping[str, Array], steps: Mapping[str, float], found: Sequenc
     for index, ((name, wanted), got) in enumerate(zip(golden.items(), found, strict=True)):
         if got.shape != wanted.shape:
             raise ConfigError(
-                "golden", name, f"answers of the shape {list(wanted.shape)} (here {list(got.shape)})"
+                "golden", name, f"answers of shape {list(wanted.shape)}; found {list(got.shape)}"
             )
         worst = max(worst, _apart(got, wanted, steps[name]))
         if index == 0 and wanted.ndim:
@@ -140,10 +140,10 @@ def read_golden(path: Path) -> Golden:
     """
     try:
         if path.stat().st_size > _LARGEST:
-            raise ValueError(f"more than {_LARGEST:,} bytes")
+            raise ValueError(f"it has more than {_LARGEST:,} bytes")
         return _golden(read_npz(path))
     except (OSError, ValueError, KeyError) as error:
-        reason = f"no {error}" if isinstance(error, KeyError) else error
+        reason = f"{error} is missing" if isinstance(error, KeyError) else error
         raise ConfigError("golden", path, f"golden vectors of a bundle ({reason})") from error
 
 
@@ -167,13 +167,13 @@ def _golden(arrays: Mapping[str, Array]) -> Golden:
         or found.on.keys() != found.off.keys()
         or found.on.keys() != found.steps.keys()
     ):
-        raise ValueError("inputs, outputs and steps do not belong together")
+        raise ValueError("its inputs, outputs and steps do not match")
     if runs:
         _check_runs(found)
         return found
     lengths = {len(one) for part in (found.inputs, found.on, found.off) for one in part.values()}
     if len(lengths) != 1 or lengths == {0} or (found.raw and lengths != {len(found.raw)}):
-        raise ValueError(f"{sorted(lengths)} answers for {len(found.raw)} images")
+        raise ValueError(f"{', '.join(map(str, sorted(lengths)))} answers for {len(found.raw)} images")
     return found
 
 
@@ -189,4 +189,4 @@ def _check_runs(found: Golden) -> None:
     names = [name.partition("/")[2] for name in found.on if name.startswith("0/")]
     wanted = [f"{place}/{name}" for place in range(len(found.runs)) for name in names]
     if list(found.on) != wanted or any(run.keys() != found.runs[0].keys() for run in found.runs):
-        raise ValueError("runs of other inputs or outputs")
+        raise ValueError("its runs differ in their inputs or outputs")

@@ -119,9 +119,7 @@ def read_manifest(folder: Path) -> Manifest:
         stored = json.loads(text)
         told = stored.get("format") if isinstance(stored, dict) else None
         if isinstance(told, int) and told > FORMAT_OF_ARRAYS:
-            newer = (
-                f"format {FORMAT_OF_ARRAYS} or older; this one is of format {told}, for a newer qatkit-verify"
-            )
+            newer = f"format {FORMAT_OF_ARRAYS} or older; format {told} needs a newer qatkit-verify"
             raise ConfigError(_KEY, path, newer)
         own = stored["sha256"]
         if (
@@ -129,12 +127,16 @@ def read_manifest(folder: Path) -> Manifest:
             or text.count(own) != 1
             or _digest(text.replace(own, _NOTHING)) != own
         ):
-            raise ConfigError(_KEY, path, f"an undamaged bundle ({MANIFEST} holds other bytes)")
+            raise ConfigError(_KEY, path, f"an undamaged bundle ({MANIFEST} differs from its own digest)")
         return _manifest(stored)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, ConfigError):
             raise
-        reason = f"no {error}" if isinstance(error, KeyError) else getattr(error, "strerror", None) or error
+        reason = (
+            f"{error} is missing"
+            if isinstance(error, KeyError)
+            else getattr(error, "strerror", None) or error
+        )
         raise ConfigError(_KEY, path, f"the manifest of a bundle ({reason})") from error
 
 
@@ -165,7 +167,7 @@ def _options(stored: Any) -> dict[str, str] | None:
         return None
     found = dict(stored)
     if not all(isinstance(text, str) for pair in found.items() for text in pair):
-        raise ValueError("session_options with something else than text")
+        raise ValueError("a value of session_options is not a string")
     return found
 
 
@@ -174,7 +176,7 @@ def check_name(name: str) -> None:
     path = PurePosixPath(name)
     bad = path.is_absolute() or ".." in path.parts or "\\" in name or ":" in name or "\0" in name
     if bad or not name or str(path) != name or not name.isprintable():
-        raise ValueError(f"{name!r} is no name of a file in a bundle")
+        raise ValueError(f"{name!r} is not a valid file name in a bundle")
 
 
 def check_files(folder: Path, manifest: Manifest) -> int:
@@ -189,7 +191,7 @@ def check_files(folder: Path, manifest: Manifest) -> int:
     wrong = [*_wrong(folder, manifest.files), *_unlisted(folder, manifest.files)]
     if wrong:
         more = f", and {len(wrong) - 5} more" if len(wrong) > 5 else ""
-        raise ConfigError(_KEY, folder, f"the files that {MANIFEST} lists: {'; '.join(wrong[:5])}{more}")
+        raise ConfigError(_KEY, folder, f"the files that {MANIFEST} lists ({', '.join(wrong[:5])}{more})")
     return sum(one.size for one in manifest.files)
 
 
@@ -197,11 +199,11 @@ def _wrong(folder: Path, files: Iterable[Entry]) -> Iterable[str]:
     for one in files:
         path = folder / one.name
         if path.is_symlink() or (path.exists() and not path.is_file()):
-            yield f"{one.name} is no plain file"
+            yield f"{one.name} is not a regular file"
         elif not path.is_file():
             yield f"{one.name} is missing"
         elif path.stat().st_size != one.size or sha256(path) != one.sha256:
-            yield f"{one.name} holds other bytes"
+            yield f"{one.name} has other contents"
 
 
 def _unlisted(folder: Path, files: Iterable[Entry]) -> Iterable[str]:

@@ -17,7 +17,7 @@ from qatkit_verify.errors import ConfigError
 from qatkit_verify.files import write_text
 from qatkit_verify.untrusted import read_text
 
-_INSTALL = "the extra that checks signatures: pip install 'qatkit-verify[sign]'"
+_INSTALL = "the package cryptography: pip install 'qatkit-verify[sign]'"
 
 
 def private_key(path: str | Path, key: str = "export.sign") -> Any:
@@ -34,7 +34,9 @@ def private_key(path: str | Path, key: str = "export.sign") -> Any:
             key, path, f"an Ed25519 private key as PEM, without a password ({error})"
         ) from error
     if not isinstance(found, ed25519.Ed25519PrivateKey):
-        raise ConfigError(key, path, "an Ed25519 private key: openssl genpkey -algorithm ed25519 -out FILE")
+        raise ConfigError(
+            key, path, "an Ed25519 private key, as made by openssl genpkey -algorithm ed25519 -out FILE"
+        )
     return found
 
 
@@ -67,21 +69,22 @@ def check_signature(folder: Path, signer: str | None, public: str | Path | None)
     if signer is None:
         return _unsigned(folder, public)
     if not (folder / SIGNATURE).exists():
-        raise ConfigError("bundle", folder, f"a signature: {SIGNATURE} is missing")
+        missing = f"{SIGNATURE} is missing, although {MANIFEST} names a signer; get the complete bundle"
+        raise ConfigError("bundle", folder, reason=missing)
     try:
         serialization, ed25519 = _library("key", public or signer)
     except ConfigError:
         if public is None:
-            return f"signed by {_short(signer)}, not checked here ({_INSTALL})"
+            return f"signed by {_short(signer)}, not checked: checking needs {_INSTALL}"
         raise
     key = ed25519.Ed25519PublicKey.from_public_bytes(_decoded(folder / MANIFEST, signer, 32))
     if (
         public is not None
         and _public(serialization, ed25519, public).public_bytes_raw() != key.public_bytes_raw()
     ):
-        raise ConfigError("key", public, f"the key that signed this bundle, which is {_short(signer)}")
+        raise ConfigError("key", public, f"the public key of this bundle's signer, {_short(signer)}")
     _check(folder, key, signer)
-    return f"signed by {_short(signer)}" + ("" if public else " (give --key to say whose that must be)")
+    return f"signed by {_short(signer)}" + ("" if public else " (set --key to require a certain signer)")
 
 
 def _check(folder: Path, key: Any, signer: str) -> None:
@@ -97,15 +100,16 @@ def _check(folder: Path, key: Any, signer: str) -> None:
         raise
     except Exception as error:  # InvalidSignature
         raise ConfigError(
-            "bundle", folder / SIGNATURE, f"the signature of {MANIFEST} by {_short(signer)}"
+            "bundle", folder / SIGNATURE, f"a valid signature of {MANIFEST} by {_short(signer)}"
         ) from error
 
 
 def _unsigned(folder: Path, public: str | Path | None) -> str:
     if public is not None:
-        raise ConfigError("key", public, f"a bundle that is signed ({folder} is not)")
+        raise ConfigError("key", public, f"a signed bundle, which {folder} is not")
     if (folder / SIGNATURE).exists():
-        raise ConfigError("bundle", folder / SIGNATURE, "no signature: the manifest names no signer")
+        unnamed = f"the signature cannot be checked, since {MANIFEST} names no signer"
+        raise ConfigError("bundle", folder / SIGNATURE, reason=unnamed)
     return "not signed"
 
 
@@ -126,7 +130,7 @@ def _decoded(path: Path, text: str, size: int) -> bytes:
     except ValueError:
         found = b""
     if len(found) != size or base64.b64encode(found).decode() != text:
-        raise ConfigError("bundle", path, f"{size} bytes as base64")
+        raise ConfigError("bundle", path, f"{size} bytes in base64")
     return found
 
 

@@ -18,6 +18,7 @@ from qatkit_verify.classification import names_of
 from qatkit_verify.feeds import Array
 from qatkit_verify.runtimes.base import REFERENCE, load_runtimes
 from qatkit_verify.session import open_session
+from qatkit_verify.table import counted
 from qatkit_verify.untrusted import read_json
 
 
@@ -27,16 +28,16 @@ def preprocessing(asked: CheckInputs) -> Found:
     if golden.runs:
         return _inputs(asked)
     if not golden.raw or not path.is_file():
-        return Found("preprocessing", OPEN, "the inputs are no images")
+        return Found("preprocessing", OPEN, "the inputs are not images")
     made, raw = _prepared(golden, path)
     wanted = next(iter(golden.inputs.values()))
     if made.shape == wanted.shape and made.dtype == wanted.dtype and made.tobytes() == wanted.tobytes():
-        return Found("preprocessing", OK, f"{len(made)} {raw} equal bit for bit")
+        return Found("preprocessing", OK, f"{len(made)} {raw} are bit-identical")
     apart = (
         float(np.abs(made.astype(np.float64) - wanted).max()) if made.shape == wanted.shape else float("inf")
     )
-    fix = "the same versions of numpy and qatkit-verify as in manifest.json"
-    return Found("preprocessing", SHORT, f"differs by up to {apart:.3g}", fix, {"max_abs_diff": apart})
+    fix = "install the versions of numpy and qatkit-verify that manifest.json names"
+    return Found("preprocessing", SHORT, f"inputs differ by up to {apart:.3g}", fix, {"max_abs_diff": apart})
 
 
 def _prepared(golden: Golden, path: Path) -> tuple[Array, str]:
@@ -58,16 +59,19 @@ def _inputs(asked: CheckInputs) -> Found:
     """Compares the golden arrays and the file's own inputs with model.json."""
     told = [Port.from_dict(one) for one in read_json(asked.folder / ARRAYS_FILE)["inputs"]]
     session = open_session(asked.int8, threads=1, optimize=False, options=asked.options)
-    seen = f"{len(told)} inputs, as model.json says: {', '.join(map(str, told))}"
+    listed = f"({', '.join(map(str, told))})"
     declared = [Port.of(one) for one in session.get_inputs()]
     wrong = [str(port) for port, own in zip(told, declared, strict=False) if not port.declares(own)]
     wrong += [f"{len(declared)} inputs"] if len(told) != len(declared) else []
     for run in asked.golden.runs:
         wrong += [str(port) for port in told if port.name not in run or not port.takes(run[port.name])]
     if not wrong:
+        seen = f"{counted(len(told), 'input')} as in model.json {listed}"
         return Found("inputs", OK, seen, figures={"inputs": len(told)})
-    fix = "a bundle that qatkit writes again: model.json is of another file"
-    return Found("inputs", SHORT, f"model.json says {seen}; not so: {', '.join(dict.fromkeys(wrong))}", fix)
+    fix = "export the bundle again: its model.json belongs to another file"
+    differ = ", ".join(dict.fromkeys(wrong))
+    seen = f"model.json lists {counted(len(told), 'input')} {listed}; the file differs: {differ}"
+    return Found("inputs", SHORT, seen, fix)
 
 
 def answers(asked: CheckInputs, *, optimize: bool) -> Found:
@@ -97,17 +101,17 @@ def answers_elsewhere(asked: CheckInputs) -> list[Found]:
 def _judged(asked: CheckInputs, name: str, found: Away, tolerance: float) -> Found:
     names = names_of(asked.report)
     if asked.golden.runs:
-        same = f"{len(asked.golden.runs)} runs"
+        same = counted(len(asked.golden.runs), "run")
     elif names.name == "outputs":  # its decisions need more than this package
-        same = f"{found.images} samples"
+        same = counted(found.images, "sample")
     else:
-        same = f"{found.same} of {found.images} the same {names.decision}"
-    seen = f"{same}, {found.steps:.3g} steps away (at most {tolerance:.3g})"
+        same = f"same {names.decision} for {found.same} of {found.images}"
+    seen = f"{same}, difference at most {found.steps:.3g} steps (tolerance {tolerance:.3g})"
     figures = {"steps": found.steps, "tolerance": tolerance, "same": found.same, "images": found.images}
     if found.steps <= tolerance:
         return Found(name, OK, seen, figures=figures)
     fix = (
-        "where sums saturate here (below): verify.target_isa=avx2 in training names the operators that need "
-        "reduce_range; else another version of the runtime"
+        "if sums saturate here (see saturation below), train with verify.target_isa=avx2, which names the "
+        "operators that need reduce_range; otherwise use another version of the runtime"
     )
     return Found(name, SHORT, seen, fix, figures)

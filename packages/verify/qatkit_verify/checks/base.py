@@ -146,4 +146,6 @@ def _answers(execute: Execute, run: Mapping[str, Array]) -> list[Array]:
         return [np.asarray(one) for one in execute(run)]
     except Exception as error:  # ONNX Runtime's exceptions have no public common base
         given = ", ".join(f"{name} {one.dtype} {list(one.shape)}" for name, one in run.items())
-        raise ConfigError("golden", given, f"arrays that the file takes ({one_line(error)})") from error
+        raise ConfigError(
+            "golden", given, f"arrays that fit the inputs of the file ({one_line(error)})"
+        ) from error

@@ -26,7 +26,7 @@ def answers_in_chunks(asked: CheckInputs) -> list[Found]:
     try:
         return [_judged(path.name, _outputs(asked, path))]
     except ConfigError as error:  # it does not load, does not say how chunks follow, or does not run on them
-        return [Found(NAME, SHORT, f"{path.name} takes no chunks ({error})", _fix(path.name))]
+        return [Found(NAME, SHORT, f"{path.name} cannot run in chunks ({error})", _fix(path.name))]
 
 
 def _outputs(asked: CheckInputs, path: Path) -> dict[str, list[tuple[Array, Array]]]:
@@ -41,7 +41,7 @@ def _outputs(asked: CheckInputs, path: Path) -> dict[str, list[tuple[Array, Arra
         exact, found = run_outputs(whole, batch), in_chunks(stream, batch)
         shapes = [[list(one.shape) for one in outputs] for outputs in (exact, found)]
         if shapes[0] != shapes[1]:
-            reason = f"behind the last chunk its outputs are {shapes[1]}, those of {INT8_FILE} {shapes[0]}"
+            reason = f"after the last chunk its outputs have shape {shapes[1]}, and those of {INT8_FILE} {shapes[0]}"
             raise ConfigError("onnx file", path.name, reason=reason)
         for name, *both in zip(names, exact, found, strict=True):
             pairs[name] += zip(*map(np.atleast_1d, both), strict=True)
@@ -63,15 +63,17 @@ def _judged(name: str, pairs: Mapping[str, Sequence[tuple[Array, Array]]]) -> Fo
     apart = max(float(np.abs(np.subtract(*both, dtype=np.float64)).max(initial=0)) for both in pairs[worst])
     figures = {"file": name, "samples": len(by_sample), "sqnr_db": kept[worst], "max_abs_diff": apart}
     if kept[worst] >= LEAST_DB:
-        near = f"{kept[worst]:.1f} dB (at least {LEAST_DB:g})" if apart else "equal bit for bit"
-        return Found(NAME, OK, f"{name} and {INT8_FILE}: {len(by_sample)} samples, {near}", figures=figures)
+        near = f"SQNR {kept[worst]:.1f} dB (at least {LEAST_DB:g})" if apart else "bit-identical"
+        return Found(
+            NAME, OK, f"{name} against {INT8_FILE} on {len(by_sample)} samples: {near}", figures=figures
+        )
     place = int(np.argmin(by_sample))
     seen = (
-        f"{name}: behind the last chunk '{worst}' is {kept[worst]:.1f} dB from {INT8_FILE}, less than {LEAST_DB:g} dB,"
-        f" and golden sample {place} is farthest ({by_sample[place]:.1f} dB)"
+        f"{name} against {INT8_FILE}: the SQNR of '{worst}' after the last chunk is {kept[worst]:.1f} dB, less than "
+        f"{LEAST_DB:g} dB; the worst golden sample is {place} ({by_sample[place]:.1f} dB)"
     )
     return Found(NAME, SHORT, seen, _fix(name), {**figures, "output": worst, "sample": place})
 
 
 def _fix(name: str) -> str:
-    return f"a bundle that qatkit writes again: {name} is damaged, or of another file than {INT8_FILE}"
+    return f"export the bundle again: {name} is damaged, or belongs to another file than {INT8_FILE}"

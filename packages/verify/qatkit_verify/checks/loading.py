@@ -25,7 +25,7 @@ def loading(asked: CheckInputs) -> Found:
     except ConfigError as error:
         if version_numbers(ort.__version__) < version_numbers(needed):
             asks = f"opset {told.opsets.get('', '?')}, IR version {told.ir_version}"
-            allowed = f"{needed} or newer: this one can't load {asks}"
+            allowed = f"{needed} or newer; this version cannot load {asks}"
             raise ConfigError("onnxruntime", ort.__version__, allowed) from error
         raise
     seen = (

@@ -32,13 +32,12 @@ def pictures(asked: CheckInputs) -> Found:
     """
     assert asked.pictures is not None
     if not (asked.folder / PREPROCESS_FILE).is_file():
-        allowed = "no folder for this bundle, whose model takes arrays and no pictures"
-        raise ConfigError("pictures", asked.pictures, allowed)
+        reason = "the model of this bundle takes arrays, not pictures; leave out --pictures"
+        raise ConfigError("pictures", asked.pictures, reason=reason)
     how = read_json(asked.folder / PREPROCESS_FILE)
     if isinstance(how, dict) and "features" in how:
-        raise ConfigError(
-            "pictures", asked.pictures, "no folder for this bundle, whose model takes recordings"
-        )
+        reason = "the model of this bundle takes recordings, not pictures; use --recordings"
+        raise ConfigError("pictures", asked.pictures, reason=reason)
     files = _labelled(asked, "pictures", asked.pictures, picture_files)
     prepare = Preprocess.from_dict(how)
     return _judged(
@@ -56,8 +55,8 @@ def recordings(asked: CheckInputs) -> Found:
     path = asked.folder / PREPROCESS_FILE
     how = read_json(path) if path.is_file() else None
     if not isinstance(how, dict) or "features" not in how:
-        allowed = "no folder for this bundle, whose model takes no recordings"
-        raise ConfigError("recordings", asked.recordings, allowed)
+        reason = "the model of this bundle does not take recordings; leave out --recordings"
+        raise ConfigError("recordings", asked.recordings, reason=reason)
     prepare = SoundPreprocess.from_dict(how)
     files = _labelled(asked, "recordings", asked.recordings, _sound_files)
     return _judged(asked, "recordings", files, lambda path: prepare(_samples(path, prepare.rate)))
@@ -76,7 +75,7 @@ def _samples(path: Path, rate: int) -> Samples:
     except (OSError, ValueError, ImportError) as error:
         raise ConfigError("recordings", path, f"a readable WAV or FLAC file ({first_line(error)})") from error
     if sound.rate != rate:
-        raise ConfigError("recordings", path, f"recordings at {rate} Hz; this one is at {sound.rate}")
+        raise ConfigError("recordings", path, f"recordings at {rate} Hz; this one is at {sound.rate} Hz")
     return sound.samples
 
 
@@ -97,18 +96,18 @@ def _judged(
 def _compared(asked: CheckInputs, kind: str, right: int, images: int) -> Found:
     found = TOP1.of(100 * right / images)
     assert found.value is not None
-    seen = f"{found.name} {found.value:.2f} on {images:,} {kind}"
+    seen = f"{found.name} {found.text} on {images:,} {kind}"
     figures = {found.key: found.value, "images": images}
     told = ((asked.report.get("accuracy") or {}).get("int8") or {}).get(found.key)
     if told is None:
-        return Found(kind, OPEN, f"{seen}; the report has no accuracy to compare with", figures=figures)
+        return Found(kind, OPEN, f"{seen}; the report has no accuracy for comparison", figures=figures)
     noise = 200 * math.sqrt(max(right * (images - right), 1) / images**3)  # two standard errors, in points
-    seen += f"; the report says {told:.2f}"
+    seen += f"; the report has {found.of(told).text}"
     if found.value >= told - asked.max_drop - noise:
         return Found(kind, OK, seen, figures=figures)
     fix = (
-        f"other {kind} than those that it was trained for, or folders that are no classes; where the answers above "
-        f"are as they were, the file is the same (--max-drop is {asked.max_drop:g} points)"
+        f"check that the {kind} are of the kind the model was trained for, and that the folders are its classes: if "
+        f"the answers above match, the file itself is unchanged; or raise --max-drop ({asked.max_drop:g} points)"
     )
     return Found(kind, SHORT, seen, fix, figures)
 
@@ -120,11 +119,11 @@ def _labelled(
     known = asked.folder / LABELS_FILE
     labels = read_text(known).splitlines() if known.is_file() else []
     if not root.is_dir():
-        raise ConfigError(kind, root, f"a folder with a folder of {kind} for each class")
+        raise ConfigError(kind, root, f"a folder that contains one folder of {kind} per class")
     folders = sorted(path for path in root.iterdir() if path.is_dir())
     numbers = {name: number for number, name in enumerate(labels)}
     if not folders:
-        raise ConfigError(kind, root, f"a folder for each class, such as {', '.join(labels[:3])}")
+        raise ConfigError(kind, root, f"one folder per class, such as {', '.join(labels[:3])}")
     for folder in folders:
         if folder.name not in numbers:
             raise ConfigError(
@@ -132,7 +131,7 @@ def _labelled(
             )
     found = [(path, numbers[folder.name]) for folder in folders for path in files_of(folder)]
     if not found:
-        raise ConfigError(kind, root, f"at least one of the {kind}")
+        raise ConfigError(kind, root, f"at least one {kind[:-1]}")
     return found
 
 

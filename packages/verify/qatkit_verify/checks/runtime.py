@@ -74,7 +74,9 @@ class _Noise:
 def runtime(asked: CheckInputs) -> Found:
     """Compares this ONNX Runtime's answers to the golden inputs with those of the version that verified."""
     there = (
-        asked.manifest.onnxruntime or asked.manifest.made_by.get("onnxruntime") or "the one that verified it"
+        asked.manifest.onnxruntime
+        or asked.manifest.made_by.get("onnxruntime")
+        or "the version that verified it"
     )
     noise = _measured(asked, asked.answers[True])
     nodes = _made_here(asked)
@@ -89,11 +91,11 @@ def runtime(asked: CheckInputs) -> Found:
     }  # fmt: skip
     note = f"; it is {told}" if (told := untested(RUNTIME_VERSION)) else ""
     if noise.explained or stepwise:
-        seen = f"ONNX Runtime {RUNTIME_VERSION} answers as {there} did: {_db(noise.here)}"
+        seen = f"the outputs of ONNX Runtime {RUNTIME_VERSION} match those of {there}: {_db(noise.here)}"
         seen += ", which rounding explains" if noise.here > _FLOOR else ""
         return Found("runtime", OK, seen + _without_options(asked, nodes) + note, figures=figures)
-    seen = f"differs: ONNX Runtime {RUNTIME_VERSION} answers {_db(noise.here)} from what {there} answered"
-    seen += f" (there, optimized against as written: {_db(noise.there)})" + _named(culprits) + note
+    seen = f"the outputs of ONNX Runtime {RUNTIME_VERSION} differ from those of {there}: {_db(noise.here)}"
+    seen += f" (its own optimizations: {_db(noise.there)})" + _named(culprits) + note
     return Found("runtime", SHORT, seen, _fix(asked, there, bool(culprits)), figures)
 
 
@@ -165,13 +167,19 @@ def _fix(asked: CheckInputs, there: str, quantizes: bool) -> str:
         restored = _measured(asked, asked.answers_with({**asked.options, **SESSION_OPTIONS}))
         if restored.explained:
             entry = f"{ACCURACY_LEVEL}={SESSION_OPTIONS[ACCURACY_LEVEL]}"
-            return f"the session option {entry} restores it ({_db(restored.here)})"
-    return f"the version of ONNX Runtime that it was verified with: {there}"
+            return f"set the session option {entry}, which restores the outputs ({_db(restored.here)})"
+    return f"use the version of ONNX Runtime that verified the file: {there}"
 
 
 def _db(share: float) -> str:
     decibels = _finite(share)
-    return "equal in every bit" if share == 0 else "no dB" if decibels is None else f"{decibels:.0f} dB"
+    return (
+        "bit-identical"
+        if share == 0
+        else "completely different"
+        if decibels is None
+        else f"SQNR {decibels:.0f} dB"
+    )
 
 
 def _finite(share: float) -> float | None:

@@ -11,6 +11,7 @@ from qatkit_verify.kernels import CONVS, MATMULS, executed
 from qatkit_verify.latency import latency
 from qatkit_verify.proofs import never_on_arm, never_on_x86
 from qatkit_verify.saturation import saturates_here
+from qatkit_verify.table import counted
 
 _LESS = 0.01  # of the multiply-accumulates: maximum decrease of the int8 share here
 _NAMED = 1  # operators that can saturate and are named; the figures have all
@@ -26,12 +27,13 @@ def speed(asked: CheckInputs) -> Found:
     given = lone or asked.one_batch
     times = latency(files, given, batch=batch, threads=asked.threads, runs=asked.runs, options=asked.options)
     int8 = times["int8"]
-    seen = f"{int8.median_ms:.2f} ms [{int8.p10_ms:.2f}-{int8.p90_ms:.2f}], {asked.threads} threads, batch {batch}"
+    threads = counted(asked.threads, "thread")
+    seen = f"{int8.median_ms:.2f} ms [{int8.p10_ms:.2f}-{int8.p90_ms:.2f}], {threads}, batch {batch}"
     figures = {"int8_ms": int8.median_ms, "threads": asked.threads}
     if "float" not in files:
         return Found("speed", OK, seen, figures=figures)
-    ratio = f"{int8.ratio:.2f} times as fast [{int8.ratio_p10:.2f}-{int8.ratio_p90:.2f}]"
-    seen += f"; float {times['float'].median_ms:.2f} ms, {ratio}"
+    ratio = f"{int8.ratio:.2f} times as fast as float [{int8.ratio_p10:.2f}-{int8.ratio_p90:.2f}]"
+    seen += f"; {ratio} ({times['float'].median_ms:.2f} ms)"
     figures |= {
         "float_ms": times["float"].median_ms,
         "ratio": int8.ratio,
@@ -42,8 +44,8 @@ def speed(asked: CheckInputs) -> Found:
     if bound is None or int8.ratio >= bound:
         return Found("speed", OK, seen, figures=figures)
     fix = (
-        "export.py placement=variants where it was trained and qatkit-measure here find what is fastest on this "
-        f"machine; --min-speedup ({bound:g}) is the bound"
+        "to find the fastest placement for this machine, run export.py placement=variants where the model was "
+        f"trained, then qatkit-measure here; or lower the bound by --min-speedup (now {bound:g})"
     )
     return Found("speed", SHORT, seen, fix, figures)
 
@@ -57,7 +59,8 @@ def kernels(asked: CheckInputs) -> Found:
     total, int8 = sum(one.macs for one in matrix), [one for one in matrix if one.precision == "int8"]
     share = sum(one.macs for one in int8) / total if total else 0.0
     seen = (
-        f"{len(int8)} of {len(matrix)} convolutions and products run in int8, {100 * share:.1f} % of the work"
+        f"{len(int8)} of {len(matrix)} convolutions and products run in int8, {100 * share:.1f} % of "
+        "multiply-accumulates"
     )
     audit = asked.report.get("audit") or {}
     made = audit.get("int8_share")
@@ -65,8 +68,8 @@ def kernels(asked: CheckInputs) -> Found:
     if made is None or share >= float(made) - _LESS:
         return Found("int8 kernels", OK, seen, figures=figures)
     floats = [one.name for one in matrix if one.precision == "float"]
-    seen += f" ({100 * float(made):.1f} % where it was made; float here: {', '.join(floats[:3])})"
-    fix = "another version of ONNX Runtime: manifest.json has the one that it was made with"
+    seen += f"; {100 * float(made):.1f} % where the bundle was made (in float here: {', '.join(floats[:3])})"
+    fix = "use the version of ONNX Runtime that manifest.json names"
     return Found("int8 kernels", SHORT, seen, fix, figures)
 
 
@@ -87,9 +90,12 @@ def saturation(asked: CheckInputs) -> Found:
     named = ", ".join(_told(one) for one in open_ones[:_NAMED]) + (", ..." if len(open_ones) > _NAMED else "")
     seen = f"{len(open_ones)} of {len(found)} operators can saturate on x86 without VNNI ({named})"
     if not here:
-        return Found("saturation", OK, f"{seen}; on this processor none does", figures=figures)
+        return Found("saturation", OK, f"{seen}; none does on this processor", figures=figures)
     return Found(
-        "saturation", OPEN, f"{seen}, as this one is: the answers above show what that costs", figures=figures
+        "saturation",
+        OPEN,
+        f"{seen}, such as this processor; the answers above show the effect",
+        figures=figures,
     )
 
 
@@ -102,13 +108,13 @@ def _signed_products(asked: CheckInputs, figures: dict[str, Any]) -> Found:
         "can_overflow_on_arm": {one.name: one.saturating for one in open_ones},
     }
     if not found:
-        return Found("saturation", OK, "nothing is multiplied in int8", figures=figures)
+        return Found("saturation", OK, "no operator multiplies in int8", figures=figures)
     if not open_ones:
         seen = never_on_arm(len(found))
     else:
         named = ", ".join(_told(one) for one in open_ones[:_NAMED])
         seen = (
-            f"{len(open_ones)} of {len(found)} int8 x int8 operators can leave 16 bits on ARM without the dot product"
+            f"{len(open_ones)} of {len(found)} int8 x int8 operators can exceed 16 bits on ARM without the dot product"
             f" ({named}{', ...' if len(open_ones) > _NAMED else ''})"
         )
     return Found("saturation", OK, seen, figures=figures)
@@ -116,5 +122,5 @@ def _signed_products(asked: CheckInputs, figures: dict[str, Any]) -> Found:
 
 def _told(one: Int8Operator) -> str:
     if one.saturating is None:
-        return f"{one.name}: its weights are computed"
+        return f"{one.name}: weights are computed at run time"
     return f"{one.name}: {one.saturating} of {one.channels} channels"

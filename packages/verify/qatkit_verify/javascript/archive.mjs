@@ -1,4 +1,4 @@
-// Zip archives and NumPy's arrays, as a bundle holds them; for pages and Node alike.
+// Reads the zip archives and NumPy arrays of a bundle, in pages and in Node.
 
 // NumPy's names, and those of ONNX Runtime's tensors.
 const DTYPES = {
@@ -15,17 +15,17 @@ const LONGEST_COMMENT = 0xffff;
 const LARGEST = 2 ** 31; // bytes of one member: a file that claims more is not unpacked
 
 /**
- * The members of a zip archive.
+ * Returns the members of a zip archive.
  * @param {Uint8Array} bytes the archive.
  * @returns {Promise<Map<string, Uint8Array>>} by name.
- * @throws {Error} where the bytes are no archive, or a member is damaged.
+ * @throws {Error} if the bytes are not an archive, or a member is damaged.
  */
 export async function unzip(bytes) {
   const view = new DataView(bytes.buffer, bytes.byteOffset, bytes.byteLength);
   let end = bytes.length - 22;
   const lowest = Math.max(0, end - LONGEST_COMMENT);
   while (end >= lowest && view.getUint32(end, true) !== END_OF_DIRECTORY) end--;
-  if (end < lowest) throw new Error("no zip archive");
+  if (end < lowest) throw new Error("not a zip archive");
   const members = new Map();
   let at = view.getUint32(end + 16, true);
   for (let left = view.getUint16(end + 10, true); left > 0; left--) {
@@ -37,7 +37,7 @@ export async function unzip(bytes) {
   return members;
 }
 
-/** The bytes of the member whose entry in the directory is at `entry`. */
+/** Returns the bytes of the member whose entry in the directory is at `entry`. */
 async function member(bytes, view, entry, name) {
   const method = view.getUint16(entry + 10, true);
   const [packed, size] = [20, 24].map((o) => view.getUint32(entry + o, true));
@@ -46,20 +46,20 @@ async function member(bytes, view, entry, name) {
   const start = header + 30 + view.getUint16(header + 26, true) + view.getUint16(header + 28, true);
   const data = bytes.subarray(start, start + packed);
   if (data.length !== packed) throw new Error(`${name}: cut off`);
-  if (method !== 0 && method !== 8) throw new Error(`${name}: packed by method ${method}, which nothing here reads`);
+  if (method !== 0 && method !== 8) throw new Error(`${name}: compression method ${method} is not supported`);
   const found = method === 0 ? data : await unpacked(data, "deflate-raw");
   if (found.length !== size) throw new Error(`${name}: ${found.length} bytes, not ${size}`);
   return found;
 }
 
-/** Bytes unpacked by the platform's own reader. */
+/** Unpacks bytes with the platform's own reader. */
 export async function unpacked(data, format) {
   const stream = new Blob([data]).stream().pipeThrough(new DecompressionStream(format));
   return new Uint8Array(await new Response(stream).arrayBuffer());
 }
 
 /**
- * The arrays of an .npz file.
+ * Returns the arrays of an .npz file.
  * @param {Uint8Array} bytes the file.
  * @returns {Promise<Object<string, {data: ArrayLike<number>, dims: number[], type: string}>>} by name, without ".npy".
  */
@@ -69,10 +69,10 @@ export async function readNpz(bytes) {
   return arrays;
 }
 
-/** One array, in C order, of a type that `DTYPES` knows. */
+/** Returns one array, in C order, of a type in `DTYPES`. */
 function readNpy(bytes, name) {
   const view = new DataView(bytes.buffer, bytes.byteOffset, bytes.byteLength);
-  if (bytes.length < 12 || view.getUint32(0) !== 0x934e554d) throw new Error(`${name}: no array of NumPy's`);
+  if (bytes.length < 12 || view.getUint32(0) !== 0x934e554d) throw new Error(`${name}: not a NumPy array`);
   const wide = bytes[6] > 1;
   const start = wide ? 12 : 10;
   const length = wide ? view.getUint32(8, true) : view.getUint16(8, true);
@@ -81,7 +81,7 @@ function readNpy(bytes, name) {
   const [, shape] = /'shape': *\(([^)]*)\)/.exec(header) ?? [];
   const [Type, type] = DTYPES[descr] ?? [];
   if (!Type || shape === undefined || !/'fortran_order': *False/.test(header)) {
-    throw new Error(`${name}: an array of a kind that is not read here (${header.trim()})`);
+    throw new Error(`${name}: this kind of array is not supported (${header.trim()})`);
   }
   const dims = shape.split(",").filter((part) => part.trim()).map(Number);
   const count = dims.reduce((a, b) => a * b, 1);

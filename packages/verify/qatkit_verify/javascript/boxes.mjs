@@ -1,11 +1,11 @@
-// Boxes of a detector's answer behind non-maximum suppression, as model.nms.onnx computes it.
+// Non-maximum suppression of a detector's boxes, as in model.nms.onnx.
 
 /**
- * The boxes of one picture that are kept, best first.
+ * Returns the boxes of one picture that are kept, best first.
  * @param {ArrayLike<number>} corners x1, y1, x2, y2 of each box, one after the other.
  * @param {ArrayLike<number>} scores of each class, box after box.
- * @param {{score: number, overlap: number, most: number}} limits score of a box that counts, the overlap by which a
- *   better box of its class suppresses a box, and the number of boxes of a class at most.
+ * @param {{score: number, overlap: number, most: number}} limits the minimum score of a box, the overlap from
+ *   which a better box of the same class suppresses a box, and the maximum number of boxes per class.
  * @returns {{corners: number[], score: number, label: number}[]}
  */
 export function suppressed(corners, scores, { score: least, overlap: most, most: count }) {
@@ -27,7 +27,7 @@ export function suppressed(corners, scores, { score: least, overlap: most, most:
   return kept.sort((a, b) => b.score - a.score);
 }
 
-/** Intersection over union of two boxes. */
+/** Returns the intersection over union of two boxes. */
 function overlap(a, b) {
   const width = Math.min(a[2], b[2]) - Math.max(a[0], b[0]);
   const height = Math.min(a[3], b[3]) - Math.max(a[1], b[1]);

@@ -1,7 +1,7 @@
-// A bundle's golden vectors, run in whatever ONNX Runtime is at hand: a page's or Node's.
+// Runs a bundle's golden vectors in the ONNX Runtime of a page or of Node.
 //
-// An answer is held against both that the maker's ONNX Runtime gave, without optimizations ("off") and with them
-// ("on"), in steps of the output's quantization; it has to be within the bundle's tolerance of one of the two.
+// Each answer is compared with both answers of the maker's ONNX Runtime, without optimizations ("off") and with them
+// ("on"), in steps of the output's quantization. It must be within the bundle's tolerance of one of the two.
 
 import { preprocess, shapeOf } from "./preprocess.mjs";
 import { prepareSound, soundShape } from "./sound.mjs";
@@ -11,12 +11,12 @@ const WARM = 3;
 /**
  * Runs every golden image by itself.
  * @param {object} ort the package: onnxruntime-web or onnxruntime-node.
- * @param {object} session of the bundle's model.onnx.
+ * @param {object} session a session of the bundle's model.onnx.
  * @param {Object<string, {data: ArrayLike<number>, dims: number[], type: string}>} golden the arrays of golden.npz.
- * @param {?object} how what preprocess.json holds; null of a model that takes no pictures.
- * @returns {Promise<object>} images; off, on: the largest distance in steps; same: images with the same top-1 as
- *   "on" in the first output; levels: the largest distance of a preprocessed pixel, in levels of 255, or of a
- *   feature of a recording, null without either; unit: of that distance; tolerance, passed; ms: the median time of a run.
+ * @param {?object} how the contents of preprocess.json; null for a model of arrays.
+ * @returns {Promise<object>} images; off, on: the largest differences in steps; same: number of images with the same top-1
+ *   as "on" in the first output; levels: the largest difference of a preprocessed pixel, in levels of 255, or of a
+ *   feature of a recording, null for arrays; unit: its unit; tolerance, passed; ms: the median time of a run.
  */
 export async function runGolden(ort, session, golden, how) {
   const inputs = named(golden, "input:");
@@ -42,7 +42,7 @@ export async function runGolden(ort, session, golden, how) {
 }
 
 /**
- * One run of a file for one image, behind `warm` untimed runs.
+ * Runs a file for one image, after `warm` untimed runs.
  * @returns {Promise<{answers: Object<string, ArrayLike<number>>, ms: number}>} by the names of the outputs.
  */
 export async function run(ort, session, tensors, batch, warm = 0) {
@@ -61,34 +61,34 @@ export async function run(ort, session, tensors, batch, warm = 0) {
   return { answers: Object.fromEntries(Object.entries(outputs).map(first)), ms };
 }
 
-/** Places of the `k` highest values, the highest first. */
+/** Returns the indices of the `k` highest values, highest first. */
 export function best(values, k) {
   return Array.from(values, (_, i) => i).sort((a, b) => values[b] - values[a] || a - b).slice(0, k);
 }
 
-/** The scores of an answer: integers as preprocess.json says what they mean, floats as they are. */
+/** Returns the scores of an answer: integers are dequantized as in preprocess.json, floats are unchanged. */
 export function logits(answer, how) {
   const { scale, zero_point: zero } = how.output;
   return scale === undefined ? Array.from(answer) : Array.from(answer, (q) => (q - zero) * scale);
 }
 
-/** The arrays whose names begin so, by the rest of their names. */
+/** Returns the arrays whose names have this prefix, by the rest of their names. */
 function named(golden, prefix) {
   const found = Object.entries(golden).filter(([name]) => name.startsWith(prefix));
   return Object.fromEntries(found.map(([name, array]) => [name.slice(prefix.length), array]));
 }
 
-/** The `i`-th of the images in an array. */
+/** Returns the `i`-th image of an array. */
 function row({ data, dims, type }, i) {
   const size = data.length / dims[0];
   return { data: data.slice(i * size, (i + 1) * size), dims: [1, ...dims.slice(1)], type };
 }
 
-/** How far the answers to image `i` are from the golden ones: the furthest value, in steps of its output. */
+/** Returns the largest difference of the answers to image `i` from the golden ones, in steps of the output. */
 function stepsOff(golden, way, i, answers) {
   const distances = Object.entries(named(golden, `${way}:`)).map(([name, array]) => {
     const wanted = row(array, i).data;
-    if (answers[name]?.length !== wanted.length) throw new Error(`golden.npz: answers of another shape than ${name}`);
+    if (answers[name]?.length !== wanted.length) throw new Error(`golden.npz: the output ${name} has another shape than its golden answers`);
     return wanted.reduce((most, value, j) => Math.max(most, apart(value, answers[name][j])), 0)
       / golden[`step:${name}`].data[0];
   });
@@ -100,7 +100,7 @@ function apart(a, b) {
   return Number.isNaN(distance) ? Infinity : distance;
 }
 
-/** Whether the largest values stand at the same places along the first axis of the first output. */
+/** Returns whether the largest values along the first axis of the first output are at the same positions. */
 function decidesAlike(golden, i, answers) {
   const [name, array] = Object.entries(named(golden, "on:"))[0];
   const wanted = row(array, i).data;
@@ -114,7 +114,7 @@ function decidesAlike(golden, i, answers) {
   return Array.from({ length: places }, (_, p) => highest(wanted, p) === highest(answers[name], p)).every(Boolean);
 }
 
-/** How far this preprocessing is from the maker's, in levels of 255. */
+/** Returns the largest difference of this preprocessing from the maker's, in levels of 255. */
 function levelsOff(pixels, expected, how) {
   const [height, width, channels = 1] = pixels.dims;
   const { data } = preprocess({ data: pixels.data, width, height, channels }, how);
@@ -125,25 +125,25 @@ function levelsOff(pixels, expected, how) {
   return data.reduce((most, value, i) => Math.max(most, apart(value, expected[i]) * inLevels(channel(i))), 0);
 }
 
-/** How far the features of a recording are from the maker's. */
+/** Returns the largest difference of a recording's features from the maker's. */
 function featuresOff(sound, expected, how) {
   const { data } = prepareSound(sound.data, how);
   return data.reduce((most, value, i) => Math.max(most, apart(value, expected[i])), 0);
 }
 
-/** The number of images; throws where the arrays do not belong together. */
+/** Returns the number of images; throws if the arrays do not match. */
 function countImages(golden, inputs, how) {
   const [first] = Object.values(inputs);
-  if (!first || !golden.tolerance) throw new Error("golden.npz: no inputs or no tolerance");
+  if (!first || !golden.tolerance) throw new Error("golden.npz: inputs or tolerance are missing");
   const [images, ...shape] = first.dims;
   for (const way of ["off", "on"]) {
     const outputs = named(golden, `${way}:`);
     const fit = Object.entries(outputs).every(([name, { dims }]) => dims[0] === images && golden[`step:${name}`]);
-    if (!Object.keys(outputs).length || !fit) throw new Error(`golden.npz: no answers "${way}" for ${images} images`);
+    if (!Object.keys(outputs).length || !fit) throw new Error(`golden.npz: the answers "${way}" for ${images} images are missing`);
   }
   const wanted = how && (how.features ? soundShape(how) : shapeOf(how));
   if (how && shape.join() !== wanted.join()) {
-    throw new Error(`golden.npz: images of ${shape.join(" x ")}, but preprocess.json makes ${wanted.join(" x ")}`);
+    throw new Error(`golden.npz: the images are ${shape.join(" x ")}, but preprocess.json makes ${wanted.join(" x ")}`);
   }
   return images;
 }

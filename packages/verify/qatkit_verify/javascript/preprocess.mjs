@@ -1,15 +1,15 @@
-// From a picture's pixels to the model's input, as preprocess.json says and as training did it.
+// Turns a picture's pixels into the model's input as described by preprocess.json, identically to training.
 //
-// Plain JavaScript without a package: pages and Node use the same. A canvas would scale pictures without antialiasing,
-// or each browser in its own way; so they are resized here, by the definition of qatkit_verify/preprocess.py, operation
-// by operation: what shrinks in bytes, with weights of 16 bits; what grows in float32. Sizes are those of fitting.py.
+// This is plain JavaScript without packages, for pages and Node. A canvas would scale pictures without antialiasing, or
+// differently in each browser, so they are resized here with the same operations as in qatkit_verify/preprocess.py:
+// shrinking in bytes with 16-bit weights, growing in float32. Sizes are computed as in fitting.py.
 
 const FILTERS = {
   bilinear: { support: 1, at: (x) => Math.max(0, 1 - Math.abs(x)) },
   bicubic: { support: 2, at: cubic },
 };
 
-/** Keys' cubic filter with a = -0.5, which antialiased resizing takes. */
+/** Keys' cubic filter with a = -0.5, as in antialiased resizing. */
 function cubic(x) {
   const d = Math.abs(x);
   if (d < 1) return (1.5 * d - 2.5) * d * d + 1;
@@ -17,10 +17,10 @@ function cubic(x) {
 }
 
 /**
- * The tensor that the file takes.
+ * Returns the tensor that the file takes.
  * @param {{data: ArrayLike<number>, width: number, height: number, channels?: number}} picture 8-bit pixels, row by
- *   row, of 1 (grey), 3 (RGB) or 4 channels (RGBA, as a canvas gives them; the fourth is left out).
- * @param {object} how what preprocess.json holds.
+ *   row, of 1 (grey), 3 (RGB) or 4 channels (RGBA, as from a canvas; the fourth is ignored).
+ * @param {object} how the contents of preprocess.json.
  * @returns {{data: Float32Array|Uint8Array, dims: number[], type: string}} for `new ort.Tensor(type, data, dims)`.
  */
 export function preprocess(picture, how) {
@@ -42,24 +42,24 @@ export function preprocess(picture, how) {
   return { data, dims: [1, ...shapeOf(how)], type: how.input.dtype };
 }
 
-/** The axes of one image as the model takes it. */
+/** Returns the axes of one image as the model takes it. */
 export function shapeOf(how) {
   const size = bothSides(how.image_size);
   return how.layout === "NHWC" ? [...size, how.channels] : [how.channels, ...size];
 }
 
-/** [height, width] of a size that may be one number. */
+/** Returns [height, width] of a size that may be one number. */
 export function bothSides(size) {
   return Array.isArray(size) ? size : [size, size];
 }
 
-/** The pixel that a normalised value came from; one between two levels goes to the nearer. */
+/** Returns the pixel from which a normalised value came, rounded to the nearest level. */
 function toByte(value, mean, std) {
   const pixel = Math.fround(Math.fround(Math.fround(value * std) + mean) * 255);
   return Math.min(255, Math.max(0, roundHalfEven(pixel)));
 }
 
-/** One plane of bytes for each channel of the model; grey is repeated, colour turned grey where it is needed. */
+/** Returns one plane of bytes per channel of the model; grey is repeated, and colour becomes grey where needed. */
 function asChannels({ data, width, height, channels = 4 }, wanted) {
   const count = width * height;
   const plane = (c) => {
@@ -76,7 +76,7 @@ function asChannels({ data, width, height, channels = 4 }, wanted) {
   return [r.map((value, i) => Math.floor((2989 * value + 5870 * g[i] + 1140 * b[i]) / 10000))];
 }
 
-/** `plane` of a picture brought to the input's height and width. */
+/** Fits `plane` of a picture to the input's height and width. */
 function fitted(plane, { width, height }, how) {
   const size = bothSides(how.image_size);
   const { scaled, start, kept, place } = fitting(height, width, size, how);
@@ -89,7 +89,7 @@ function fitted(plane, { width, height }, how) {
   return out;
 }
 
-/** [height, width] that a picture is scaled to, the part of it that is kept, and where that lies in the input. */
+/** Returns the [height, width] to scale a picture to, the part that is kept, and its position in the input. */
 function fitting(height, width, size, how) {
   if (how.fit === "resize") return { scaled: size, start: [0, 0], kept: size };
   if (how.fit === "letterbox") {
@@ -101,20 +101,20 @@ function fitting(height, width, size, how) {
   return { scaled, start: scaled.map((side, i) => roundHalfEven((side - size[i]) / 2)), kept: size };
 }
 
-/** The size of a picture that just covers another. */
+/** Returns the size of a picture that just covers another. */
 function covering(height, width, [high, wide]) {
   if (high * width >= wide * height) return [high, Math.floor((high * width) / height)];
   return [Math.floor((wide * height) / width), wide];
 }
 
-/** The size of a picture that just fits into another. */
+/** Returns the size of a picture that just fits into another. */
 function within(height, width, [high, wide]) {
   const nearest = (side, of) => Math.max(1, Math.floor((2 * side + of) / (2 * of)));
   if (high * width <= wide * height) return [high, nearest(high * width, height)];
   return [nearest(wide * height, width), wide];
 }
 
-/** `plane` [height, width] brought to `scaled`. */
+/** Resizes `plane` [height, width] to `scaled`. */
 function resize(plane, height, width, [high, wide], interpolation) {
   if (high === height && wide === width) return plane;
   const bytes = height >= high && width >= wide && Math.min(high, wide) > 1;
@@ -122,7 +122,7 @@ function resize(plane, height, width, [high, wide], interpolation) {
   return transposed(along(rows, wide, height, 1, wide, high, interpolation, bytes), wide, high);
 }
 
-/** Each of `lines` lines (`stride` apart, their pixels `step` apart) brought from `from` to `to` pixels. */
+/** Resizes each of `lines` lines (`stride` apart, their pixels `step` apart) from `from` to `to` pixels. */
 function along(plane, lines, from, stride, step, to, interpolation, bytes) {
   const out = new (bytes ? Uint8Array : Float32Array)(lines * to);
   const taps = interpolation === "nearest" ? nearest(from, to) : antialiased(from, to, FILTERS[interpolation]);
@@ -137,21 +137,21 @@ function along(plane, lines, from, stride, step, to, interpolation, bytes) {
   return out;
 }
 
-/** One pixel of a line in bytes: sums of whole weights, rounded. */
+/** Returns one pixel of a line in bytes: a sum with integer weights, rounded. */
 function inBytes(plane, start, step, weights, precision) {
   let sum = 2 ** (precision - 1);
   for (let j = 0; j < weights.length; j++) sum += plane[start + j * step] * weights[j];
   return Math.min(255, Math.max(0, sum >> precision));
 }
 
-/** One pixel of a line in float32: each product and each sum is rounded. */
+/** Returns one pixel of a line in float32; each product and each sum is rounded. */
 function inFloats(plane, start, step, weights) {
   let sum = 0;
   for (let j = 0; j < weights.length; j++) sum = Math.fround(sum + Math.fround(plane[start + j * step] * weights[j]));
   return sum;
 }
 
-/** Of each output pixel the first input pixel and the weights of those from there on. */
+/** Returns for each output pixel the first input pixel and the weights from there on. */
 function antialiased(from, to, filter) {
   const scale = from / to;
   const stretch = Math.max(scale, 1);
@@ -173,7 +173,7 @@ function nearest(from, to) {
   });
 }
 
-/** Turns weights into 16-bit integers, in place; gives the number of bits behind their point. */
+/** Turns weights into 16-bit integers, in place; returns their number of fractional bits. */
 function asIntegers(taps) {
   const largest = taps.reduce((most, { weights }) => Math.max(most, ...weights), 0);
   let precision = 0;
@@ -195,7 +195,7 @@ function transposed(plane, rows, columns) {
   return out;
 }
 
-/** The part of a plane of rows of `width` that begins at [top, left], [rows, columns]. */
+/** Returns the part [rows, columns] from [top, left] of a plane with rows of `width`. */
 function cut(plane, width, [top, left], [rows, columns]) {
   const out = new plane.constructor(rows * columns);
   for (let y = 0; y < rows; y++) {
@@ -205,7 +205,7 @@ function cut(plane, width, [top, left], [rows, columns]) {
   return out;
 }
 
-/** As Python rounds. */
+/** Rounds halves to even, as in Python. */
 export function roundHalfEven(value) {
   const floor = Math.floor(value);
   if (value - floor !== 0.5) return Math.round(value);

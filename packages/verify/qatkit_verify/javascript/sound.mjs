@@ -1,8 +1,7 @@
-// From the samples of a recording to the model's input, as preprocess.json says and as training did it.
+// Turns the samples of a recording into the model's input as described by preprocess.json, identically to training.
 //
-// The definition of qatkit_verify/sound.py, operation by operation, so each float32 is the same: whole numbers in the
-// DFT, sums in ascending order, logarithms and cosines by their own series (Math.log and Math.cos differ between
-// engines).
+// These are the same operations as in qatkit_verify/sound.py, so each float32 is the same: integers in the DFT, sums in
+// ascending order, and series for logarithms and cosines (Math.log and Math.cos differ between engines).
 
 import { roundHalfEven } from "./preprocess.mjs";
 
@@ -11,10 +10,10 @@ const [STEPS, WEIGHT_STEPS] = [2 ** 15, 2 ** 20];
 const [LOG_TERMS, COS_TERMS] = [11, 14];
 
 /**
- * The tensor that the file takes.
+ * Returns the tensor that the file takes.
  * @param {ArrayLike<number>} recording samples of one channel at the rate of `how`, in -1..1 (Web Audio's
  *   `AudioBuffer.getChannelData`); an Int16Array holds whole steps of 2^-15.
- * @param {object} how what preprocess.json holds.
+ * @param {object} how the contents of preprocess.json.
  * @returns {{data: Float32Array, dims: number[], type: string}} for `new ort.Tensor(type, data, dims)`.
  */
 export function prepareSound(recording, how) {
@@ -38,14 +37,14 @@ export function prepareSound(recording, how) {
   return { data, dims, type: "float32" };
 }
 
-/** The axes of one recording as the model takes it. */
+/** Returns the axes of one recording as the model takes it. */
 export function soundShape(how) {
   if (how.features === "waveform") return [how.samples];
   const frames = 1 + Math.floor((how.samples - how.window) / how.hop);
   return [1, frames, how.features === "mfcc" ? how.coefficients : how.mels];
 }
 
-/** Whole steps of 2^-15, cut off or filled with zeros. */
+/** Returns the samples in whole steps of 2^-15, cut off or padded with zeros. */
 function wholeSteps(recording, count) {
   const [steps, whole] = [new Float64Array(count), recording instanceof Int16Array];
   for (let i = 0; i < Math.min(count, recording.length); i++) {
@@ -54,7 +53,7 @@ function wholeSteps(recording, count) {
   return steps;
 }
 
-/** The power of each bin of the window that begins at `start`. */
+/** Returns the power of each bin of the window from `start`. */
 function spectrum(steps, start, waves, window) {
   const [cosine, sine] = waves.map((wave) => wave.map((row) => {
     let sum = 0; // of whole numbers: exact
@@ -65,7 +64,7 @@ function spectrum(steps, start, waves, window) {
   return cosine.map((power, bin) => power + sine[bin]);
 }
 
-/** Windowed cosines and sines in whole steps of 2^-20, a row for each bin. */
+/** Returns windowed cosines and sines in whole steps of 2^-20, one row per bin. */
 function wavesOf(window) {
   const hann = Array.from({ length: window }, (_, n) => 0.5 - 0.5 * cosineOfTurns(n, window));
   const bins = Array.from({ length: Math.floor(window / 2) + 1 }, (_, bin) => bin);
@@ -73,7 +72,7 @@ function wavesOf(window) {
     roundHalfEven(value * cosineOfTurns(n * bin * 4 - shift, 4 * window) * WEIGHT_STEPS)))));
 }
 
-/** Of each band its first bin and the weights from there on. */
+/** Returns for each band its first bin and the weights from there on. */
 function triangles({ rate, window, mels }) {
   const mel = (hertz) => naturalLog(1 + hertz / 700) * 1127;
   const bins = Math.floor(window / 2) + 1;
@@ -87,7 +86,7 @@ function triangles({ rate, window, mels }) {
   });
 }
 
-/** The orthonormal DCT-II, a row for each coefficient. */
+/** Returns the orthonormal DCT-II, one row per coefficient. */
 function cosines(mels, coefficients) {
   return Array.from({ length: coefficients }, (_, order) => {
     const scale = Math.sqrt((order ? 2 : 1) / mels);
@@ -95,7 +94,7 @@ function cosines(mels, coefficients) {
   });
 }
 
-/** cos(2 pi numerator / denominator) of whole numbers, by its Taylor series. */
+/** Returns cos(2 pi numerator / denominator) for integers, by its Taylor series. */
 function cosineOfTurns(numerator, denominator) {
   const turned = ((numerator % denominator) + denominator) % denominator;
   const angle = Math.min(turned, denominator - turned) * ((2 * Math.PI) / denominator);
@@ -105,7 +104,7 @@ function cosineOfTurns(numerator, denominator) {
   return total;
 }
 
-/** ln x = e ln 2 + 2 (s + s^3/3 + ...), x = m 2^e and s = (m - 1) / (m + 1), of a positive normal number. */
+/** Returns ln x = e ln 2 + 2 (s + s^3/3 + ...), x = m 2^e and s = (m - 1) / (m + 1), for a positive normal number. */
 function naturalLog(value) {
   const view = new DataView(new ArrayBuffer(8));
   view.setFloat64(0, value);

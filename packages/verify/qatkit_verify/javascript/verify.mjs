@@ -1,9 +1,9 @@
 #!/usr/bin/env node
-// node verify.mjs BUNDLE [--json]: a bundle (folder or zip) checked in Node, by npm's onnxruntime-node.
+// node verify.mjs BUNDLE [--json]: checks a bundle (folder or zip) in Node, with npm's onnxruntime-node.
 //
-// Every file against the manifest, then the golden vectors: pixels to tensor, tensor to answer, with ONNX Runtime's
-// optimizations off and on. Exit status 0: all as it should be; 1: something is not; 2: it could not be checked.
-// The signature is `qatkit-verify`'s to check.
+// Compares every file with the manifest, then runs the golden vectors: pixels to tensor, tensor to answer, with ONNX
+// Runtime's optimizations off and on. Exit status 0: all checks passed; 1: one failed; 2: the bundle could not be
+// checked. The signature is checked by `qatkit-verify`.
 
 import { createHash } from "node:crypto";
 import { readFile, readdir, stat } from "node:fs/promises";
@@ -16,7 +16,7 @@ const PACKAGE = "onnxruntime-node";
 const FORMAT = 1;
 const UNLISTED = new Set(["manifest.json", "manifest.sig"]);
 
-/** A mistake of the user's, or a bundle that can't be read. */
+/** A user's mistake, or a bundle that cannot be read. */
 class Unreadable extends Error {}
 
 async function main(typed) {
@@ -31,7 +31,7 @@ async function main(typed) {
   return passed ? 0 : 1;
 }
 
-/** The npm package, from where the command is typed or from beside this file. */
+/** Returns the npm package, from the current folder or from this file's folder. */
 function runtime() {
   for (const from of [join(process.cwd(), "here.js"), import.meta.url]) {
     try {
@@ -43,7 +43,7 @@ function runtime() {
   throw new Unreadable(`${PACKAGE} is not installed here: npm install ${PACKAGE}`);
 }
 
-/** Every file of a folder or a zip, by name. */
+/** Returns every file of a folder or a zip, by name. */
 async function bundle(path) {
   let isFolder;
   try {
@@ -57,7 +57,7 @@ async function bundle(path) {
   } catch (error) {
     throw new Unreadable(`${path}: ${error.message}`);
   }
-  if (!found.has("manifest.json")) throw new Unreadable(`${path}: no bundle, there is no manifest.json in it`);
+  if (!found.has("manifest.json")) throw new Unreadable(`${path}: not a bundle, since it has no manifest.json`);
   return found;
 }
 
@@ -67,20 +67,20 @@ async function folder(path) {
     const full = join(entry.parentPath ?? entry.path, entry.name);
     const name = relative(resolve(path), resolve(full)).split(sep).join("/");
     if (entry.isFile()) found.set(name, await readFile(full));
-    else if (!entry.isDirectory()) throw new Error(`${name} is a link or no plain file`);
+    else if (!entry.isDirectory()) throw new Error(`${name} is a link or another irregular file`);
   }
   return found;
 }
 
-/** What is not as the manifest says: a line each. */
+/** Returns the differences from the manifest, one line each. */
 function againstManifest(files) {
   const manifest = parsed(files, "manifest.json");
-  if (manifest.format !== FORMAT) throw new Unreadable(`manifest.json: format ${manifest.format}, this reads ${FORMAT}`);
+  if (manifest.format !== FORMAT) throw new Unreadable(`manifest.json: format ${manifest.format}, but this program reads format ${FORMAT}`);
   const text = Buffer.from(files.get("manifest.json")).toString("utf8");
   const own = manifest.sha256; // of the text with zeros in its place
   if (typeof own !== "string" || createHash("sha256").update(text.replace(own, "0".repeat(64))).digest("hex") !== own)
-    throw new Unreadable("manifest.json holds other bytes");
-  if (!Array.isArray(manifest.files)) throw new Unreadable("manifest.json: no list of files");
+    throw new Unreadable("manifest.json differs from its own digest");
+  if (!Array.isArray(manifest.files)) throw new Unreadable("manifest.json has no list of files");
   const listed = new Map(manifest.files.map((file) => [file.name, file]));
   const changed = [...listed.values()].flatMap(({ name, sha256 }) => {
     if (!files.has(name)) return [`${name}: missing`];
@@ -91,9 +91,9 @@ function againstManifest(files) {
   return [...changed, ...added.map((name) => `${name}: not in the manifest`)];
 }
 
-/** The golden vectors with ONNX Runtime's optimizations off and on. */
+/** Runs the golden vectors with ONNX Runtime's optimizations off and on. */
 async function answers(ort, files) {
-  const how = files.has("preprocess.json") ? parsed(files, "preprocess.json") : null; // not a model of pictures
+  const how = files.has("preprocess.json") ? parsed(files, "preprocess.json") : null; // null for a model of arrays
   let golden;
   try {
     golden = await readNpz(files.get("golden.npz") ?? new Uint8Array());
@@ -114,7 +114,7 @@ async function answers(ort, files) {
   return rows;
 }
 
-/** ONNX Runtime's config entries under which the figures hold; an older bundle has those of its report. */
+/** Returns ONNX Runtime's config entries under which the figures are valid; older bundles have them in the report. */
 function sessionOptions(files) {
   const from = (name) => (files.has(name) ? parsed(files, name)?.session_options : null);
   return from("manifest.json") ?? from("report.json") ?? {};
@@ -131,11 +131,11 @@ function parsed(files, name) {
 function told(path, files, problems, rows, passed) {
   for (const problem of problems) console.log(`REFUSED ${problem}`);
   if (rows.length) {
-    console.log(`${files.size} files as the manifest says; ${rows[0].images} golden samples in ${PACKAGE}:`);
-    const head = ["optimizations", "steps from off", "steps from on", "same top-1", "inputs off by", "ms"];
+    console.log(`${files.size} files match the manifest; ${rows[0].images} golden samples in ${PACKAGE}:`);
+    const head = ["optimizations", "steps from off", "steps from on", "same top-1", "input difference", "ms"];
     table([head, ...rows.map(cells)]);
   }
-  const bound = rows.length ? `, ${rows[0].tolerance.toFixed(2)} of a step is allowed` : "";
+  const bound = rows.length ? `, tolerance ${rows[0].tolerance.toFixed(2)} steps` : "";
   console.log(`${passed ? "PASSED" : "FAILED"} ${path}${bound}`);
 }
 
@@ -144,7 +144,7 @@ function cells({ optimizations, off, on, same, images, levels, unit, ms }) {
   return [optimizations, off.toFixed(4), on.toFixed(4), `${same} of ${images}`, inputs, ms.toFixed(2)];
 }
 
-/** Rows with their columns below each other, the first to the left and all others to the right. */
+/** Prints rows in columns: the first left-aligned, all others right-aligned. */
 function table(rows) {
   const widths = rows[0].map((_, column) => Math.max(...rows.map((row) => row[column].length)));
   for (const row of rows) {

@@ -76,28 +76,28 @@ def read_variants(folder: Path) -> Variants:
         stored = read_json(folder / VARIANTS_FILE)
         found = _variants(stored)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = f"no {error} in {VARIANTS_FILE}" if isinstance(error, KeyError) else str(error)
+        reason = f"{error} is missing in {VARIANTS_FILE}" if isinstance(error, KeyError) else str(error)
         raise ConfigError("variants", folder, f"{allowed} ({reason})") from error
     for name, one in found.files.items():
         path = folder / one.file
         if not path.is_file():
-            raise ConfigError("variants", folder, f"{allowed}, whole: {one.file} ({name}) is missing")
+            raise ConfigError("variants", folder, f"{allowed}; {one.file} ({name}) is missing")
         with path.open("rb") as stream:
             if hashlib.file_digest(stream, "sha256").hexdigest() != one.sha256:
-                raise ConfigError("variants", folder, f"{allowed}, undamaged: {one.file} holds other bytes")
+                raise ConfigError("variants", folder, f"{allowed}; {one.file} has other contents")
     return found
 
 
 def _variants(stored: Any) -> Variants:
     if stored["format"] != FORMAT:
-        raise ValueError(f"format {stored['format']}; this version reads {FORMAT}")
+        raise ValueError(f"format {stored['format']}; this version reads format {FORMAT}")
     files = {}
     for name, one in stored["files"].items():
         if Path(one["file"]).name != one["file"]:
-            raise ValueError(f"{one['file']!r} is no name of a file in the folder")
+            raise ValueError(f"{one['file']!r} is not the name of a file in the folder")
         files[name] = Variant(one["file"], one["sha256"], Sites.from_dict(one))
     if missing := {FLOAT, TABLE} - files.keys():
-        raise ValueError(f"no file {sorted(missing)[0]!r}")
+        raise ValueError(f"{sorted(missing)[0]!r} is not among its files")
     return Variants(
         stored["model"],
         stored["backend"],
@@ -136,7 +136,7 @@ def measure(folder: Path, *, threads: int, batch: int, runs: int) -> Placed:
 def table(placed: Placed) -> list[str]:
     """Returns the table of the files, fastest first."""
     ms = placed.of(FLOAT).ms
-    rows = [("file", "ms", "table / it", "float / it")]
+    rows = [("file", "ms", "speed-up over fixed", "over float")]
     rows += [
         (one.name + ("  <- chosen" if one.name == placed.chosen else ""), f"{one.ms:.3f}",
          f"{one.ratio:.2f} [{one.low:.2f}-{one.high:.2f}]", f"{ms / one.ms:.2f}")
@@ -148,11 +148,13 @@ def table(placed: Placed) -> list[str]:
 def main(typed: Sequence[str] | None = None) -> int:
     """Runs the command and returns the exit status."""
     parser = argparse.ArgumentParser("qatkit-measure", description=__doc__.partition("\n")[0])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--threads", type=count, default=2, help="of ONNX Runtime (2)")
-    parser.add_argument("--batch", type=count, default=1, help="images a run (1)")
-    parser.add_argument("--runs", type=count, default=_RUNS, help=f"of each file and session ({_RUNS})")
-    parser.add_argument("--output", type=Path, help=f"the file to write (FOLDER/{PLACEMENT_FILE})")
+    parser.add_argument("folder", type=Path, help="the folder that export.py placement=variants wrote")
+    parser.add_argument("--threads", type=count, default=2, help="threads of ONNX Runtime (default: 2)")
+    parser.add_argument("--batch", type=count, default=1, help="images per run (default: 1)")
+    parser.add_argument(
+        "--runs", type=count, default=_RUNS, help=f"runs per file and session (default: {_RUNS})"
+    )
+    parser.add_argument("--output", type=Path, help=f"the file to write (default: FOLDER/{PLACEMENT_FILE})")
     given = parser.parse_args(typed)
     try:
         check_onnxruntime()
@@ -166,13 +168,13 @@ def main(typed: Sequence[str] | None = None) -> int:
     where = (
         f"{machine.cpu}, {machine.threads} threads, batch {machine.batch}, ONNX Runtime {machine.onnxruntime}"
     )
-    print(f"{placed.model}: {where}; ratios differ by {100 * placed.noise:.1f} % from session to session")
+    print(f"{placed.model}: {where}; ratios vary by {100 * placed.noise:.1f} % between sessions")
     print("\n".join(table(placed)))
     if placed.unrest():
-        print(f"{placed.unrest()}; measure again when it is quiet, by the same command")
+        print(f"{placed.unrest()}; run the same command again when the machine is idle")
     if placed.of(placed.chosen).ms > placed.of(FLOAT).ms:
-        print("every file is slower than float here: a model for this machine is better left in float")
-    print(f"{path}: train.py takes it as placement={path}")
+        print("every file is slower than float here; keep the model in float on this machine")
+    print(f"{path} is written; train.py takes it as placement={path}")
     return 0
 
 

@@ -110,7 +110,9 @@ class Placed:
             f" (threads waited {100 * self.waited:.0f} % of their time for a core)" if self.waited else ""
         )
         taken = (
-            "the table stays" if self.chosen == TABLE else "what was chosen leads by more than that explains"
+            "the backend's table is kept"
+            if self.chosen == TABLE
+            else "only a lead that this cannot explain was accepted"
         )
         return f"the machine was busy with other work while files were timed{waited}, so {taken}"
 
@@ -129,7 +131,7 @@ class Placed:
         """
         given = dict(stored)
         if (version := given.pop("format")) != FORMAT:
-            raise ValueError(f"format {version}; this version reads {FORMAT}")
+            raise ValueError(f"format {version}; this version reads format {FORMAT}")
         machine = given["machine"]
         given["sites"] = Sites.from_dict(given["sites"])
         given["machine"] = Machine(**{**machine, "isa": tuple(machine["isa"])})
@@ -137,7 +139,7 @@ class Placed:
         given["input_shape"] = tuple(given["input_shape"])
         placed = cls(**given)
         if missing := sorted({placed.chosen, FLOAT, TABLE} - {one.name for one in placed.files}):
-            raise ValueError(f"no file {missing[0]!r} among those that competed")
+            raise ValueError(f"{missing[0]!r} is not among its files")
         return placed
 
 
@@ -159,7 +161,7 @@ def read_placement(path: str | Path, key: str = "placement") -> Placed:
             key, path, f"fixed, measured, or a placement.json that can be read ({error.strerror})"
         ) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = f"no {error}" if isinstance(error, KeyError) else error
+        reason = f"{error} is missing" if isinstance(error, KeyError) else error
         raise ConfigError(
             key, path, f"a placement.json of a run with placement=measured ({reason})"
         ) from error
@@ -175,7 +177,9 @@ def check_fits(placed: Placed, model: str, backend: str, shape: tuple[int, ...],
         if theirs != ours
     ]
     if differ:
-        raise ConfigError("placement", path, f"a placement of this model; this one is of {', '.join(differ)}")
+        raise ConfigError(
+            "placement", path, f"a placement of this model; this one is for {', '.join(differ)}"
+        )
 
 
 def check_graph(placed: Placed, digest: str, known: Iterable[str], path: Any) -> None:
@@ -184,11 +188,13 @@ def check_graph(placed: Placed, digest: str, known: Iterable[str], path: Any) ->
         return
     sites = list(known)
     missing = sorted((placed.sites.floats | placed.sites.opened) - set(sites))
-    told = "its operators are called the same, but have other shapes or neighbours"
+    told = "its operators have the same names, but other shapes or neighbours"
     if missing:
         told = f"there is no {missing[0]} here{did_you_mean(missing[0], sites)}"
     raise ConfigError(
-        "placement", path, f"one that was measured on this graph ({told}); placement=measured makes one"
+        "placement",
+        path,
+        f"a placement that was measured on this graph ({told}); placement=measured writes one",
     )
 
 

@@ -64,7 +64,9 @@ def load_runtimes(names: Iterable[str]) -> dict[str, Runtime]:
         if not isinstance(runtime, Runtime):
             raise ConfigError(_KEY, given, f"the dotted path of a {__name__}.Runtime")
         if runtime.name in {one.name for one in found.values()}:
-            raise ConfigError(_KEY, given, f"one runtime named '{runtime.name}', not two")
+            raise ConfigError(
+                _KEY, given, reason=f"the list has two runtimes named '{runtime.name}'; remove one"
+            )
         _check_installed(given, runtime)
         found[path] = runtime
     return found
@@ -90,6 +92,4 @@ def _check_installed(given: str, runtime: Runtime) -> None:
             runtime.versions()
         except ImportError as error:
             install = install_extra(runtime.extra, "qatkit-verify") if runtime.extra else first_line(error)
-            raise ConfigError(
-                _KEY, given, f"a runtime that is installed (install it with {install})"
-            ) from error
+            raise ConfigError(_KEY, given, f"an installed runtime (install it with {install})") from error
