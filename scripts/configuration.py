@@ -34,7 +34,9 @@ def main() -> int:
     current = not former and all(
         page.is_file() and page.read_text(encoding="utf-8") == text for page, text in wanted.items()
     )
-    print(f"configuration.md is {'current' if current else 'out of date; run uv run scripts/configuration.py'}")
+    print(
+        f"configuration.md is {'current' if current else 'out of date; run uv run scripts/configuration.py'}"
+    )
     return 0 if current else 1
 
 

@@ -47,8 +47,8 @@ def _fix(ratio: float, results: Results) -> str:
     mixed = sum(reason.startswith(MIXED_SCALES) for _, reason in results.skipped)
     if mixed:
         return (
-            f"calibration.mixed_scales=report (quantizes {counted(mixed, 'operator')} that calibration left in float), or"
-            " a longer float training, if the float model is not good yet"
+            f"calibration.mixed_scales=report (quantizes {counted(mixed, 'operator')} that calibration left in float),"
+            " or a longer float training, if the float model is not good yet"
         )
     met = math.ceil(1000 * ratio) / 1000
     return f"verify.max_size_ratio={met} (the ratio of this file; no override keeps operators in float)"
