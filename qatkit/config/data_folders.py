@@ -62,5 +62,5 @@ def data_folder(source: str, root: str | None) -> Path:
         ConfigError: the folder does not exist.
     """
     if root is None or not Path(root).is_dir():
-        raise ConfigError("data.root", root, f"{FOLDERS[source]}; the folder does not exist")
+        raise ConfigError("data.root", root, f"{FOLDERS[source]}; there is no such folder")
     return Path(root)

@@ -150,5 +150,5 @@ def test_contradictions_are_refused_at_once(settings: dict[str, Any], said: str)
 
 
 def test_a_tensor_is_not_left_float() -> None:
-    with pytest.raises(ConfigError, match="a tensor has no operator"):
+    with pytest.raises(ConfigError, match="select the operator that produces it"):
         check_override("backend.overrides.tensor/a", "tensor/a", OverrideConfig(float=True))

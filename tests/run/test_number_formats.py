@@ -31,7 +31,7 @@ def test_a_format_is_named_for_weights_and_activations(name: str) -> None:
     [
         (
             BackendConfig(weight_dtype="mxfp4"),
-            "backend.weight_dtype=mxfp4: expected an integer type (backend=simul",
+            "backend.weight_dtype=mxfp4: expected an integer type (only backend=simul",
         ),
         (BackendConfig(activation_dtype="bfp16"), "backend.activation_dtype=bfp16: expected an integer type"),
         (
@@ -44,7 +44,7 @@ def test_a_format_is_named_for_weights_and_activations(name: str) -> None:
         ),
         (
             BackendConfig(target=SIMULATED, weight_granularity="per_tensor"),
-            "backend.weight_granularity=per_tensor: expected null with backend=simulated, whose numbers are no",
+            "backend.weight_granularity=per_tensor: expected null with backend=simulated, whose number formats are no",
         ),
         (
             BackendConfig(target=SIMULATED, every_operator=True),

@@ -110,7 +110,7 @@ def test_a_study_in_memory_is_refused(url: str) -> None:
     config = Config(search=replace(ASKED, storage=url))
     with pytest.raises(
         ConfigError,
-        match=r"(?i)^search\.storage=sqlite.*: expected null \(SQLite in .*: a study in memory ends",
+        match=r"(?i)^search\.storage=sqlite.*: expected null \(SQLite in .*; a study in memory is lost",
     ):
         validate(config)
 
