@@ -96,7 +96,7 @@ def upgraded(path: Path, model: onnx.ModelProto, before: int, opset: int) -> ir.
     """
     model.ir_version = max(
         model.ir_version, _IR_VERSION
-    )  # else the converter looks for weights among the inputs
+    )  # otherwise the converter looks for weights among the inputs
     try:
         found = ir.from_proto(version_converter.convert_version(model, opset))
     except Exception as error:

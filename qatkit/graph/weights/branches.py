@@ -119,7 +119,7 @@ class _Merging:
         """Returns a region as one convolution; None if it is not one.
 
         Args:
-            bare: whether the input itself may be one of the branches; else a BatchNorm has to follow, since a residual
+            bare: whether the input itself may be one of the branches; otherwise a BatchNorm must follow, since a residual
                 stream would be quantized by it.
         """
         shape = shape_of(region.x)
