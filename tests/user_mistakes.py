@@ -267,7 +267,7 @@ MISTAKES: dict[str, tuple[str, list[str], str]] = {
     "values that decide": (
         f"{NET}        return super().forward(x if x.sum() > 0 else -x)  # here",
         [MODEL],
-        "what is computed depends on values of a tensor",
+        "the computation depends on values of a tensor",
     ),
     # what is called from within
     "a check": (

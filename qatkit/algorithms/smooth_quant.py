@@ -12,7 +12,7 @@ theirs.
 
 The strength α is searched for each source: "none" and a grid, by the error of the readers' outputs with the
 input quantized per tensor and the weights as by the backend, |r(q(x/s), q(W·s)) - r(x, W)|² / |r(x, W)|².
-Ranges are found as by the observer: least squares where it keeps a histogram, else the extremes.
+Ranges are found as by the observer: least squares where it keeps a histogram, otherwise the extremes.
 
 Source: Xiao et al., "SmoothQuant: Accurate and Efficient Post-Training Quantization for Large Language
 Models", 2023, section 4, equation 4 (figures: docs/decisions/0019-cheap-algorithms.md).

@@ -135,7 +135,7 @@ class _Scorer(fx.Interpreter):
 
 
 def _linear_part(reader: fx.Node) -> Any:
-    """Returns the function of a reader on an error of its input: a Conv or Linear without bias; else the identity."""
+    """Returns a reader as a function of errors in its input: a Conv or Linear without bias, or the identity."""
     module = module_of(reader) if reader.op == "call_module" else None
     if isinstance(module, QATOperator):
         weight, _ = module.effective()

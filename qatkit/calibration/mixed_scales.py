@@ -14,8 +14,8 @@ Each quantizer is put into the float graph by itself, and its error is measured 
     after a logarithm     small values count as much as large ones there, so an operator with a weight before it does
                           not end the search: the later nodes are measured as well
 
-If too much is lost, operators are left float: the one that computes the tensor if it has no weight, else the operators
-with a weight on either side of it. Types with fewer than 8 bits are not judged.
+If too much is lost, operators are left float: the one that computes the tensor if it has no weight, otherwise the
+operators with a weight on either side of it. Types with fewer than 8 bits are not judged.
 """
 
 from __future__ import annotations

@@ -96,12 +96,12 @@ def upgraded(path: Path, model: onnx.ModelProto, before: int, opset: int) -> ir.
     """
     model.ir_version = max(
         model.ir_version, _IR_VERSION
-    )  # else the converter looks for weights among the inputs
+    )  # otherwise the converter looks for weights among the inputs
     try:
         found = ir.from_proto(version_converter.convert_version(model, opset))
     except Exception as error:
-        found = f"this one has opset {before} and cannot be upgraded ({one_line(error)})"
-        reason = f"a model of opset {opset} or higher; {found}"
+        own = f"this one has opset {before} and cannot be upgraded ({one_line(error)})"
+        reason = f"a model of opset {opset} or higher; {own}"
         raise ConfigError("onnx", path, reason) from error
     _restore_names(model, found.graph)
     if before <= _ASYMMETRIC:

@@ -149,7 +149,7 @@ def on_device(batch: Example, device: torch.device) -> Example:
 
 
 def input_names(model: nn.Module, example: Example) -> tuple[str, ...]:
-    """Returns names of `example`'s tensors for `model`: "input" for a lone image, else those of forward's arguments.
+    """Returns names of `example`'s tensors for `model`: "input" for a single image, or the arguments of forward.
 
     Raises:
         ConfigError: `example` is no call of `model.forward`, or holds no tensor.

@@ -202,7 +202,7 @@ def _(x: Tensor) -> Tensor:
 
 
 def computed_once(x: Tensor) -> Tensor:
-    """Returns `x` without a gradient, such that a compiler computes it once, at this place.
+    """Returns `x` without a gradient, so that a compiler computes it once, at this place.
 
     A compiler otherwise inlines it into the kernels that read it: the scale of a channel, in float64, would
     be computed for each of the channel's weights, and again in the backward pass.

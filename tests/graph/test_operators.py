@@ -155,7 +155,7 @@ def test_a_class_of_ones_own_is_aligned_as_it_says() -> None:
         (
             "own",
             {"values": "some"},
-            r"values='some' of operator own: expected one of \('new', 'kept', 'moved'\)",
+            r"values='some' of operator own: expected one of new, kept, moved",
         ),
         ("own", {"align": "half"}, "align='half' of operator own"),
         (

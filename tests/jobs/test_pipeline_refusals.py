@@ -92,7 +92,7 @@ MISTAKES = {
         _with(model={"name": f"{__name__}.Untraceable"}),
         r"model.name=Untraceable: "
         r"the model cannot be captured at .*test_pipeline_refusals.py:\d+ `if x.mean\(\) > 0:`: "
-        r"what is computed depends on values of a tensor \(bool\); ",
+        r"the computation depends on values of a tensor \(bool\); ",
     ),
     "no images": (_with(calibration={"images": 0}), "calibration.images=0: "),
     "fewer images than a batch": (

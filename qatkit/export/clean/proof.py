@@ -99,8 +99,9 @@ def prove(
             ratios[name] = min(ratios[name], _ratio(_placed(name, old, layout), now))
     for name, ratio in ratios.items():
         if ratio < bound:
-            least = "equal in every value" if bound == EQUAL else f"at least {bound:.0f} dB"
-            reason = f"output '{name}' is at {ratio:.1f} dB of the original file's, and should be {least}"
+            least = "equal in every value" if EQUAL in (bound, -ratio) else f"at least {bound:.0f} dB"
+            found_at = "differs from" if ratio == -EQUAL else f"is at {ratio:.1f} dB of"
+            reason = f"output '{name}' {found_at} the original file's, and should be {least}"
             hint = "; try clean.fold=exact, which joins no operators" if bound == ROUNDED else ""
             raise ConfigError("clean", after.name, reason=f"{reason}, so nothing was written{hint}")
     shapes = [{name: list(value.shape) for name, value in feeds.items()} for feeds in sets]

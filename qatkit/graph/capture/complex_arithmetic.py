@@ -175,7 +175,7 @@ def logarithm(w: PairWriter, node: fx.Node) -> Found:
 
 
 def power(w: PairWriter, node: fx.Node) -> Found:
-    """Returns a product for small whole exponents; else the power of the absolute value, at a multiple of the
+    """Returns a product for small whole exponents, otherwise the power of the absolute value, at a multiple of the
     angle.
     """
     given = operands(node, 2)

@@ -70,7 +70,7 @@ class PickedValues:
         node = recorder.node_of(mask)
         with torch._C.DisableTorchFunction():
             result = source[mask]
-        reason = "the shape of what it makes depends on values of a tensor (masked_select)"
+        reason = "the shape of the result depends on values of a tensor (masked_select)"
         self.found[result] = _Picked(
             recorder.node_of(source), node, source.ndim - mask.ndim, recorder.refuse(reason)
         )

@@ -337,7 +337,7 @@ class Recorder(TorchFunctionMode):
         for tensor in tensors_in(values):
             self.read_values = True
             if self.aliases.node_of(tensor) in self.depends:
-                what = "what is computed" if name in VALUE_READS else "the shape of what it makes"
+                what = "the computation" if name in VALUE_READS else "the shape of the result"
                 raise self.refuse(f"{what} depends on values of a tensor ({name.strip('_')})")
 
     def _known(self, tensor: Tensor) -> bool:

@@ -244,7 +244,7 @@ def _leaves(value: Any) -> list[Tensor]:
 
 
 def _groups(model: nn.Module, names: Sequence[str]) -> list[str]:
-    """Returns the outermost modules without other trainable parameters than these; else the parameters' own names."""
+    """Returns the outermost modules that have only these trainable parameters, and names of parameters without one."""
     others = [n for n, one in model.named_parameters() if one.requires_grad and n not in names]
     found = []
     for name in names:

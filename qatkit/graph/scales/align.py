@@ -140,7 +140,7 @@ def _rules(graph_module: fx.GraphModule, position: dict[int, int], known: list[K
         if kind == "sum":
             inputs = list(dict.fromkeys(inputs))
         if kind != "hardsigmoid" and after in inputs:
-            continue  # they share a scale: there is none to move
+            continue  # they share a scale: no scale can be moved
         count = _window(node) if kind == "mean" else 1
         turns = known[after] is not True, known[after] is not False and known[inputs[0]] is not True
         rules.append(Rule(kind, node, tuple(inputs), after, count, turns))

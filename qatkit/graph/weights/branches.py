@@ -119,8 +119,8 @@ class _Merging:
         """Returns a region as one convolution; None if it is not one.
 
         Args:
-            bare: whether the input itself may be one of the branches; else a BatchNorm has to follow, since a residual
-                stream would be quantized by it.
+            bare: whether the input itself may be one of the branches. Otherwise a BatchNorm must follow, since a
+                residual stream would be quantized by it.
         """
         shape = shape_of(region.x)
         if shape is None or not 3 <= len(shape) <= 5:
