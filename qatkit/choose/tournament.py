@@ -118,7 +118,7 @@ def scoring_images(batches: Batches, progress: bool) -> Iterator[Tensor]:
     few = [
         part[:SCORING_IMAGES].split(_AT_ONCE) for part in (torch.as_tensor(images), torch.as_tensor(labels))
     ]
-    for part, _ in shown(list(zip(*few, strict=True)), "calibrating: errors behind tensors", progress):
+    for part, _ in shown(list(zip(*few, strict=True)), "calibrating: errors after each tensor", progress):
         yield part
 
 

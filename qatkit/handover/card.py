@@ -129,6 +129,7 @@ def _by_class(report: Report, labels: Sequence[str]) -> str:
     ]  # fmt: skip
     metric = names_of(report).main
     said = f"The worst {len(rows)} of {len(images)} classes; report.json has all of them."
+    said = said if len(rows) < len(images) else f"All {len(rows)} classes, the worst first."
     head = ("class", f"{_plain(report['label'])} {metric.title}", f"float {metric.title}", "test images")
     return f"## By class\n\n{said}\n\n{_table(head, rows)}"
 

@@ -73,7 +73,7 @@ def _draw(path: Path, row: TensorRow, found: Histogram) -> None:
 def _about(row: TensorRow, found: Histogram, every: int) -> str:
     """Returns the figures of a tensor in words."""
     widest = " (largest of its scales)" if row.kind == WEIGHT else ""
-    drawn = "" if every == 1 else f", every {every}th is drawn"
+    drawn = "" if every == 1 else f", one of {every} is drawn"
     sqnr = "equal to float" if row.own.sqnr is None else f"SQNR {decibels(row.own.sqnr)} dB"
     return (
         f"range {found.range_low:.4g} to {found.range_high:.4g}, steps of {found.step:.3g}{widest}{drawn};"

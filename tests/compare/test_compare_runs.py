@@ -84,7 +84,7 @@ def test_a_bundle_of_a_run_and_somebody_elses_files_are_no_runs(tmp_path: Path) 
         ('{"schema": 99}', "schema 99"),
         ('{"schema": 1}', "'accuracy' is missing"),
         ("[" * 100_000, "nested too deeply"),
-        ('{"schema": 1, "accuracy": {"int8": {"top1": NaN}}, "latency": {}, "sizes": {}}', "a figure belongs"),
+        ('{"schema": 1, "accuracy": {"int8": {"top1": NaN}}, "latency": {}, "sizes": {}}', "is not a number"),
         ('{"schema": 1, "accuracy": [], "latency": {}, "sizes": {}}', "report.json"),
         ('{"schema": 1, "accuracy": {"int8": {"top1": "97"}}, "latency": {}, "sizes": {}}', "'97'"),
     ],
@@ -138,7 +138,7 @@ def test_a_hundred_runs_take_seconds_and_a_small_page(
     ("typed", "told"),
     [
         (["nowhere"], "folder=nowhere: expected a folder of runs"),
-        (["empty"], "folder=empty: expected a folder with runs"),
+        (["empty"], "folder=empty: expected a folder that contains runs"),
         (["file"], "folder=file: expected a folder of runs"),
         (["runs", "--output", "empty"], "--output=empty: expected the path of a file"),
         (["runs", "--output", "file/page.html"], "--output=file/page.html: expected a file in a folder"),

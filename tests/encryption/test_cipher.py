@@ -94,7 +94,7 @@ def test_a_wrong_key_is_not_a_damage(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        (None, "no file"),
+        (None, "not a file"),
         (b"", "0 bytes"),
         (b"short", "5 bytes"),
         (b"0" * 63, "63 bytes"),

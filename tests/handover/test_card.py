@@ -21,7 +21,7 @@ def test_a_card_tells_the_figures_and_the_worst_classes() -> None:
     assert text.startswith("---\nlibrary_name: onnx\n")
     assert '- "my_net"\n---\n' in text
     assert "license" not in text
-    assert "INT8 against float: -10.00 points of top-1." in text
+    assert "INT8 against float: -10.00 points in top-1." in text
     assert "| dog | 50.0 | 50.0 | 4 |\n| a\\|b | 50.0 | 100.0 | 2 |\n| cat | 100.0 | 100.0 | 4 |" in text
     assert "A bound was not met: verify.max\\_drop=1.0: far" in text
     assert "Not checked: parity." in text

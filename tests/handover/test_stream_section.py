@@ -23,7 +23,7 @@ def test_the_cards_example_hears_a_recording(tmp_path: Path, monkeypatch: pytest
     text = stream_section(bundle, {"hop": 160, "rate": 8000})
     assert "| `x` [N, n, 4] | `y` | a chunk |" in text
     assert "| `state_0` [N, 5] | `state_0_next` | a state |" in text
-    assert "one in 20 ms" in text and "n ≥ 1 steps along axis 1" in text
+    assert "one every 20 ms" in text and "n ≥ 1 steps along axis 1" in text
     assert "Every state is zeros before the first chunk" in text
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert len([line for line in code.splitlines() if line and "import" not in line]) == 6

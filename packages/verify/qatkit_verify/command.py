@@ -1,4 +1,7 @@
-"""qatkit-verify BUNDLE, or A.onnx B.onnx: checks them on this machine, with onnxruntime and numpy only.
+"""Checks a bundle, or compares two ONNX files, on this machine, with only onnxruntime and numpy.
+
+    qatkit-verify BUNDLE
+    qatkit-verify A.onnx B.onnx
 
 Exit status: 0 if every check passed, 1 if one falls short, and 2 if the file cannot be judged (damaged,
 another format, not installed).

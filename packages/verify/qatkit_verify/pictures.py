@@ -113,7 +113,7 @@ def open_regular_file(path: str) -> Iterator[io.BufferedReader]:
 def check_kind(mode: int) -> None:
     """Raises ValueError, naming what is there, unless it is a regular file."""
     if not stat.S_ISREG(mode):
-        raise ValueError(next((name for is_one, name in _KINDS if is_one(mode)), "no file"))
+        raise ValueError(next((name for is_one, name in _KINDS if is_one(mode)), "not a regular file"))
 
 
 def check_size(width: int, height: int) -> None:

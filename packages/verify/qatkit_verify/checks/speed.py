@@ -33,7 +33,7 @@ def speed(asked: CheckInputs) -> Found:
     if "float" not in files:
         return Found("speed", OK, seen, figures=figures)
     ratio = f"{int8.ratio:.2f} times as fast as float [{int8.ratio_p10:.2f}-{int8.ratio_p90:.2f}]"
-    seen += f"; {ratio} ({times['float'].median_ms:.2f} ms)"
+    seen += f"; {ratio} (float {times['float'].median_ms:.2f} ms)"
     figures |= {
         "float_ms": times["float"].median_ms,
         "ratio": int8.ratio,
@@ -44,8 +44,8 @@ def speed(asked: CheckInputs) -> Found:
     if bound is None or int8.ratio >= bound:
         return Found("speed", OK, seen, figures=figures)
     fix = (
-        "to find the fastest placement for this machine, run export.py placement=variants where the model was "
-        f"trained, then qatkit-measure here; or lower the bound by --min-speedup (now {bound:g})"
+        "run export.py placement=variants where the model was trained, then qatkit-measure here, which finds the "
+        f"fastest placement; or lower the bound by --min-speedup (now {bound:g})"
     )
     return Found("speed", SHORT, seen, fix, figures)
 
