@@ -314,7 +314,7 @@ class Pace:
         if what in self._failed:
             raise Unknown(self._failed[what])
         try:
-            with undisturbed():
+            with undisturbed(cuda=self._device.type == "cuda"):
                 yield
         except Unknown as error:
             self._failed[what] = str(error)
@@ -327,10 +327,14 @@ class Pace:
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
-    """Restores every random generator on exit; warnings are left to the stage that is tried."""
+def undisturbed(*, cuda: bool = False) -> Iterator[None]:
+    """Restores every random generator on exit; warnings are left to the stage that is tried.
+
+    Args:
+        cuda: whether the context uses the GPU, perhaps for the first time.
+    """
     states = random.getstate(), np.random.get_state()
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    devices = range(torch.cuda.device_count()) if cuda or torch.cuda.is_initialized() else ()
     with torch.random.fork_rng(devices), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
