@@ -19,8 +19,10 @@ from qatkit.jobs import pipeline
 from qatkit.jobs.pipeline import STAGES
 from qatkit.jobs.prepare import Announce
 from qatkit.jobs.stages import begin, carry_out
-from qatkit.run.pace import Pace, Unknown, undisturbed
-from qatkit.run.plan import stage
+from qatkit.run.folder import Run
+from qatkit.run.pace import Pace, Unknown
+from qatkit.run.plan import announce, stage
+from qatkit.run.timing import undisturbed
 from qatkit.train.module import QATModule
 
 
@@ -81,15 +83,13 @@ def test_a_resumed_run_estimates_only_what_is_left(finished: Path, capfd: pytest
 
 
 def test_one_of_many_runs_is_not_announced_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    config = replace(short(tmp_path / "run"), schedule=ScheduleConfig(epochs=0, float_epochs=0))
+    run = Run(short(tmp_path / "run"), tmp_path / "run")
+    rows = [stage("verify", "every check", lambda: 3.0)]
     with one_of_many():
-        pipeline.train(config)
-    assert "plan" not in capfd.readouterr().err
-    assert [row["stage"] for row in report_of(tmp_path / "run")["plan"]] == [
-        "calibration",
-        "export",
-        "verify",
-    ]
+        announce(run, rows)
+    assert capfd.readouterr().err == "" and run.plan == tuple(rows)
+    announce(run, rows)
+    assert "  verify  every check   3.0 s" in capfd.readouterr().err.splitlines()
 
 
 def test_random_numbers_go_on_after_a_measurement() -> None:
