@@ -21,8 +21,9 @@ from qatkit.records.run_files import PARTIAL, partial_results
 from qatkit.run.allocator import return_freed_memory
 from qatkit.run.build import example_batch
 from qatkit.run.folder import Run, main_process
-from qatkit.run.pace import Pace, undisturbed
+from qatkit.run.pace import Pace
 from qatkit.run.plan import stage
+from qatkit.run.timing import undisturbed
 from qatkit.train.module import IDLE
 
 

@@ -15,7 +15,6 @@ from qatkit.encryption.vault import protected, readable, secret
 from qatkit.importing.read import read
 from qatkit.records.preprocessing_file import preprocessing_beside
 from qatkit.records.run_files import file_name
-from qatkit.report.next_steps import after_cleaning, lines
 from qatkit.run.lock import locked
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.files import whole, write_text
@@ -35,6 +34,8 @@ def clean_file(config: Config, folder: Path) -> int:
         ConfigError: a setting that does not fit the file, or a result that computes something else; nothing is
             written.
     """
+    from qatkit.report.next_steps import after_cleaning, lines  # imports rich
+
     with protected(config.export.encrypt), locked(folder):
         for line in (*_written(config, folder, "all"), *lines(after_cleaning(folder / file_name(CLEAN)))):
             print(line, flush=True)

@@ -24,8 +24,9 @@ from qatkit.records.run_files import CONFIG_FILE, FLOAT_FILE, file_name
 from qatkit.run.build import opened_data
 from qatkit.run.folder import Run
 from qatkit.run.memory import check_inputs
-from qatkit.run.pace import Pace, Span, timed
+from qatkit.run.pace import Pace
 from qatkit.run.plan import announce, stage
+from qatkit.run.timing import Span, timed
 from qatkit.tasks import task_of
 from qatkit_verify.errors import ConfigError, counted, one_line
 from qatkit_verify.feeds import Array, by_name, input_names, rows

@@ -11,7 +11,6 @@ from qatkit.config.schema import Config
 from qatkit.encryption.vault import protected, readable
 from qatkit.importing.read import read
 from qatkit.jobs.clean_file import use_libraries
-from qatkit.report.next_steps import after_summary, lines
 from qatkit.run.lock import locked
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.files import write_text
@@ -35,6 +34,7 @@ def summarize_file(config: Config, folder: Path) -> int:
     with protected(config.export.encrypt), locked(folder), tempfile.TemporaryDirectory() as made:
         model = read(source, as_is=True)
         from qatkit.export.clean.store import store
+        from qatkit.report.next_steps import after_summary, lines
         from qatkit.verify.file_summary import name_nodes, summarize, table
         from qatkit.verify.graph_view import with_initializers
 

@@ -12,16 +12,12 @@ happens on copies and with the random generators restored afterwards: the run's 
 from __future__ import annotations
 
 import copy
-import random
-import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import fx, nn
 
@@ -39,6 +35,7 @@ from qatkit.graph.trace import copy_of
 from qatkit.run.build import examples
 from qatkit.run.loop.fit import on_gpu
 from qatkit.run.memory import available_memory
+from qatkit.run.timing import Span, clocks, timed, undisturbed
 from qatkit.train.learner import FloatModule, Learner, make_optimizer
 from qatkit.train.module import QATModule
 from qatkit.verify.accuracy import all_cores
@@ -50,26 +47,6 @@ _FEWEST, _MOST = 4, 32  # samples
 _CROWDED = 1.3  # times as long as its work takes what runs on a machine that others use
 _VALUES = 2**18  # of the inputs that a file is timed with
 _COPIES = 4  # of the weights, in a training step on a copy: weights, gradients, two moments
-
-
-class Span(NamedTuple):
-    """A time, or a combination of times, by two clocks.
-
-    Attributes:
-        wall: seconds that passed.
-        work: seconds of all processor cores.
-    """
-
-    wall: float
-    work: float
-
-    def less(self, other: Span) -> Span:
-        """Returns the difference, at least 0."""
-        return Span(max(0.0, self.wall - other.wall), max(0.0, self.work - other.work))
-
-    def times(self, factor: float) -> Span:
-        """Returns a multiple."""
-        return Span(factor * self.wall, factor * self.work)
 
 
 class Parts(NamedTuple):
@@ -314,7 +291,7 @@ class Pace:
         if what in self._failed:
             raise Unknown(self._failed[what])
         try:
-            with undisturbed():
+            with undisturbed(cuda=self._device.type == "cuda"):
                 yield
         except Unknown as error:
             self._failed[what] = str(error)
@@ -324,20 +301,6 @@ class Pace:
         ) as error:  # a model of the user's may raise anything; the stage itself then reports it
             self._failed[what] = f"the {what} could not be timed"
             raise Unknown(self._failed[what]) from error
-
-
-@contextmanager
-def undisturbed() -> Iterator[None]:
-    """Restores every random generator on exit; warnings are left to the stage that is tried."""
-    states = random.getstate(), np.random.get_state()
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            yield
-        finally:
-            random.setstate(states[0])
-            np.random.set_state(states[1])
 
 
 def of_first_file(
@@ -362,23 +325,6 @@ def of_first_file(
     except Exception:  # of any runtime or module
         return {}
     return found
-
-
-def clocks() -> Span:
-    """Returns both clocks."""
-    return Span(time.perf_counter(), time.process_time())
-
-
-def timed(run: Callable[[], Any], device: torch.device | None = None) -> Span:
-    """Returns how long a call takes."""
-    on = device is not None and device.type == "cuda"
-    if on:
-        torch.cuda.synchronize()
-    start = clocks()
-    run()
-    if on:
-        torch.cuda.synchronize()
-    return clocks().less(start)
 
 
 def _on(value: Any, device: torch.device) -> Any:

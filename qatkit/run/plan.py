@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable
 from qatkit.config.argv import announces_plan
 from qatkit.records.plan import Planned, lines
 from qatkit.run.folder import Run, say
-from qatkit.run.pace import Unknown, undisturbed
+from qatkit.run.pace import Unknown
+from qatkit.run.timing import undisturbed
 
 _TITLE = "plan, with times estimated from a few samples on this machine:"
 

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import shlex
 
-from qatkit.config.argv import command_with, typing
+import pytest
+
+from qatkit.config.argv import (
+    EXPORT,
+    TRAIN,
+    again,
+    announces_plan,
+    command,
+    command_with,
+    one_of_many,
+    typing,
+)
 
 
 def test_without_a_command_line_there_is_nothing_to_type() -> None:
@@ -37,3 +48,34 @@ def test_keys_are_replaced_and_those_of_a_run_are_left_out() -> None:
     with typing(given):
         said = command_with("target.max_drop=0.2", without=("export.mode",))
     assert said == "uv run train.py recipe=a data=digits target.max_drop=0.2"
+
+
+def test_each_program_is_given_back_with_its_flags() -> None:
+    given = ["onnx=a b.onnx", "mode=static", "output_dir=x"]
+    with typing(given, EXPORT, ["--config-dir", "my conf"]):
+        assert command_with("rescue=ladder") == ""  # of train.py
+        said = again("mode=dynamic")
+    words = ["onnx=a b.onnx", "mode=dynamic", "--config-dir", "my conf"]
+    assert shlex.split(said) == ["uv", "run", "export.py", *words]
+
+
+def test_an_addition_to_a_mapping_keeps_earlier_ones() -> None:
+    with typing(["+backend.overrides={a:{float:true}}"]):
+        said = again("+backend.overrides={b:{float:true}}")
+    assert shlex.split(said)[3:] == [
+        "+backend.overrides={a:{float:true}}",
+        "+backend.overrides={b:{float:true}}",
+    ]
+
+
+def test_an_installed_command_names_installed_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["/bin/qatkit-export"])
+    assert command(TRAIN, "recipe=a") == "qatkit-train recipe=a"
+    assert command("qatkit compare", "my runs") == "qatkit compare 'my runs'"
+
+
+def test_a_plan_is_announced_once_for_many() -> None:
+    assert announces_plan()
+    with one_of_many():
+        assert not announces_plan()
+    assert announces_plan()
