@@ -126,7 +126,7 @@ def test_empty_masks_say_nothing() -> None:
     nothing = np.zeros((2, 1, 4, 4), np.float32)
     count = suited("mask", nothing, 2).agreement()
     count.add(nothing, nothing)
-    assert count.share == 1 and "all pixels of all samples are alike" in count.doubt
+    assert count.share == 1 and "all pixels of all samples have the same value" in count.doubt
 
 
 @pytest.mark.parametrize(

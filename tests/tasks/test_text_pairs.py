@@ -109,7 +109,7 @@ def test_two_embeddings_agree_by_their_cosine() -> None:
 def test_what_are_no_pairs_is_refused() -> None:
     task = TextPairs()
     assert task.fits((8, 16), 4, None) and not task.fits((4, 16), 4, None)
-    assert "must not all be the same, got 0.5" in task.check_targets("test", (), [0.5, 0.5])
+    assert "must differ, but all are 0.5" in task.check_targets("test", (), [0.5, 0.5])
     with pytest.raises(ValueError, match="finite scores"):
         task.target("nan")
 
