@@ -1,11 +1,11 @@
-"""A network of one's own, with residuals and a custom block, through `train.py`.
+"""Your own network, with residuals and a custom block, through `train.py`.
 
     uv run train.py recipe=quickstart name=residual model.name=examples.residual.ScaledResNet \
       '+model.kwargs={width: 24}' model.num_classes=null schedule.float_epochs=20 schedule.lr=5e-4
 
-`model.name` is the dotted path of anything that returns an `nn.Module`; `num_classes` is handed to it unless it
-is null. What the graph needs of a model is that torch.fx can follow it: no Python branch on the values of a
-tensor. Shapes, loops over submodules and keyword arguments are fine.
+`model.name` is the dotted path of anything that returns an `nn.Module`; it gets `num_classes` unless that is null.
+torch.fx must be able to trace the model: no Python branch may depend on the values of a tensor. Shapes, loops over
+submodules and keyword arguments are fine.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ScaledBlock(nn.Module):
 
 
 class ScaledResNet(nn.Module):
-    """Images [N, 3, H, W] to logits [N, num_classes]."""
+    """A network from images [N, 3, H, W] to logits [N, num_classes]."""
 
     def __init__(self, width: int = 16, blocks: int = 3, num_classes: int = 10) -> None:
         super().__init__()
