@@ -117,9 +117,7 @@ class ImageLoader(DataLoader[Batch]):
             except RuntimeError as error:
                 if not str(error).startswith("DataLoader worker"):
                     raise
-                reason = (
-                    f"a worker process ended ({first_line(error)}); set data.workers=0 to use none"
-                )
+                reason = f"a worker process ended ({first_line(error)}); set data.workers=0 to use none"
                 raise ConfigError("data.workers", self.num_workers, reason=reason) from error
             if batch is None:
                 return

@@ -168,9 +168,9 @@ def _construct(config: ModelConfig, builder: Callable[..., Any], classes: int | 
     else:
         try:
             model = builder(**kwargs)
+        except ConfigError:
+            raise  # it already names what is wrong
         except (TypeError, ValueError) as error:
-            if isinstance(error, ConfigError) and error.key == "onnx":
-                raise  # the file is wrong, whatever the arguments
             allowed = f"arguments that {config.name} takes ({first_line(error)})"
             raise ConfigError("model.kwargs", kwargs, allowed) from error
     if not isinstance(model, nn.Module):

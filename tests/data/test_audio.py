@@ -60,7 +60,8 @@ def test_every_other_file_verifies_as_a_whole(tmp_path: Path) -> None:
     np.testing.assert_array_equal(np.concatenate(_frames(data, "test")), b[:16].reshape(2, 8))
     assert "2 audio files (0.0 s) to calibrate and train, 1 audio file" in data.notes[0]
     assert (
-        "frames of 8 samples for 'x', one every 8, at 16000 Hz (assumed; data.rate sets it)" in data.notes[0]
+        "frames of 8 samples for 'x', one every 8 samples, at 16000 Hz (assumed; data.rate sets it)"
+        in data.notes[0]
     )
     assert len(data.notes) == 1 and data.notes[0] in data.notes
 
@@ -269,7 +270,7 @@ def test_files_that_cannot_be_used_are_listed(tmp_path: Path) -> None:
             "at least two usable WAV or FLAC files, since no file may both calibrate and verify; it has 1",
         ),
         (("a.wav",), {"root": "/no/such"}, "a folder with WAV or FLAC files; there is no such folder"),
-        (("a.wav", "b.wav"), {"frame": 9}, r"data.frame=9: expected null or 8, for the input 'x' \[N, 8\]"),
+        (("a.wav", "b.wav"), {"frame": 9}, r"data.frame=9: expected null or 8 for the input 'x' \[N, 8\]"),
         (
             ("a.wav", "b.wav"),
             {"axes": "n1t"},
@@ -281,7 +282,7 @@ def test_files_that_cannot_be_used_are_listed(tmp_path: Path) -> None:
         (
             ("a.wav", "b.wav"),
             {"count": 9},
-            f"data.count=9: expected null with data.source={AUDIO}; data=drawn reads",
+            f"data.count=9: expected null with data.source={AUDIO}; only data=drawn reads",
         ),
         (("a.wav", "b.wav"), {"image_size": 9}, "data.image_size=9: expected null"),
     ],

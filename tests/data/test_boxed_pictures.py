@@ -161,7 +161,9 @@ def test_categories_have_to_be_the_same(tmp_path: Path) -> None:
     record = json.loads(path.read_text())
     record["categories"][1]["name"] = "tree"
     path.write_text(json.dumps(record))
-    with pytest.raises(ConfigError, match=r"the same categories in both splits; leaf, tree differs"):
+    with pytest.raises(
+        ConfigError, match=r"the same categories in both splits; only one split has leaf, tree"
+    ):
         loaded(root, COCO_BOXES)
 
 

@@ -160,7 +160,10 @@ def test_a_policy_is_refused_for_images_that_it_cannot_change() -> None:
     [
         ({"image_size": 0}, r"data\.image_size=0: expected an integer of at least 1"),
         ({"resize": 20}, r"data\.resize=20: expected at least data\.image_size \(32\)"),
-        ({"std": (1.0, 1.0)}, r"data\.std=\[1\.0, 1\.0\]: expected 1 positive"),
+        (
+            {"std": (1.0, 1.0)},
+            r"data\.std=\[1\.0, 1\.0\]: expected one positive number for each number in data.mean \(1\)",
+        ),
         ({"std": (0.0,)}, r"data\.std"),
         ({"mean": (), "std": ()}, r"data\.mean=\[\]"),
         ({"interpolation": "lanczos"}, r"lanczos: expected one of nearest, bilinear, bicubic"),
@@ -330,7 +333,7 @@ def test_settings_are_joined_with_what_is_known(
     [
         (
             {"resize": 40, "fit": "letterbox"},
-            r"data\.resize=40: expected null with data\.fit=letterbox, which cuts",
+            r"data\.resize=40: expected null with data\.fit=letterbox, which does not crop",
         ),
         (
             {"pad_value": 0.0},

@@ -222,7 +222,7 @@ def test_a_users_dataset_of_sequences_is_taken(tmp_path: Path) -> None:
 
 def test_pictures_are_refused_for_a_model_with_states(tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"model\.kwargs\.states=h: hN: data\.source=.* gives images; .* takes arrays"
+        ConfigError, match=r"model\.kwargs\.states=h: hN: data\.source=.* gives images, but .* takes arrays"
     ):
         _data(_saved(tmp_path / "data"), synthetic)
 

@@ -119,7 +119,7 @@ def test_image_folder_names_what_is_wrong(tmp_path: Path) -> None:
     names = [f"class{i}" for i in range(7)]
     write_folder(tmp_path / "other", {"train": ["cat", *names], "test": ["cat", "dog"]})
     text = message(tmp_path / "other")
-    assert "only train has class0, class1, class2, class3, class4 and 2 more; only val has dog" in text
+    assert "only train has class0, class1, class2, class3, class4 and 2 more, and only val has dog" in text
 
 
 @pytest.mark.parametrize("workers", [0, 1])

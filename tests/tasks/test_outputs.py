@@ -85,7 +85,7 @@ def test_a_decision_is_guessed_where_there_is_no_doubt(outputs: NDArray[np.float
         ("boxes", r"expected outputs \[N, boxes, 4 \+ 1 \+ classes\]"),
         ("strings", r"expected a first output \[N, steps, classes\]"),
         ("mask", r"expected a first output \[N, H, W\]"),
-        ("tasks.test_outputs.too_few", r"gives int64 \[1\]"),
+        ("tasks.test_outputs.too_few", r"returns int64 \[1\]"),
         ("no.such.function", "verify.decision=no.such.function"),
     ],
 )

@@ -144,8 +144,8 @@ def test_parts_train_in_their_places() -> None:
         ([], "at least one"),
         (["backbon"], "did you mean backbone"),
         (["backbone", "backbone.stem"], "lies inside 'backbone'"),
-        (["head.unused"], "never called"),
-        (["head"], r"one tensor, not \(list\)"),
+        (["head.unused"], "the model never calls it for this example"),
+        (["head"], r"must take only tensors, not \(list\)"),
     ],
 )
 def test_scopes_that_cannot_be(scope: list[str], message: str) -> None:
