@@ -2,7 +2,7 @@
 
     uv run examples/detector_parts.py [FOLDER]
 
-Random weights and pictures stand for yours. `model=ssdlite` of train.py quantizes the same network as one file.
+Random weights and pictures take the place of yours. `model=ssdlite` of train.py quantizes the same network as one file.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from qatkit import Parts
 
 
 def main(folder: str = "outputs/detector_parts") -> list[Path]:
-    """Quantizes the backbone of an SSDlite; returns the file."""
+    """Quantizes the backbone of an SSDlite; returns the written files."""
     torch.manual_seed(0)
     detector = ssdlite320_mobilenet_v3_large(weights=None, weights_backbone=None, num_classes=4).eval()
     pictures = [torch.rand(3, 320, 320) for _ in range(4)]

@@ -2,7 +2,7 @@
 
     uv run --extra transformers examples/hugging_face_encoder.py [FOLDER]
 
-A small BERT with random weights and random ids stand for your model and texts.
+A small BERT with random weights and random ids take the place of your model and texts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from qatkit import Result, quantize
 
 
 class Sentence(nn.Module):
-    """The mean of the tokens' vectors [N, 64] for ids and mask [N, T]."""
+    """An encoder that returns the mean of the tokens' vectors [N, 64] for ids and mask [N, T]."""
 
     def __init__(self, encoder: nn.Module) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Sentence(nn.Module):
 
 
 def main(folder: str = "outputs/hugging_face_encoder") -> Result:
-    """Quantizes a small BERT with the mean of its tokens."""
+    """Quantizes a small BERT with mean pooling."""
     torch.manual_seed(0)
     shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
     encoder = BertModel(BertConfig(vocab_size=500, **shape), add_pooling_layer=False)

@@ -2,9 +2,9 @@
 
     uv run examples/keyword_spotting.py [FOLDER]
 
-The model is that of Zhang et al., "Hello Edge: Keyword Spotting on Microcontrollers", 2017. Spoken words need
-a download, so four kinds of tones in noise stand for them: rising, falling, steady and pulsed. Everything else
-is as it would be: a spectrogram of one channel, 49 frames by 40 bins, and a model that knows nothing of images.
+The model is that of Zhang et al., "Hello Edge: Keyword Spotting on Microcontrollers", 2017. Spoken words would need
+a download, so four kinds of tones in noise replace them: rising, falling, steady and pulsed. Everything else is as
+for real data: a spectrogram with one channel, 49 frames by 40 bins, and a model that has nothing to do with images.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ RATE, SAMPLES, FFT, HOP, BINS = 8000, 8000, 256, 160, 40
 
 
 def spectrograms(count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """`count` seconds of tones in noise: log power [count, 1, 49, 40] and labels [count]."""
+    """Returns `count` seconds of tones in noise: log power [count, 1, 49, 40] and labels [count]."""
     draw = torch.Generator().manual_seed(seed)
     labels = torch.randint(len(KEYWORDS), (count,), generator=draw)
     time = torch.arange(SAMPLES) / RATE
@@ -48,7 +48,7 @@ def spectrograms(count: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def main(folder: Path) -> dict[str, float]:
-    """Trains, quantizes, fine-tunes, exports and verifies; returns top-1 of the two files in percent."""
+    """Trains, quantizes, fine-tunes, exports and verifies; returns the top-1 accuracy of both files in percent."""
     lightning.seed_everything(0, verbose=False)
     folder.mkdir(parents=True, exist_ok=True)
     train, test = (TensorDataset(*spectrograms(n, seed)) for n, seed in ((1024, 0), (512, 1)))

@@ -1,11 +1,11 @@
-"""A network of one's own, with residuals and a custom block, through `train.py`.
+"""Your own network, with residuals and a custom block, through `train.py`.
 
     uv run train.py recipe=quickstart name=residual model.name=examples.residual.ScaledResNet \
       '+model.kwargs={width: 24}' model.num_classes=null schedule.float_epochs=20 schedule.lr=5e-4
 
-`model.name` is the dotted path of anything that returns an `nn.Module`; `num_classes` is handed to it unless it
-is null. The model is captured by running it, so the graph needs one thing of it: no Python branch on the values
-of a tensor. Branches on sizes, loops over submodules and keyword arguments are fine.
+`model.name` is the dotted path of anything that returns an `nn.Module`; it gets `num_classes` unless that is null.
+The model is captured by running it: no Python branch may depend on the values of a tensor. Branches on sizes, loops
+over submodules and keyword arguments are fine.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ScaledBlock(nn.Module):
 
 
 class ScaledResNet(nn.Module):
-    """Images [N, 3, H, W] to logits [N, num_classes]."""
+    """A network from images [N, 3, H, W] to logits [N, num_classes]."""
 
     def __init__(self, width: int = 16, blocks: int = 3, num_classes: int = 10) -> None:
         super().__init__()

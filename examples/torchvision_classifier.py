@@ -2,8 +2,8 @@
 
     uv run examples/torchvision_classifier.py [FOLDER]
 
-The digits of scikit-learn stand for your data: float training, calibration, two epochs of quantization-aware training,
-and a verified file.
+The digits of scikit-learn take the place of your data. The run has float training, calibration, two epochs of
+quantization-aware training, and a verified file.
 """
 
 from __future__ import annotations

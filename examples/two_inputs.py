@@ -1,11 +1,11 @@
-"""A model of an image and a vector that yields a mapping, in a training loop of one's own, to a verified INT8 file.
+"""A model that takes an image and a vector and returns a mapping, from your own training loop to a verified INT8 file.
 
     uv run examples/two_inputs.py [FOLDER]
 
-The data are made up: blobs whose place in the image and whose size in the vector tell the class and a number.
-What matters is the form. `QATModule` is handed what the model is called with, here (image, vector); batches have
-that form, too. Calling it gives the outputs one after the other, in the order of `graph.meta["outputs"]`, and the
-file's inputs and outputs have the names of the arguments and of the mapping's keys.
+The data are made up: blobs whose place in the image determines the class, and a size that the vector contains.
+`QATModule` gets an example of the model's arguments, here (image, vector), and batches have the same form. Calling
+it returns the outputs as a tuple in the order of `graph.meta["outputs"]`. The file's inputs and outputs have the
+names of the arguments and of the mapping's keys.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CLASSES = 4
 
 
 class Blobs(nn.Module):
-    """An image [N, 1, 16, 16] and a vector [N, 3] to logits [N, CLASSES] and a number [N, 1]."""
+    """A network from an image [N, 1, 16, 16] and a vector [N, 3] to logits [N, CLASSES] and a number [N, 1]."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Blobs(nn.Module):
 
 
 def blobs(count: int, seed: int) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
-    """What the model takes, labels [N] and sizes [N, 1]."""
+    """Returns the model's inputs, labels [N] and sizes [N, 1]."""
     draw = torch.Generator().manual_seed(seed)
     labels, size = torch.randint(0, CLASSES, (count,), generator=draw), torch.rand(count, 1, generator=draw)
     rows, columns = 4 + 8 * (labels // 2), 4 + 8 * (labels % 2)
@@ -57,7 +57,7 @@ def blobs(count: int, seed: int) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]
 
 
 def train(model: nn.Module, steps: int, lr: float) -> None:
-    """A loop of one's own; the float model and the module in training are called alike."""
+    """Trains in a plain loop, which calls the float model and the prepared module in the same way."""
     optimizer = torch.optim.Adam(model.parameters(), lr)
     model.train()
     for step in range(steps):
@@ -70,7 +70,7 @@ def train(model: nn.Module, steps: int, lr: float) -> None:
 
 
 def main(folder: Path, steps: int = 60) -> Parity:
-    """Trains, quantizes, fine-tunes and exports to `folder`; returns what the file's parity is."""
+    """Trains, quantizes, fine-tunes and exports to `folder`; returns the parity of the file with the module."""
     torch.manual_seed(0)
     model = Blobs()
     train(model, steps, lr=1e-2)

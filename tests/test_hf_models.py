@@ -173,12 +173,12 @@ def test_weights_for_another_order_of_channels_are_refused(saved: Path) -> None:
         (ModelConfig("hf/bert"), "an architecture with an image classifier"),
         (
             ModelConfig("hf/imagegpt", kwargs={"n_embd": 8, "n_layer": 1, "n_head": 2}),
-            "model.name=ImageGPTForImageClassification: expected a model of pictures (pixel_values)",
+            "model.name=ImageGPTForImageClassification: expected a model of pictures whose forward takes pixel_values",
         ),
         (ModelConfig("hf//absent/folder"), "a folder with a config.json"),
         (
             ModelConfig("hf/vit", weights="DEFAULT"),
-            "model.weights=DEFAULT: expected null: hf/vit is an architecture",
+            "model.weights=DEFAULT: expected null, since hf/vit is an architecture",
         ),
         (
             ModelConfig("hf/vit", kwargs={"hiden_size": 8}),
@@ -197,9 +197,9 @@ def test_mistakes_are_one_line(config: ModelConfig, message: str) -> None:
 
 @needs_transformers
 def test_a_folder_has_no_revisions_and_keeps_its_shapes(saved: Path) -> None:
-    assert "DEFAULT for the weights of a folder" in refused(ModelConfig(f"hf/{saved}", weights="v1"))
+    assert "DEFAULT or null for a folder" in refused(ModelConfig(f"hf/{saved}", weights="v1"))
     text = refused(ModelConfig(f"hf/{saved}", weights="DEFAULT", kwargs={"intermediate_size": 64}))
-    assert "weights of this model: vit." in text and "missing or of another shape" in text
+    assert "weights that fit this model; missing or of another shape: vit." in text
 
 
 @needs_transformers
@@ -210,7 +210,10 @@ def test_what_cannot_be_fetched_says_where_to_put_it(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     text = refused(ModelConfig("hf/nobody/nothing", weights=weights))
     assert "cannot be fetched (We couldn't connect to" in text
-    assert "run `hf download nobody/nothing`, then copy the folder models--nobody--nothing" in text
+    assert (
+        "`hf download nobody/nothing` on a machine with network access, then copy the folder models--nobody--nothing"
+        in text
+    )
 
 
 @needs_transformers

@@ -51,7 +51,10 @@ def test_another_number_of_classes_gets_a_new_head() -> None:
             "model.name=lite/efficientnet-b0: expected one of lite/efficientnet-lite0, ",
         ),
         (ModelConfig(LITE0, weights="V1"), "model.weights=V1: expected DEFAULT or null"),
-        (ModelConfig("lite/efficientnet-lite1", weights="DEFAULT"), f"null: only {LITE0} comes with weights"),
+        (
+            ModelConfig("lite/efficientnet-lite1", weights="DEFAULT"),
+            f"null, since only {LITE0} comes with weights",
+        ),
         (
             ModelConfig(LITE0, kwargs={"widht": 2}),
             f"expected arguments that {LITE0} takes (Got unexpected field names: ['widht'])",

@@ -37,7 +37,7 @@ def test_the_classes_and_arguments_reach_timm() -> None:
             ModelConfig("timm/resnet81"),
             "model.name=timm/resnet81: expected a timm model (did you mean resnet",
         ),
-        (ModelConfig("timm/resnet18.a1_in1k"), "its tag is model.weights"),
+        (ModelConfig("timm/resnet18.a1_in1k"), "without its tag, which belongs in model.weights"),
         (
             ModelConfig("timm/resnet18", weights="nothing"),
             "model.weights=nothing: expected one of DEFAULT, a1_in1k",

@@ -171,8 +171,8 @@ def test_models_have_the_parameters_of_torchvision(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "kwargs", "reason"),
     [
-        ("maskrcnn_resnet50_fpn", {}, "a detector of boxes alone"),
-        ("keypointrcnn_resnet50_fpn", {}, "a detector of boxes alone"),
+        ("maskrcnn_resnet50_fpn", {}, "a detector that only predicts boxes"),
+        ("keypointrcnn_resnet50_fpn", {}, "a detector that only predicts boxes"),
         ("fasterrcnn_resnet50_fpn", {"anchor_ratios": [0.1, 0.6]}, "an SSD for anchor_ratios"),
     ],
 )

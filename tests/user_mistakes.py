@@ -71,7 +71,7 @@ MISTAKES: dict[str, tuple[str, list[str], str]] = {
     "no targets": (
         f"{LOAD}    return splits(Images(None))",
         [SOURCE],
-        "train.targets must hold the label of each",
+        "train.targets must hold one label per image",
     ),
     "fewer targets": (
         f"{LOAD}    return splits(Images(LABELS[1:]))",
@@ -86,12 +86,12 @@ MISTAKES: dict[str, tuple[str, list[str], str]] = {
     "names as targets": (
         f"{LOAD}    return splits(Images(['cat'] * 40))",
         [SOURCE],
-        "train.targets[0] is 'cat' (str): labels must be whole numbers",
+        "train.targets[0] is 'cat' (str); labels must be whole numbers",
     ),
     "floats as targets": (
         f"{LOAD}    return splits(Images(np.array(LABELS, float)))",
         [SOURCE],
-        "train.targets[0] is '0.0' (float): labels must be whole numbers",
+        "train.targets[0] is '0.0' (float); labels must be whole numbers",
     ),
     "a target of None": (
         f"{LOAD}    return splits(Images([0, None] * 20))",
@@ -106,12 +106,12 @@ MISTAKES: dict[str, tuple[str, list[str], str]] = {
     "a target too large": (
         f"{LOAD}    return splits(Images([0, 4] * 20))",
         [SOURCE],
-        "labels of train must be 0..3, got 0..4",
+        "labels of train must be 0..3, but they are 0..4",
     ),
     "a target below 0": (
         f"{LOAD}    return splits(Images([-1, 3] * 20))",
         [SOURCE],
-        "must be 0..3, got -1..3",
+        "must be 0..3, but they are -1..3",
     ),
     "no length": (
         f"{LOAD}    return splits(iter([]))",
@@ -121,12 +121,12 @@ MISTAKES: dict[str, tuple[str, list[str], str]] = {
     "fewer labels than images": (
         f"{LOAD}    return splits(TensorImages(PIXELS, LABELS[1:]))  # here",
         [SOURCE],
-        "it raised (ValueError: 39 labels of 40 images; ",
+        "it raised (ValueError: expected one label per image, got 39 labels for 40 images; ",
     ),
     "floats in memory": (
         f"{LOAD}    return splits(TensorImages(PIXELS / 255, LABELS))",
         [SOURCE],
-        "] is Tensor torch.float32 (3, 8, 8): images must be",
+        "] is Tensor torch.float32 (3, 8, 8); images must be",
     ),
     "targets that raise": (
         "class Lazy(Images):\n    @property\n    def targets(self):\n        raise KeyError('label')  # here\n"
@@ -154,32 +154,32 @@ MISTAKES: dict[str, tuple[str, list[str], str]] = {
     "a name as label": (
         gives("(PIXELS[index], 'cat')"),
         [SOURCE],
-        "] is 'cat' (str): labels must be whole numbers",
+        "] is 'cat' (str); labels must be whole numbers",
     ),
     "a list": (
         gives("([1, 2], LABELS[index])"),
         [SOURCE],
-        "] is list: images must be Pillow images or uint8 tensors",
+        "] is list; images must be Pillow images or uint8 tensors",
     ),
     "no image": (
         gives("(None, LABELS[index])"),
         [SOURCE],
-        "] is NoneType: images must be Pillow images or uint8",
+        "] is NoneType; images must be Pillow images or uint8",
     ),
     "floats": (
         gives("(PIXELS[index] / 0, LABELS[index])"),
         [SOURCE],
-        "] is Tensor torch.float32 (3, 8, 8): images",
+        "] is Tensor torch.float32 (3, 8, 8); images",
     ),
     "an array": (
         gives("(PIXELS[index].numpy(), LABELS[index])"),
         [SOURCE],
-        "] is ndarray uint8 (3, 8, 8): images must",
+        "] is ndarray uint8 (3, 8, 8); images must",
     ),
     "two axes": (
         gives("(PIXELS[index][0], LABELS[index])"),
         [SOURCE],
-        "] is Tensor torch.uint8 (8, 8): images must",
+        "] is Tensor torch.uint8 (8, 8); images must",
     ),
     "two channels": (gives("(PIXELS[index][:2], LABELS[index])"), [SOURCE], "the images have 2 channels"),
     "no pixels": (
@@ -249,7 +249,7 @@ MISTAKES: dict[str, tuple[str, list[str], str]] = {
     "nothing": (
         f"{NET}        super().forward(x)",
         [MODEL],
-        "one for each class of the data; for 2 images it returned no tensor",
+        "one value for each class of the data; for 2 images it returned no tensor",
     ),
     "features first": (
         f"{NET}        return x.flatten(1), super().forward(x)",

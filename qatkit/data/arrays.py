@@ -1,14 +1,14 @@
 """Samples as arrays by the names of a model's inputs, from NumPy files or a user's dataset of mappings.
 
     DIR/**/*.npz, *.npy ── sorted by path ──> samples ── every other one calibrates and trains, the others verify
-    DIR/train, DIR/test                       where both exist they are the two splits
+    DIR/train, DIR/test                       if both exist, they are the two splits
 
-An item holds its arrays as the model takes them, the batch axis included: what `InferenceSession.run` is given. A
-file whose arrays all have the same first axis N > 1 holds N samples.
+An item holds its arrays as the model takes them, including the batch axis, as for `InferenceSession.run`. A file whose
+arrays all have the same first axis N > 1 holds N samples.
 
-Of a model with states (`qatkit.data.rollout`) a file of N samples is a sequence of N steps, and the files of one sample
-that lie in one folder are the steps of one, in order: frames that a program has written one by one. The numbers in
-their names count as numbers, so step_10 comes after step_9. A state is one array a sequence, without an axis of steps.
+For a model with states (`qatkit.data.rollout`), a file of N samples is a sequence of N steps. Files of one sample in
+one folder are the steps of one sequence, such as frames that a program has written one by one. They are sorted by the
+numbers in their names, so step_10 comes after step_9. A state is one array per sequence, without an axis of steps.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from qatkit_verify.errors import ConfigError, first_line
 from qatkit_verify.pictures import files_below, open_regular_file
 
 Arrays = Mapping[str, NDArray[Any]]
-LABEL = "label"  # an array of a file that is no input: its samples' labels
-LONE = "input"  # name of a .npy file's array, which fits a model with one input of any name
+LABEL = "label"  # name of the array with the labels of a file's samples, which is not an input
+LONE = "input"  # name given to the array of a .npy file, which suits a model with one input of any name
 _SUFFIXES = (".npz", ".npy")
 _SOURCE = "qatkit.data.arrays.arrays"
-_KINDS = {"f": "floating point", "i": "integers", "u": "integers", "b": "booleans"}
+_KINDS = {"f": "floating-point numbers", "i": "integers", "u": "integers", "b": "booleans"}
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,12 @@ class Port:
     """An input of a model, as its file declares it.
 
     Attributes:
-        name: of the input.
+        name: name of the input.
         dtype: NumPy's name of its type.
-        shape: its axes; None where one is open.
-        axis: the batch axis; None where it has none.
+        shape: sizes of its axes; None for an open axis.
+        axis: the batch axis; None if it has none.
         names: names of its axes in the file; "" for an axis without a name.
-        below: for ids, the rows of the smallest table that they index; None where no table is known.
+        below: for ids, the number of rows of the smallest table that they index; None if no table is known.
         rows: number of rows of a sample along the batch axis.
     """
 
@@ -81,13 +81,13 @@ class ArrayFiles:
         lengths: number of consecutive samples of each sequence.
 
     Raises:
-        ConfigError: a file that can't be read, or without arrays of numbers.
+        ConfigError: a file cannot be read, or holds no arrays of numbers.
     """
 
     def __init__(self, paths: Sequence[str], root: str, states: Collection[str] = ()) -> None:
         self.root, self.states = root, frozenset(states)
         self.lengths: list[int] = []
-        open_folder = None  # of the files of one sample that the last sequence is made of
+        open_folder = None  # folder of the single-sample files that form the last sequence
         self.places: list[tuple[str, int | None]] = []
         self.targets: list[int] = []
         for path in paths:
@@ -128,7 +128,9 @@ class ArrayFiles:
             raise self._wrong(path, "has no arrays")
         for name, (_, dtype) in found.items():
             if dtype.kind not in _KINDS:
-                raise self._wrong(path, f"has '{name}' of {dtype}; expected numbers or booleans")
+                raise self._wrong(
+                    path, f"has the array '{name}' of type {dtype}; expected numbers or booleans"
+                )
         return {name: shape for name, (shape, _) in found.items()}, labels
 
     def _read(self, path: str, names: Sequence[str] | None = None) -> dict[str, NDArray[Any]]:
@@ -150,7 +152,8 @@ class ArrayFiles:
         if labels is None:
             return [NO_TARGET] * count
         if labels.dtype.kind not in "iu" or labels.size != count:
-            raise self._wrong(path, f"has '{LABEL}' {list(labels.shape)}; expected {count} integers")
+            has = f"has the array '{LABEL}' of {labels.dtype} {list(labels.shape)}"
+            raise self._wrong(path, f"{has}; expected one integer per sample ({count})")
         return [int(one) for one in labels.reshape(-1)]
 
     def _wrong(self, path: str, told: str) -> ConfigError:
@@ -180,8 +183,8 @@ def arrays(root: str | None, download: bool, seed: int, request: Request | None 
     """Returns the samples of the .npz and .npy files of a folder and of those below it, or the steps of sequences.
 
     Raises:
-        ConfigError: no such folder, fewer than two samples, a file that can't be read, or labels of only some
-            files.
+        ConfigError: the folder does not exist or has fewer than two samples, a file cannot be read, or only some
+            files have labels.
     """
     top = data_folder(_SOURCE, root)
     states = request.states if request is not None else {}
@@ -191,14 +194,14 @@ def arrays(root: str | None, download: bool, seed: int, request: Request | None 
     if isinstance(whole := found[0], ArrayFiles) and len(found) == 1:
         if len(whole) < 2:
             raise ConfigError(
-                "data.root", root, f"{FOLDERS[_SOURCE]}, at least two samples; it has {len(whole)}"
+                "data.root", root, f"{FOLDERS[_SOURCE]}, with at least two samples; it has {len(whole)}"
             )
         every_other = [Part(whole, range(start, len(whole), 2)) for start in (0, 1)]
         found = [*shared_out(whole, whole.lengths)] if states else [*every_other]
     train, test = found
     targets: set[int] = {*train.targets, *test.targets}
     if NO_TARGET in targets and len(targets) > 1:
-        allowed = f"'{LABEL}' in each file or in none"
+        allowed = f"an array '{LABEL}' in each file or in none"
         raise ConfigError("data.root", root, allowed)
     classes = () if targets == {NO_TARGET} else tuple(f"class_{i}" for i in range(max(targets) + 1))
     return Splits(train, test, classes, arrays=True)
@@ -223,8 +226,9 @@ class ArrayBatches:
     """The preparation of batches from samples that are arrays, as `Preprocessing` is for images.
 
     Attributes:
-        ports: the model's inputs where they are known; else the first sample's arrays, batched along axis 0.
-        states: for a model with states, the output of the previous step that such an input takes.
+        source: dotted path of the source, for messages.
+        ports: the model's inputs, if known; else the inputs are the first sample's arrays, batched along axis 0.
+        states: for a model with states, the output of the previous step that feeds each state input.
     """
 
     source: str
@@ -236,7 +240,7 @@ class ArrayBatches:
 
         Args:
             item: a mapping of arrays, or the array of the only input.
-            name: of the sample, for messages.
+            name: name of the sample, for messages.
 
         Raises:
             ConfigError: an input is missing, or has another type or shape than the model takes.
@@ -248,9 +252,10 @@ class ArrayBatches:
             given = {self.ports[0].name: next(iter(given.values()))}
         missing = [port.name for port in self.ports if port.name not in given]
         if missing:
-            has = ", ".join(given) or "none"
-            told = f"{name} has {has}; the model takes {', '.join(port.name for port in self.ports)}"
-            raise ConfigError("data.source", self.source, reason=f"{told}: {missing[0]} is missing")
+            has = f"the arrays {', '.join(given)}" if given else "no arrays"
+            told = f"{missing[0]} is missing in {name}, which has {has}"
+            takes = ", ".join(port.name for port in self.ports)
+            raise ConfigError("data.source", self.source, reason=f"{told}; the model takes {takes}")
         return {port.name: self.fitted(given[port.name], port, name) for port in self.ports}
 
     def eval_batch(self, samples: Iterable[Mapping[str, Tensor]]) -> Batch:
@@ -259,7 +264,7 @@ class ArrayBatches:
         axes = self.axes(found[0])
         for name in [name for name, axis in axes.items() if axis is None]:
             if any(not torch.equal(found[0][name], one[name]) for one in found[1:]):
-                told = f"'{name}' has no batch axis; expected the same values in all samples"
+                told = f"the input '{name}' has no batch axis; expected the same values in all samples"
                 raise ConfigError("data.source", self.source, reason=told)
         joined = {
             name: found[0][name] if axis is None else torch.cat([one[name] for one in found], axis)
@@ -303,7 +308,7 @@ class ArrayBatches:
         return {"arrays": described} | ({"states": dict(self.states)} if self.states else {})
 
     def content(self, sample: Mapping[str, Any]) -> bytes:
-        """Returns bytes that identify a sample; for a step, those of the data, since states are computed."""
+        """Returns bytes that identify a sample; states do not count, since they are computed."""
         about = repr(dict(self.states)).encode() if self.states else b""
         parts = (
             (name.encode(), np.asarray(one).tobytes())
@@ -313,16 +318,16 @@ class ArrayBatches:
         return b"".join(part for pair in parts for part in pair) + about
 
     def fitted(self, value: Any, port: Port, name: str) -> Tensor:
-        """Returns the array of an input in its type.
+        """Returns the array of an input, converted to the input's type.
 
         Raises:
-            ConfigError: as `checked`.
+            ConfigError: as for `checked`.
         """
         given = self._tensor(value, f"{name}['{port.name}']")
         wanted = np.dtype(port.dtype)
         kind = np.dtype(str(given.dtype).removeprefix("torch.").replace("bfloat16", "float32")).kind
         if _KINDS.get(kind) != _KINDS.get(wanted.kind):
-            told = f"{name}['{port.name}'] is {_KINDS[kind]}; the model takes {port.dtype}"
+            told = f"{name}['{port.name}'] holds {_KINDS[kind]}; the model takes {port.dtype}"
             raise ConfigError("data.source", self.source, reason=told)
         fits = len(given.shape) == len(port.shape) and all(
             size is None or size == has or i == port.axis
@@ -330,17 +335,18 @@ class ArrayBatches:
         )
         one = port.axis is None or (fits and given.shape[port.axis] == port.rows)
         if not fits or not one:
-            shape = [
+            sizes = (
                 port.rows if i == port.axis else "any" if size is None else size
                 for i, size in enumerate(port.shape)
-            ]
-            told = f"{name}['{port.name}'] is {list(given.shape)}; the model takes {shape} of one sample"
-            raise ConfigError("data.source", self.source, reason=told.replace("'any'", "any"))
+            )
+            told = f"{name}['{port.name}'] has the shape {list(given.shape)}; the model takes"
+            told += f" [{', '.join(map(str, sizes))}] for one sample"
+            raise ConfigError("data.source", self.source, reason=told)
         if wanted.kind == "f":
             return given.float()
         made = given.to(getattr(torch, "bool" if wanted.kind == "b" else port.dtype))
         if not torch.equal(made.to(given.dtype), given):
-            told = f"{name}['{port.name}'] holds numbers beyond {port.dtype}"
+            told = f"{name}['{port.name}'] holds numbers that {port.dtype} cannot represent"
             raise ConfigError("data.source", self.source, reason=told)
         return made
 

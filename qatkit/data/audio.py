@@ -4,8 +4,8 @@
     DIR/train, DIR/test                        where both exist they are the two splits
     file ── one channel ── data.rate ── frames of the input's length, one every data.hop samples ──> samples
 
-The frames of a file are consecutive, so of a model with states (`qatkit.data.rollout`) a file is a sequence. What
-follows its last whole frame is not used. `qatkit.data.wave_input` finds the input's axis of time.
+The frames of a file are consecutive, so for a model with states (`qatkit.data.rollout`) a file is a sequence. Samples
+after its last whole frame are not used. `qatkit.data.wave_input` finds the input's time axis.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class AudioFrames:
     """The frames of some files; an item is (arrays by name, target).
 
     Args:
-        files: at least one frame long.
-        wave: the input that frames are made for.
+        files: the files, each at least one frame long.
+        wave: the input for which frames are made.
 
     Attributes:
-        lengths: frames of each file.
-        targets: none of any frame.
+        lengths: number of frames of each file.
+        targets: `NO_TARGET` for each frame.
     """
 
     def __init__(self, files: Sequence[Recording], wave: WaveInput) -> None:
@@ -75,7 +75,8 @@ def audio(root: str | None, download: bool, seed: int, request: Request | None =
     """Returns the frames of the WAV and FLAC files of a folder and of those below it.
 
     Raises:
-        ConfigError: no such folder, fewer than two files, files that can't be used, or a model that takes no wave.
+        ConfigError: the folder does not exist or has fewer than two files, files cannot be used, or the model
+            does not take a wave.
     """
     if root is None or not Path(root).is_dir():
         raise ConfigError("data.root", root, f"{_LAYOUT}; there is no such folder")
@@ -87,7 +88,7 @@ def audio(root: str | None, download: bool, seed: int, request: Request | None =
     for folder in folders:
         found, others = files_below(folder, lambda name: name.lower().endswith(SUFFIXES), "data.root")
         if not found:
-            has = f" ({', '.join(_kinds(others))} are no such files)" if others else ""
+            has = f" (it has {', '.join(_kinds(others))})" if others else ""
             raise ConfigError("data.root", root, f"{_LAYOUT}; {folder.name or root} has none{has}")
         paths.append(found)
         left_out += others
@@ -95,9 +96,7 @@ def audio(root: str | None, download: bool, seed: int, request: Request | None =
     files = [known.usable(one) for one in paths]
     if len(files) == 1:
         if len(files[0]) < 2:
-            allowed = (
-                "a folder with at least two usable WAV or FLAC files, since no file may calibrate and verify"
-            )
+            allowed = "a folder with at least two usable WAV or FLAC files, since no file may both calibrate and verify"
             raise ConfigError("data.root", root, f"{allowed}; it has {len(files[0])}")
         files = [files[0][start::2] for start in (0, 1)]
     train, test = (AudioFrames(one, wave) for one in files)
@@ -112,7 +111,7 @@ def _kinds(paths: Sequence[str]) -> list[str]:
 
 
 def _notes(files: Sequence[Sequence[Recording]], wave: WaveInput) -> list[str]:
-    """Returns the report's notes on the frames, on files of other rates, and on files that are in both splits."""
+    """Returns the report's notes on the frames, on resampled files, and on files that are in both splits."""
     train, test = files
     given = [
         f"{len(part)} audio file{'s' if len(part) > 1 else ''} ({_seconds(part, wave)})" for part in files

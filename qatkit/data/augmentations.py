@@ -12,8 +12,8 @@ from torch import Tensor
 
 from qatkit_verify.fitting import Fitting, Sides
 
-_CROP_AREA = (0.08, 1.0)  # share of the image, the usual ImageNet recipe
-_CROP_RATIO = (3 / 4, 4 / 3)  # width / height, as a share of the input's
+_CROP_AREA = (0.08, 1.0)  # share of the image's area, as in the usual ImageNet recipe
+_CROP_RATIO = (3 / 4, 4 / 3)  # width / height, relative to the input's
 _CROP_ATTEMPTS = 10
 _ZOOM = (0.5, 1.5)  # the usual range of the YOLOs
 
@@ -49,12 +49,12 @@ def random_rectangle(
 ) -> tuple[int, int, int, int]:
     """Returns (top, left, height, width) with area and proportions drawn as in Inception training.
 
-    After `_CROP_ATTEMPTS` rectangles that do not fit, the largest centred one of an allowed ratio.
+    If `_CROP_ATTEMPTS` rectangles do not fit, it is the largest centred one of an allowed ratio.
 
     Args:
-        height, width: of the image.
+        height, width: size of the image.
         draw: its source of random numbers.
-        aspect: width / height of the input that the rectangle is brought to.
+        aspect: width / height of the input to which the rectangle is resized.
     """
     low, high = (ratio * aspect for ratio in _CROP_RATIO)
     for _ in range(_CROP_ATTEMPTS):
@@ -69,9 +69,9 @@ def random_rectangle(
 
 
 def random_zoom(scaled: Sides, size: Sides, draw: random.Random) -> Fitting:
-    """Returns a fitting with a random zoom of 0.5 to 1.5 and a random place, proportions kept.
+    """Returns a fitting with a random zoom of 0.5 to 1.5 at a random place, without changing the proportions.
 
-    The picture is cut where it is larger than the input, and filled around where it is smaller.
+    The picture is cut where it is larger than the input, and padded where it is smaller.
 
     Args:
         scaled: (height, width) of the picture at a zoom of 1.

@@ -1,7 +1,7 @@
 """Boxes as targets, which are scaled, cut, placed and mirrored like their pictures.
 
-Draws come from sources of random numbers with the state of the pictures', so both are placed and mirrored in
-the same way. A box is dropped if less than a quarter of it remains in the input.
+Their random numbers come from sources in the same state as those of the pictures, so both are placed and mirrored
+in the same way. A box is dropped if less than a quarter of it remains in the input.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from qatkit.data.preprocessing import Preprocessing
 from qatkit.tasks.detection import VALUES
 from qatkit_verify.fitting import Fitting, Sides, sides
 
-_LEAST = 0.25  # of a box's area, that is in the input
+_LEAST = 0.25  # minimum share of a box's area that must lie in the input
 
 Array = NDArray[np.float64]
 
@@ -49,7 +49,7 @@ class BoxTargets:
         augment: str,
         draws: Sequence[random.Random],
     ) -> Tensor:
-        """Returns boxes as in training; `draws` are as those of the pictures were."""
+        """Returns boxes as in training; `draws` are in the state that those of the pictures had."""
         own = self._pictures
         hows, flips = [], []
         for picture, draw in zip(pictures, draws, strict=True):

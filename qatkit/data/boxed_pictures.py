@@ -4,10 +4,10 @@
     coco_boxes    ROOT/annotations/instances_{train,val}*.json  ROOT/{train,val}*/NAME.jpg
                   ROOT/{train,test}/_annotations.coco.json among the pictures
 
-`trainval` trains and `test` verifies, or `train` and `val` where one of these is not there. All annotations are read
-before any long work: one that names a missing picture ends the run, and so do boxes without area or outside of their
-picture, unless data.bad=skip leaves those boxes out. Objects that VOC calls difficult are ignored, as are COCO's
-crowds: what finds them is neither right nor wrong.
+`trainval` trains and `test` verifies; if one of them is missing, `train` and `val` are used. All annotations are read
+before any long work: one that names a missing picture ends the run, and so do boxes without area or outside their
+picture, unless data.bad=skip leaves those boxes out. VOC's difficult objects and COCO's crowds are ignored: detections
+of them count neither as right nor as wrong.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ if TYPE_CHECKING:
     from qatkit.data.request import Request
 
 _THREADS, _PART, _MANY = 8, 64, 2000
-_SHOWN, _EDGE = 3, 1.0  # pixels that a box may reach beyond its picture: VOC counts them from 1
+_SHOWN, _EDGE = (
+    3,
+    1.0,
+)  # examples in a message; pixels by which a box may exceed its picture, since VOC counts from 1
 _VOC_PARTS = ((("trainval", "train"), ("test", "val")), (("train",), ("val",)))
 _TRAIN, _TEST = ("train",), ("test", "val", "valid")
 _OWN_FILE = "_annotations.coco.json"
@@ -60,7 +63,7 @@ def voc_boxes(root: str | None, download: bool, seed: int, request: Request | No
     """Returns pictures and annotations in Pascal VOC's layout, with classes in alphabetical order.
 
     Raises:
-        ConfigError: no such folder, an annotation that can't be read or names no picture, or boxes that are
+        ConfigError: the folder does not exist, an annotation cannot be read or names no picture, or boxes are
             wrong.
     """
     top = _voc_folder(data_folder(VOC_BOXES, root))
@@ -70,7 +73,7 @@ def voc_boxes(root: str | None, download: bool, seed: int, request: Request | No
             break
     if not train or not test:
         part = "test or val" if train else "train"
-        raise ConfigError("data.root", root, f"{FOLDERS[VOC_BOXES]}; there is no {part} among ImageSets/Main")
+        raise ConfigError("data.root", root, f"{FOLDERS[VOC_BOXES]}; ImageSets/Main has no list for {part}")
     parts = [[_voc_picture(top, name) for name in names] for names in (train, test)]
     names = sorted({box.name for part in parts for picture in part for box in picture.boxes})
     return _splits(str(top), parts[0], parts[1], names, _skips(request))
@@ -80,17 +83,18 @@ def coco_boxes(root: str | None, download: bool, seed: int, request: Request | N
     """Returns pictures and annotations in COCO's layout, with classes in the order of their numbers.
 
     Raises:
-        ConfigError: as `voc_boxes`, or categories that differ between the splits.
+        ConfigError: as for `voc_boxes`, or the categories of the splits differ.
     """
     top = data_folder(COCO_BOXES, root)
     found = [_coco_file(top, part) for part in (_TRAIN, _TEST)]
     for file, part in zip(found, ("train", "test or val"), strict=True):
         if file is None:
-            raise ConfigError("data.root", root, f"{FOLDERS[COCO_BOXES]}; there are no annotations of {part}")
+            raise ConfigError("data.root", root, f"{FOLDERS[COCO_BOXES]}; it has no annotations for {part}")
     (train, names), (test, others) = (_coco_pictures(top, file) for file in found if file is not None)
     if names != others:
-        told = ", ".join(sorted(set(names) ^ set(others))[:_SHOWN]) or "their order"
-        raise ConfigError("data.root", str(top), f"the same categories in both splits; {told} differs")
+        lone = ", ".join(sorted(set(names) ^ set(others))[:_SHOWN])
+        told = f"only one split has {lone}" if lone else "their order differs"
+        raise ConfigError("data.root", str(top), f"the same categories in both splits; {told}")
     return _splits(str(top), train, test, names, _skips(request))
 
 
@@ -104,37 +108,35 @@ def _splits(
     """Returns the splits of pictures whose annotations were read.
 
     Raises:
-        ConfigError: a picture that is not there, wrong boxes, or a class of the test split that none trains.
+        ConfigError: a picture is missing, boxes are wrong, or the training pictures lack a class of the test split.
     """
     every = [*train, *test]
     missing = [picture.path.name for picture in every if not picture.path.is_file()]
     if missing:
         told = ", ".join(missing[:_SHOWN]) + (", ..." if len(missing) > _SHOWN else "")
-        raise ConfigError(
-            "data.root", top, f"a picture for each annotation; {len(missing)} are missing: {told}"
-        )
+        raise ConfigError("data.root", top, f"a picture for each annotation; {len(missing)} missing: {told}")
     _check_sizes(top, every)
     wrong = [f"{picture.path.name} ({problem})" for picture in every for problem in _problems(picture)]
     told = ", ".join(wrong[:_SHOWN]) + (", ..." if len(wrong) > _SHOWN else "")
     if wrong and not skip:
-        allowed = f"boxes with an area within their pictures; {len(wrong)} are not: {told}"
-        raise ConfigError("data.root", top, f"{allowed}; data.bad=skip leaves them out")
+        allowed = f"boxes with an area inside their pictures; {len(wrong)} wrong: {told}"
+        raise ConfigError("data.root", top, f"{allowed}; set data.bad=skip to leave them out")
     trained = {box.name for picture in train for box in picture.boxes}
     if unknown := sorted({box.name for picture in test for box in picture.boxes} - trained):
         allowed = (
             f"objects of each class in the training pictures; there are none of {', '.join(unknown[:_SHOWN])}"
         )
         raise ConfigError("data.root", top, allowed)
-    notes = (f"data.bad=skip: {len(wrong)} boxes are left out: {told}",) if wrong else ()
+    notes = (f"data.bad=skip: boxes left out: {len(wrong)}, {told}",) if wrong else ()
     labels = {name: label for label, name in enumerate(names)}
     return Splits(_files(train, labels), _files(test, labels), tuple(names), notes=notes)
 
 
 def _check_sizes(top: str, pictures: Sequence[_Picture]) -> None:
-    """Checks the headers of all pictures; unreadable files are left to the survey of all files.
+    """Checks the headers of all pictures; the survey of all files reports unreadable ones later.
 
     Raises:
-        ConfigError: a picture of another size than its annotation says.
+        ConfigError: a picture does not have the size in its annotation.
     """
 
     def look(picture: _Picture) -> str:
@@ -143,16 +145,18 @@ def _check_sizes(top: str, pictures: Sequence[_Picture]) -> None:
                 width, height = image.size
             if (width, height) != picture.size:
                 own = "{} x {}".format(*picture.size)
-                return f"{picture.path.name} has {width} x {height} pixels, its annotation says {own}"
+                return f"{picture.path.name} has {width} x {height} pixels, but its annotation says {own}"
         return ""
 
     with ThreadPoolExecutor(_THREADS) as pool:
         parts = [pictures[start : start + _PART] for start in range(0, len(pictures), _PART)]
         bar = len(pictures) >= _MANY
-        for part, _ in shown([(part, part) for part in parts], "looking at pictures", bar, "files"):
+        for part, _ in shown([(part, part) for part in parts], "checking pictures", bar, "files"):
             for told in pool.map(look, part):
                 if told:
-                    raise ConfigError("data.root", top, f"annotations of their pictures' sizes: {told}")
+                    raise ConfigError(
+                        "data.root", top, f"annotations with the sizes of their pictures; {told}"
+                    )
 
 
 def _files(pictures: Iterable[_Picture], labels: Mapping[str, int]) -> ImageFiles:
@@ -188,9 +192,9 @@ def _problem(box: _Box, picture: _Picture) -> str:
     width, height = picture.size
     corners = f"{x1:g}, {y1:g}, {x2:g}, {y2:g}"
     if min(x1, y1) < -_EDGE or x2 > width + _EDGE or y2 > height + _EDGE:
-        return f"{corners} is outside of {width} x {height}"
+        return f"box {corners} exceeds {width} x {height} pixels"
     low_x, low_y, high_x, high_y = _clipped(box, picture)
-    return "" if low_x < high_x and low_y < high_y else f"{corners} has no area"
+    return "" if low_x < high_x and low_y < high_y else f"box {corners} has no area"
 
 
 def _voc_folder(top: Path) -> Path:
@@ -199,7 +203,9 @@ def _voc_folder(top: Path) -> Path:
         found = sorted(path.parent for path in top.glob(depth) if path.is_dir())
         if len(found) == 1:
             return found[0]
-    raise ConfigError("data.root", str(top), f"{FOLDERS[VOC_BOXES]}; there is no one folder Annotations")
+    raise ConfigError(
+        "data.root", str(top), f"{FOLDERS[VOC_BOXES]}; exactly one folder Annotations must exist"
+    )
 
 
 def _voc_list(top: Path, parts: Sequence[str]) -> list[str]:
@@ -216,7 +222,7 @@ def _voc_picture(top: Path, name: str) -> _Picture:
     """Returns the picture of an annotation.
 
     Raises:
-        ConfigError: the annotation can't be read.
+        ConfigError: the annotation cannot be read.
     """
     path = top / "Annotations" / f"{name}.xml"
     try:
@@ -231,7 +237,7 @@ def _voc_picture(top: Path, name: str) -> _Picture:
 
 
 def _voc_box(page: ElementTree.Element) -> _Box:
-    """Returns the box of an object, whose first pixel has number 1 in VOC."""
+    """Returns the box of an object, converted from VOC's pixel numbers, which start at 1."""
     x1, y1, x2, y2 = (float(_text(page, f"bndbox/{key}")) for key in ("xmin", "ymin", "xmax", "ymax"))
     difficult = (page.findtext("difficult") or "0").strip() == "1"
     return _Box(_text(page, "name").strip(), (x1 - 1, y1 - 1, x2, y2), IGNORED if difficult else 0)
@@ -255,10 +261,12 @@ def _coco_file(top: Path, parts: Sequence[str]) -> Path | None:
 
 
 def _coco_pictures(top: Path, path: Path) -> tuple[list[_Picture], list[str]]:
-    """Returns the pictures of an annotation file, and the categories that have objects or no category above them.
+    """Returns the pictures of an annotation file, and the names of its categories.
+
+    A category without objects that only groups others (a supercategory) is left out.
 
     Raises:
-        ConfigError: the file can't be read.
+        ConfigError: the file cannot be read.
     """
     try:
         page = json.loads(path.read_text(encoding="utf-8"))

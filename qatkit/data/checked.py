@@ -1,7 +1,7 @@
-"""A split as the loaders read it, with every item of the source checked against what the source promised.
+"""A split as the loaders read it, with every item of the source checked against what the source declared.
 
-A source is a user's code. Its exceptions, and items that are not images or have another target than in
-`targets`, become one line with the index of the item, in a worker as in this process.
+A source may be a user's code. Its exceptions, items that are not images, and targets that differ from `targets`
+are reported in one line with the index of the item, in workers and in the main process.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class CheckedImages:
         part: "train" or "test", for messages.
         source: dotted path of the source, for messages.
         task: the task of the targets.
-        arrays: checks items that are arrays by name, or recordings; None: items are images.
+        arrays: the preparation that checks arrays by name, or recordings; None: items are images.
 
     Attributes:
         targets: the target of each image in the task's form; plain ints for labels.
-        groups: the groups over which choices of images are balanced: the labels of a classifier's images.
+        groups: the group of each image, over which choices of images are balanced; a classifier's labels.
 
     Raises:
-        ConfigError: no labels, not as many as images, or of another kind.
+        ConfigError: there are no labels, not as many as images, or labels of another kind.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class CheckedImages:
                 [] if targets is None else targets.tolist() if hasattr(targets, "tolist") else list(targets)
             )
         if len(values) != count or not values:
-            raise self._wrong(f"{part}.targets must hold the label of each image, at least one")
+            raise self._wrong(f"{part}.targets must hold one label per image, and at least one label")
         self.targets = [self._target(value, f"{part}.targets[{i}]") for i, value in enumerate(values)]
         self.groups = [task.group(target) for target in self.targets]
 
@@ -80,10 +80,8 @@ class CheckedImages:
             raise self._wrong(f"{name} must be a pair (image, label), not {_kind(item)}")
         label = self._target(item[1], f"the label of {name}")
         if label != self.targets[index]:
-            told = (
-                f"{name} has the label {label}, and {self.part}.targets[{index}] says {self.targets[index]}"
-            )
-            raise self._wrong(f"{told}: both must be the same")
+            told = f"{name} has the label {label}, but {self.part}.targets[{index}] is {self.targets[index]}"
+            raise self._wrong(f"{told}; both must be the same")
         if self.arrays is not None:
             return self.arrays.checked(item[0], name), label
         return self._image(item[0], name), label
@@ -92,7 +90,7 @@ class CheckedImages:
         """Returns the map that a target of a task with `maps` stands for, uint8 [1, height, width].
 
         Raises:
-            ConfigError: the source gives none, or one that can't be read.
+            ConfigError: the source has no maps, or a map cannot be read.
         """
         dataset: Any = self.dataset
         if not hasattr(dataset, "label_map"):
@@ -111,11 +109,11 @@ class CheckedImages:
             width, height = image.size
         else:
             wanted = "images must be Pillow images or uint8 tensors (C, H, W)"
-            raise self._wrong(f"{name} is {_kind(image)}: {wanted}")
+            raise self._wrong(f"{name} is {_kind(image)}; {wanted}")
         try:
             check_size(width, height)
             return as_eight_bits(image) if isinstance(image, Image.Image) else image
-        except Exception as error:  # of a file that is read only now: whatever bytes make of Pillow's readers
+        except Exception as error:  # a lazy image is read only now, and damaged bytes may raise anything
             raise self._wrong(f"{name} can't be read as an image ({reason(error)})") from error
 
     def _target(self, value: Any, name: str) -> Any:
@@ -124,7 +122,7 @@ class CheckedImages:
             return self.task.target(value)
         except (TypeError, ValueError) as error:
             told = f"{name} is {str(value)[:_SHOWN]!r} ({type(value).__name__})"
-            raise self._wrong(f"{told}: {error}") from error
+            raise self._wrong(f"{told}; {error}") from error
 
     def _wrong(self, told: str) -> ConfigError:
         return ConfigError("data.source", self.source, reason=told)
@@ -136,7 +134,7 @@ def _kind(value: Any) -> str:
 
 
 def splits_of(source: Source, config: DataConfig, seed: int, request: Request | None = None) -> Splits:
-    """Returns the splits of a source, which gets the request if it has a parameter for it."""
+    """Returns the splits of a source, which receives the request if it has a parameter for it."""
     check_call("data.source", config.source, source, "root", "download", "seed")
     check_own_settings(config, source)
     with calling("data.source", config.source, source):
@@ -151,7 +149,7 @@ def checked_splits(
     """Returns the checked train and test splits of a source.
 
     Raises:
-        ConfigError: the source returned something else, or targets that do not belong to the task.
+        ConfigError: the source returned something else, or its targets do not suit the task.
     """
     if not isinstance(splits, Splits):
         raise ConfigError(
@@ -163,7 +161,9 @@ def checked_splits(
             "data.source", source, reason=f"classes must be a tuple of names, not {_kind(classes)}"
         )
     if unwritten := [name for name in classes if name != name.encode("utf-8", "ignore").decode()]:
-        told = f"classes must have names that UTF-8 can write, not {', '.join(map(printable, unwritten[:3]))}"
+        told = (
+            f"classes must have names that UTF-8 can encode, not {', '.join(map(printable, unwritten[:3]))}"
+        )
         raise ConfigError("data.source", source, reason=told)
     if not isinstance(default, Preprocessing | None):
         told = f"default_preprocessing must be a qatkit.data.Preprocessing, not {_kind(default)}"
@@ -177,9 +177,9 @@ def checked_splits(
 
 
 def check_array_settings(config: DataConfig) -> None:
-    """Raises ConfigError for a setting of images, where samples are arrays."""
+    """Raises ConfigError for a setting that is only for images, when samples are arrays."""
     plain = {"augment": "none", "policy": "none", "cache": "none"}
-    if config.source != AUDIO:  # which skips files
+    if config.source != AUDIO:  # audio files can be skipped
         plain["bad"] = "refuse"
     resolved = (
         "image_size",
@@ -204,11 +204,11 @@ def check_array_settings(config: DataConfig) -> None:
 
 
 def recordings_in(splits: Splits, config: DataConfig, task: Task) -> Recordings | None:
-    """Returns the preparation of recordings; None of splits of other samples.
+    """Returns the preparation of recordings; None for splits of other samples.
 
     Raises:
-        ConfigError: a setting that the samples have no use for, or pictures where the task or an augmentation is made
-            for recordings.
+        ConfigError: a setting does not apply to the samples, or the samples are pictures and the task or the
+            augmentation is for recordings.
     """
     if getattr(splits, "recordings", False):
         return recordings_of(config)
@@ -216,25 +216,25 @@ def recordings_in(splits: Splits, config: DataConfig, task: Task) -> Recordings 
         check_array_settings(config)
         return None
     if task.names.samples == "recordings":
-        names = ", ".join(one.rpartition(".")[2] for one in RECORDINGS)
-        allowed = f"recordings ({names}), or arrays, for {task.names.description}"
+        names = ", ".join(f"data={one.rpartition('.')[2]}" for one in RECORDINGS)
+        allowed = f"a source of recordings ({names}) or of arrays for {task.names.description}"
         raise ConfigError("data.source", config.source, allowed)
     if config.augment in SOUND_AUGMENTATIONS:
-        allowed = (
-            f"none | {' | '.join(PICTURE_AUGMENTATIONS)} with data.source={config.source}, which gives images"
-        )
+        choices = ", ".join(("none", *PICTURE_AUGMENTATIONS))
+        allowed = f"one of {choices} with data.source={config.source}, which gives images"
         raise ConfigError("data.augment", config.augment, allowed)
     return None
 
 
 def check_augmentation(config: DataConfig, task: Task) -> None:
-    """Raises ConfigError for an augmentation after which targets would no longer be true."""
+    """Raises ConfigError for an augmentation that would make targets wrong."""
     kept = task.augmentations
     if kept is not None and config.augment not in kept:
+        choices = f"one of {', '.join(kept)}" if len(kept) > 1 else kept[0]
         allowed = (
-            f"{' | '.join(kept)} for {task.names.description}, whose targets the others would make wrong"
+            f"{choices} for {task.names.description}, since other augmentations would make its targets wrong"
         )
         raise ConfigError("data.augment", config.augment, allowed)
     if (task.maps or task.boxes) and config.policy != "none":
-        allowed = f"none for {task.names.description}: a policy moves pixels, and not their labels"
+        allowed = f"none for {task.names.description}, since a policy moves pixels without their labels"
         raise ConfigError("data.policy", config.policy, allowed)

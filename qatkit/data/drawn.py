@@ -2,8 +2,8 @@
 
     type, shape, range of each input ── seed, split, number of the sample ──> arrays by the names of the inputs
 
-A file made from them runs, with normal size and speed. Its ranges fit no real data, and no accuracy figure is
-meaningful: the report, the table at the end and the bundle's manifest say so.
+A file made from them runs and has its final size and speed. But its ranges do not fit real data, and no accuracy
+figure is meaningful: the report, the table at the end and the bundle's manifest say so.
 """
 
 from __future__ import annotations
@@ -24,17 +24,14 @@ from qatkit.tasks.base import NO_TARGET
 from qatkit_verify.errors import ConfigError, did_you_mean
 
 NOTE = (
-    "the data were drawn at random (data=drawn): ranges fit no real data, and no figure of accuracy or agreement says "
-    "anything of real data; calibrate and verify with real samples (data=arrays, data=audio or data=pictures) before "
-    "the file is used"
+    "the data were drawn at random (data=drawn), so the ranges do not fit real data and no figure of accuracy or "
+    "agreement applies to it; calibrate and verify with real samples (data=arrays, data=audio or data=pictures) before "
+    "you use the file"
 )
 _COUNT = 64  # samples of a split
-_STEPS = 32  # of a sequence, of a model with states
-_PIXELS, _SECOND, _OTHER = (
-    224,
-    16000,
-    64,
-)  # sizes of open axes: a side of a picture, samples of a wave, any other
+_STEPS = 32  # steps of a sequence, for a model with states
+# Sizes of open axes: a side of a picture, samples of a wave, any other.
+_PIXELS, _SECOND, _OTHER = 224, 16000, 64
 _SIZES_FORM = "{AXIS: SIZE}, {INPUT: SIZE} or {INPUT: [SIZE, ...]}"
 _RANGES_FORM = "{INPUT: [LOW, HIGH]}"
 
@@ -44,10 +41,10 @@ class Draw:
     """The values of an input.
 
     Attributes:
-        name: of the input.
+        name: name of the input.
         dtype: NumPy's name of its type.
-        shape: of a sample, with the batch axis.
-        span: both ends, included; None: normal(0, 1).
+        shape: shape of a sample, with the batch axis.
+        span: both ends of the range, included; None: normal(0, 1).
         whole: the values are whole numbers.
         constant: all samples have the same values, as for an input without a batch axis.
         because: the origin of the range, in words.
@@ -89,11 +86,11 @@ class DrawnArrays:
     Args:
         draws: the inputs.
         count: number of samples.
-        parts: a seed and the split, which tell these samples from others.
+        parts: a seed and the split, which distinguish these samples from others.
 
     Attributes:
-        lengths: samples of each sequence, for models with states.
-        targets: none of any sample.
+        lengths: number of samples of each sequence, for models with states.
+        targets: `NO_TARGET` for each sample.
     """
 
     def __init__(self, draws: Sequence[Draw], count: int, *parts: object) -> None:
@@ -112,7 +109,7 @@ def drawn(root: str | None, download: bool, seed: int, request: Request | None =
     """Returns samples drawn for the inputs of a model, `data.count` in each split.
 
     Raises:
-        ConfigError: a model that does not declare its inputs, one that takes text, or settings that don't fit them.
+        ConfigError: the model does not declare its inputs or takes text, or settings do not fit its inputs.
     """
     asked = request if request is not None else Request(DataConfig())
     settings = asked.settings
@@ -120,7 +117,9 @@ def drawn(root: str | None, download: bool, seed: int, request: Request | None =
         raise ConfigError("data.root", root, "null with data=drawn, which reads no files")
     ports = asked.inputs
     if not ports:
-        told = "the model does not declare its inputs; an ONNX file does (train.py recipe=onnx_ptq onnx=FILE)"
+        told = (
+            "the model does not declare its inputs; use an ONNX file, which does (recipe=onnx_ptq onnx=FILE)"
+        )
         raise ConfigError("data.source", settings.source, reason=told)
     _check_names("ranges", settings.ranges, {port.name for port in ports}, _RANGES_FORM)
     sizes = _Sizes(ports, settings.sizes)
@@ -128,9 +127,7 @@ def drawn(root: str | None, download: bool, seed: int, request: Request | None =
     draws = [_draw(port, sizes, settings, constant=batched and port.axis is None) for port in ports]
     count = settings.count or _COUNT
     train, test = (DrawnArrays(draws, count, seed, part) for part in ("train", "test"))
-    told = (
-        f"drawn, {count} samples to calibrate and as many to verify: {'; '.join(one.text for one in draws)}"
-    )
+    told = f"samples drawn for each split: {count}, with {'; '.join(one.text for one in draws)}"
     return Splits(train, test, (), notes=(NOTE, told), arrays=True, drawn=True)
 
 
@@ -138,7 +135,7 @@ def _draw(port: Port, sizes: _Sizes, settings: DataConfig, *, constant: bool) ->
     kind = np.dtype(port.dtype)
     if kind.kind not in "fiub":
         told = (
-            f"the input '{port.name}' takes {port.dtype}, which can't be drawn: give it by model.kwargs.fix"
+            f"the input '{port.name}' takes {port.dtype}, which cannot be drawn; fix it with model.kwargs.fix"
         )
         raise ConfigError("data.source", settings.source, reason=told)
     asked = (settings.ranges or {}).get(port.name)
@@ -159,19 +156,19 @@ def _draw(port: Port, sizes: _Sizes, settings: DataConfig, *, constant: bool) ->
 
 
 def _span(port: Port, asked: Any) -> tuple[float, float]:
-    """Returns the ends that the user gave.
+    """Returns the ends of the range in the configuration.
 
     Raises:
-        ConfigError: no two numbers in order, fractions for an input of integers, or ends beyond its type.
+        ConfigError: they are not two numbers in order, are fractions for an input of integers, or exceed its type.
     """
     kind = np.dtype(port.dtype)
     numbers = isinstance(asked, list | tuple) and all(isinstance(one, int | float) for one in asked)
     if not numbers or len(asked) != 2 or not asked[0] <= asked[1] or not np.isfinite(asked).all():
-        raise ConfigError(f"data.ranges.{port.name}", asked, "[LOW, HIGH], two numbers in order")
+        raise ConfigError(f"data.ranges.{port.name}", asked, "two numbers [LOW, HIGH] in ascending order")
     if kind.kind != "f":
         low, high = (0, 1) if kind.kind == "b" else (np.iinfo(kind).min, np.iinfo(kind).max)
         if any(one != int(one) for one in asked) or asked[0] < low or asked[1] > high:
-            allowed = f"two whole numbers from {low} to {high}, of an input of type {port.dtype}"
+            allowed = f"two whole numbers from {low} to {high} for an input of type {port.dtype}"
             raise ConfigError(f"data.ranges.{port.name}", asked, allowed)
     return asked[0], asked[1]
 
@@ -180,7 +177,7 @@ class _Sizes:
     """The sizes of open axes; axes of one name have one size.
 
     Raises:
-        ConfigError: `data.sizes` in another form, with a name of no axis and no input, or with no positive numbers.
+        ConfigError: `data.sizes` has another form, an unknown name, or sizes that are not positive integers.
     """
 
     def __init__(self, ports: Sequence[Port], asked: Any) -> None:
@@ -201,7 +198,7 @@ class _Sizes:
         listed = self.asked.get(port.name)
         given = listed if isinstance(listed, list | tuple) else [listed] * len(places)
         if len(given) != len(places):
-            allowed = f"{len(places)} sizes, of the open axes of the input '{port.name}' but the batch"
+            allowed = f"one size per open axis of the input '{port.name}' except the batch ({len(places)})"
             raise ConfigError(f"data.sizes.{port.name}", listed, allowed)
         found = [1 if size is None else size for size in port.shape]
         if port.axis is not None:
@@ -211,12 +208,15 @@ class _Sizes:
         return tuple(found)
 
     def _size(self, port: Port, axis: int, places: Sequence[int], of_input: int | None) -> int:
-        """Returns the size of an open axis: by its name, by its input, of another axis of its name, or the default."""
+        """Returns the size of an open axis.
+
+        It is the one set for its name or for its input, else that of another axis with its name, else the default.
+        """
         name = port.names[axis] if port.names else ""
         named = self.asked.get(name) if name else None
         if named is not None and name != port.name:
             if not isinstance(named, int):
-                raise ConfigError(f"data.sizes.{name}", named, "a positive integer, the size of an axis")
+                raise ConfigError(f"data.sizes.{name}", named, "a positive integer as the size of an axis")
             return named
         if of_input is not None:
             return of_input
@@ -227,7 +227,7 @@ class _Sizes:
 
 
 def _default(port: Port, places: Sequence[int]) -> int:
-    """Returns the default size of an open axis, by the shape of its input."""
+    """Returns the default size of an open axis, guessed from the shape of its input."""
     others = [size for axis, size in enumerate(port.shape) if axis not in places and axis != port.axis]
     if len(port.shape) >= 4:
         return _PIXELS
@@ -236,7 +236,7 @@ def _default(port: Port, places: Sequence[int]) -> int:
 
 
 def _check_names(key: str, asked: Any, known: set[str], form: str) -> None:
-    """Raises ConfigError for something else than a mapping, or a name that the model does not have."""
+    """Raises ConfigError if the setting is not a mapping or has a name that the model does not have."""
     if asked is not None and not isinstance(asked, Mapping):
         raise ConfigError(f"data.{key}", asked, form)
     for name in asked or {}:

@@ -13,22 +13,22 @@ from qatkit.data.image_files import ImageFiles
 from qatkit.data.loading import seeded_permutation
 from qatkit_verify.pictures import open_regular_file
 
-_FEW = 16  # items whose contents are read to know a dataset again
+_FEW = 16  # items whose contents are read to recognize a dataset
 
 
 def fingerprint(
     images: CheckedImages, chosen: Sequence[int], classes: Sequence[str], ends: Mapping[int, str], seed: int
 ) -> str:
-    """Returns hex digits for a dataset: of its classes, labels and contents.
+    """Returns hex digits that identify a dataset by its classes, labels and contents.
 
-    The contents of a few items count, unless a source draws new ones whenever it is asked.
+    The contents of a few items count, unless the source returns different ones at every call.
 
     Args:
         images: the dataset.
         chosen: the indices of the items that count.
         classes: names of the labels.
-        ends: digests of both ends of files by index, if all files were checked: then all contents count.
-        seed: seed of the choice of a few.
+        ends: digests of both ends of files by index, if all files were checked; all of them count then.
+        seed: seed of the choice of a few items.
     """
     if ends:
         contents = [ends[index] for index in chosen]
@@ -41,7 +41,7 @@ def fingerprint(
 
 
 def digest(images: CheckedImages, index: int) -> str:
-    """Returns hex digits for an item: of the file's bytes where items are files of a folder, else of its values."""
+    """Returns hex digits that identify an item: a digest of its file if it has one, else of its values."""
     files = images.dataset
     if isinstance(files, DatasetFolder | ImageFiles):
         with open_regular_file(files.samples[index][0]) as stream:

@@ -1,4 +1,4 @@
-"""A dataset of image files (read by `qatkit_verify.pictures`), and the report's note on files left out."""
+"""A dataset of image files (read by `qatkit_verify.pictures`), and the report's note on files that are left out."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ class ImageFiles:
 
     Args:
         samples: (path, label) of each image.
-        upright: images are turned as their EXIF data say; torchvision and ImageNet's figures do not do so.
-        complete: every class must have an image here.
+        upright: images are turned upright by their EXIF data, unlike in torchvision and in the published
+            figures on ImageNet.
+        complete: every class must have a readable image.
 
     Attributes:
-        targets: the label of each.
+        targets: the label of each image.
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class ImageFiles:
         """Returns the image, grey or RGB, and its label.
 
         Raises:
-            ConfigError: the file can't be read to its end; names it.
+            ConfigError: the file cannot be read to its end; the message names it.
         """
         path, label = self.samples[index]
         return read_picture(path, "data.root", upright=self.upright), label
@@ -54,4 +55,4 @@ def left_out_note(paths: Sequence[str]) -> tuple[str, ...]:
         return ()
     names = sorted({printable(os.path.basename(path)) for path in paths})
     more = ", ..." if len(names) > _SHOWN else ""
-    return (f"left out by their names, files and folders: {len(paths)} ({', '.join(names[:_SHOWN])}{more})",)
+    return (f"files and folders left out by name: {len(paths)} ({', '.join(names[:_SHOWN])}{more})",)

@@ -1,11 +1,11 @@
-"""A loader of batches that are prepared as a whole, with worker processes where they pay off.
+"""A loader of batches that are prepared as a whole, with worker processes if they pay off.
 
     in order   the first batch here ── the rest would take longer than to start processes? ─ no ─> here
                                                                                           └─ yes ─> theirs
     a sampler's order, or processes of an earlier pass that are alive ───────────────────────────> theirs
 
-Most passes over a small set are finished before a process has started. The batches and their order do not
-depend on which process prepares them.
+Most passes over a small data set finish before a process has started. The batches and their order do not depend on
+the process that prepares them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from qatkit_verify.stopping import leave_to_parent, serving
 
 Batch = tuple[Any, Tensor]  # float32 (N, C, H, W), or tensors by the names of inputs; int64 (N,)
 _AT_ONCE = 2**24  # floats
-_TO_START = 0.1  # seconds that a process takes
+_TO_START = 0.1  # seconds that a process takes to start
 
 
 class Failure(NamedTuple):
@@ -34,7 +34,7 @@ class Failure(NamedTuple):
     key: str
     value: str
     problem: str
-    trace: str  # of its cause, which cannot be passed
+    trace: str  # traceback of its cause, which cannot be passed itself
 
     def error(self) -> ConfigError:
         """Returns the original error."""
@@ -71,11 +71,11 @@ class ImageLoader(DataLoader[Batch]):
 
     Args:
         dataset: `EvalImages` or `TrainImages`.
-        batch_size: images a batch.
-        workers: processes, of passes that are worth them; 0 works in this one.
-        persistent: keep the workers for the next pass.
-        sampler: order of the keys; null: 0, 1, 2, ...
-        drop_last: leave out a last batch that is not full.
+        batch_size: images per batch.
+        workers: number of processes for long passes; 0: batches are prepared in this process.
+        persistent: keeps the workers for the next pass.
+        sampler: order of the keys; None: 0, 1, 2, ...
+        drop_last: leaves out a last batch that is not full.
     """
 
     def __init__(
@@ -93,22 +93,22 @@ class ImageLoader(DataLoader[Batch]):
             batch_size,
             sampler=_InOrder(len(dataset)) if sampler is None else sampler,  # type: ignore[arg-type]
             num_workers=workers,
-            # Python's own choice is another from 3.14 on: spawned processes, which take seconds to start, get a copy of
-            # the images that are kept in memory, and no source that can't be pickled.
+            # From Python 3.14 on, the default is another method. Spawned processes take seconds to start, copy the
+            # images in memory, and cannot use a source that cannot be pickled.
             multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
             collate_fn=_as_is,
             pin_memory=torch.cuda.is_available(),
             drop_last=drop_last,
             persistent_workers=persistent and workers > 0,
             worker_init_fn=leave_to_parent if serving() else None,
-            generator=torch.Generator(),  # or every pass would draw from torch's global one
+            generator=torch.Generator(),  # otherwise every pass would draw from torch's global one
         )
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
         """Yields batches, in order.
 
         Raises:
-            ConfigError: an image cannot be read; names the file, or the index. A worker that was killed.
+            ConfigError: an image cannot be read (the message names the file or the index), or a worker was killed.
         """
         batches = self._batches()
         while True:
@@ -117,7 +117,7 @@ class ImageLoader(DataLoader[Batch]):
             except RuntimeError as error:
                 if not str(error).startswith("DataLoader worker"):
                     raise
-                reason = f"a worker process ended ({first_line(error)}); 0 loads images in this process"
+                reason = f"a worker process ended ({first_line(error)}); set data.workers=0 to use none"
                 raise ConfigError("data.workers", self.num_workers, reason=reason) from error
             if batch is None:
                 return
@@ -139,7 +139,7 @@ class ImageLoader(DataLoader[Batch]):
                 yield batch
                 continue
             order.skip = done * len(positions)
-            rest = self._prepared()  # begin while this batch is used
+            rest = self._prepared()  # the workers begin while this batch is used
             order.skip = 0
             yield batch
             yield from rest

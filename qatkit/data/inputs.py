@@ -1,8 +1,8 @@
 """The inputs of a run's model: images of one shape, or samples of named arrays.
 
-images   a tensor [N, C, H, W], drawn where only shapes and times matter
-arrays   one tensor, or tensors by the names of the model's inputs; the data's own first samples, since numbers
-may be ids, lengths or energies, of which drawn ones say nothing
+images   a tensor [N, C, H, W], drawn at random if only shapes and times matter
+arrays   one tensor, or tensors by the names of the model's inputs: always the first samples of the data, since
+         random numbers make no sense as ids, lengths or energies
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Inputs(ABC):
 
     Attributes:
         shape: the axes of one sample of the first input, without the batch.
-        said_by: the settings that determine the form of a batch, for messages.
+        said_by: a clause on the settings that define the form of a batch, to follow "as" in messages.
     """
 
     shape: tuple[int, ...]
@@ -67,7 +67,7 @@ class Inputs(ABC):
 class ImageInputs(Inputs):
     """Images of `shape`, (C, H, W)."""
 
-    said_by = "data.image_size and data.mean say"
+    said_by = "data.image_size and data.mean define them"
     shape: tuple[int, ...]
 
     def example(self, count: int) -> Tensor:
@@ -97,9 +97,9 @@ class ArrayInputs(Inputs):
 
     Attributes:
         samples: the first samples of the data, each of one batch.
-        axes: the batch axis of each input; None where it has none, and all samples have the same values.
-        lengths: maximum lengths of an example, by input and axis: where the file takes any length, a short
-            example is as good as a long one, and takes less time and memory.
+        axes: the batch axis of each input; None if it has none and all samples share one value.
+        lengths: maximum lengths of an example, by input and axis. If the file takes any length, a short
+            example is as good as a long one and takes less time and memory.
         lone: the model is called with one tensor rather than with tensors by name.
     """
 

@@ -1,7 +1,7 @@
 """Maps of labels as targets, which are resized, cropped, filled and mirrored like their pictures.
 
-A pixel of the result has the number of the nearest pixel; what a picture is filled with counts as ignored. Draws come
-from sources of random numbers like those of the pictures, so both are cut and mirrored at the same places.
+A pixel of the result has the number of the nearest pixel; padding counts as ignored. Random numbers come from sources
+in the same state as those of the pictures, so both are cut and mirrored at the same places.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class LabelMaps:
         augment: str,
         draws: Sequence[random.Random],
     ) -> Tensor:
-        """Returns maps as in training, int64 [N, height, width]; `draws` are as those of the pictures were."""
+        """Returns maps as in training, int64 [N, height, width]; `draws` are in the state of the pictures' draws."""
         return self._prepared.train_batch(map(self._label_map, targets), augment, draws)[:, 0].long()
 
 

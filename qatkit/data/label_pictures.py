@@ -1,13 +1,13 @@
-"""Pictures with a label picture each: the number of a class for every pixel.
+"""Pictures, each with a label picture that holds the number of a class for every pixel.
 
     ROOT/train/NAME.jpg  ROOT/train_labels/NAME.png      ROOT/val/...  ROOT/test/...      (train_masks, trainannot, ...)
     ROOT/images/train/NAME.jpg  ROOT/labels/train/NAME.png                                (masks, annotations, ...)
 
-`train` trains and calibrates, `test` verifies, or `val` where there is no `test`. Names are those of
-`classes.txt` in ROOT, a line for each number; without it the numbers up to the largest one that occurs.
-`data.ignored` are numbers that count neither as right nor as wrong (255 by default). Label pictures are read
-before any long work: one of another size than its picture, in colours, or with a number that is no class ends
-the run with its name.
+`train` trains and calibrates, and `test` (or `val`, if there is no `test`) verifies. Class names are the lines of
+`classes.txt` in ROOT, one per number; without it they are the numbers up to the largest one that occurs. Pixels with
+a number in `data.ignored` (255 by default) count neither as right nor as wrong. Label pictures are read before any
+long work: one that differs in size from its picture, has colours, or has a number that is not a class ends the run
+with a message that names it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class LabelPictures(ImageFiles):
     Args:
         samples: (path of the picture, path of the label picture below `root`).
         root: folder of all label pictures.
-        ignored: numbers that do not count.
+        ignored: numbers of pixels that do not count.
     """
 
     samples: list[Any]
@@ -61,7 +61,7 @@ class LabelPictures(ImageFiles):
         """Returns the numbers of a label picture, uint8 [1, height, width], with `IGNORED` where they do not count.
 
         Raises:
-            ConfigError: the file can't be read; names it.
+            ConfigError: the file cannot be read; the message names it.
         """
         found = label_numbers(self.root / str(target))
         return torch.from_numpy(np.where(np.isin(found, self.ignored), np.uint8(IGNORED), found))[None]
@@ -71,13 +71,13 @@ def label_pictures(root: str | None, download: bool, seed: int, request: Request
     """Returns the pictures and label pictures of a folder, in one of the layouts above.
 
     Raises:
-        ConfigError: no such folder or layout, a picture without labels, or labels that do not fit.
+        ConfigError: the folder does not exist or has another layout, a picture has no labels, or labels do not fit.
     """
     top = data_folder(MAPS, root)
     train, test = _pairs(top, _TRAIN), _pairs(top, _TEST)
     if train is None or test is None:
         part = "train" if train is None else "test or val"
-        raise ConfigError("data.root", root, f"{FOLDERS[MAPS]}; there is no {part} with labels")
+        raise ConfigError("data.root", root, f"{FOLDERS[MAPS]}; there is no folder {part} with labels")
     given = None if request is None else request.settings.ignored
     ignored = [IGNORED] if given is None else given
     largest = largest_label(top, [*train, *test], ignored)
@@ -86,7 +86,7 @@ def label_pictures(root: str | None, download: bool, seed: int, request: Request
 
 
 def _pairs(top: Path, parts: Sequence[str]) -> list[tuple[str, str]] | None:
-    """Returns (picture, label picture below `top`) of the first part with both, sorted; None if no part has."""
+    """Returns (picture, label picture below `top`) of the first part with both, sorted; None if there is none."""
     for part in parts:
         beside = [(top / part, top / f"{part}{labels}") for labels in _LABELS]
         apart = [
@@ -121,9 +121,9 @@ def _matched(top: Path, pictures: Path, labels: Path) -> list[tuple[str, str]]:
         else:
             missing.append(f"{path.name} ({'none' if not own else f'{len(own)} of them'})")
     if missing or not found:
-        told = ", ".join(missing[:_SHOWN]) or "no picture"
-        allowed = f"one label picture in {labels.name} for each picture in {pictures.name}; {len(missing)} lack it: "
-        raise ConfigError("data.root", str(top), allowed + told)
+        allowed = f"one label picture in {labels.name} for each picture in {pictures.name}"
+        told = f"it is missing or ambiguous for {len(missing)}: {', '.join(missing[:_SHOWN])}"
+        raise ConfigError("data.root", str(top), f"{allowed}; {told if missing else 'there are no pictures'}")
     return found
 
 
@@ -131,7 +131,7 @@ def largest_label(top: Path, pairs: Sequence[tuple[str, str]], ignored: Sequence
     """Returns the largest number that counts in all label pictures.
 
     Raises:
-        ConfigError: a label picture that does not belong to its picture.
+        ConfigError: a label picture does not fit its picture, or no number counts.
     """
 
     def look(pair: tuple[str, str]) -> int:
@@ -140,8 +140,8 @@ def largest_label(top: Path, pairs: Sequence[tuple[str, str]], ignored: Sequence
             size = picture.size
         if size != numbers.shape[::-1]:
             own = " x ".join(map(str, numbers.shape[::-1]))
-            told = f"{pair[1]} has {own} pixels, its picture {size[0]} x {size[1]}"
-            allowed = f"label pictures of their pictures' sizes: {told}"
+            told = f"{pair[1]} has {own} pixels, but its picture has {size[0]} x {size[1]}"
+            allowed = f"label pictures with the sizes of their pictures; {told}"
             raise ConfigError("data.root", str(top), allowed)
         counted = numbers[~np.isin(numbers, ignored)]
         return int(counted.max()) if counted.size else -1
@@ -150,11 +150,11 @@ def largest_label(top: Path, pairs: Sequence[tuple[str, str]], ignored: Sequence
     with ThreadPoolExecutor(_THREADS) as pool:
         parts = [pairs[start : start + _PART] for start in range(0, len(pairs), _PART)]
         for part, _ in shown(
-            [(part, part) for part in parts], "looking at labels", len(pairs) >= _MANY, "files"
+            [(part, part) for part in parts], "checking labels", len(pairs) >= _MANY, "files"
         ):
             largest = max(largest, *pool.map(look, part))
     if largest < 0:
-        allowed = f"label pictures with numbers that count: all are among data.ignored={list(ignored)}"
+        allowed = f"label pictures with numbers that count; all of them are in data.ignored={list(ignored)}"
         raise ConfigError("data.root", str(top), allowed)
     return largest
 
@@ -168,15 +168,14 @@ def _classes(top: Path, largest: int) -> tuple[str, ...]:
     path = top / _CLASSES
     if not path.is_file():
         if largest >= IGNORED - 1:
-            allowed = f"label pictures of at most {IGNORED - 1} classes without {_CLASSES}; {largest} occurs"
+            allowed = f"label pictures with numbers below {IGNORED - 1} or a {_CLASSES}; the number {largest} occurs"
             raise ConfigError("data.root", str(top), allowed)
         return tuple(map(str, range(largest + 1)))
     names = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     if largest >= len(names):
-        allowed = (
-            f"label pictures with numbers 0 to {len(names) - 1}, the lines of {_CLASSES}; {largest} occurs"
-        )
-        raise ConfigError("data.root", str(top), f"{allowed} (data.ignored leaves numbers out)")
+        allowed = f"label pictures with numbers from 0 to {len(names) - 1}, one for each line of {_CLASSES}"
+        told = f"the number {largest} occurs (data.ignored lists the numbers to ignore)"
+        raise ConfigError("data.root", str(top), f"{allowed}; {told}")
     return tuple(names)
 
 
@@ -184,22 +183,21 @@ def label_numbers(path: Path) -> NDArray[np.uint8]:
     """Returns the numbers of a label picture, uint8 [height, width].
 
     Raises:
-        ConfigError: it can't be read, or has colours.
+        ConfigError: it cannot be read, or has colours.
     """
     try:
         with open_regular_file(str(path)) as stream, Image.open(stream) as image:
             check_size(*image.size)
             mode, values = image.mode, np.array(image)
-    except Exception as error:  # of the disk, and whatever bytes make of Pillow's readers
+    except Exception as error:  # damaged bytes may raise anything in Pillow's readers
         raise ConfigError(
             "data.root", str(path), reason=f"the label picture can't be read ({reason(error)})"
         ) from error
     if values.ndim != 2 or values.dtype.kind not in "uib":
-        allowed = f"label pictures with one number for each pixel, grey or by a palette; this one is {mode}"
+        allowed = f"label pictures with one number per pixel, grey or with a palette; this one is {mode}"
         raise ConfigError("data.root", str(path), allowed)
     if values.size and int(values.max()) > IGNORED:
-        raise ConfigError(
-            "data.root", str(path), f"numbers from 0 to {IGNORED} in label pictures, got {values.max()}"
-        )
+        allowed = f"label pictures with numbers from 0 to {IGNORED}; this one has {values.max()}"
+        raise ConfigError("data.root", str(path), allowed)
     found: NDArray[np.uint8] = values.astype(np.uint8)
     return found

@@ -2,11 +2,11 @@
 
     DIR/**/*.tsv, *.csv, *.jsonl   names with "test" ──> verify
                                    the others ─────────> calibrate and train
-    DIR/{train,test}/CLASS/*.txt   a text a file
+    DIR/{train,test}/CLASS/*.txt   one text per file
 
-A table begins with the names of its columns, a line of JSON has the keys. A label is the name or the number of one of
-the model's classes; where the model names none, the classes are the labels of the training texts, in order. A sample is
-a row of tokens, filled up to the longest text of the data.
+The first line of a table names its columns; in a .jsonl file, the keys of each line do. A label is the name or the
+number of one of the model's classes. If the model names none, the classes are the labels of the training texts, in
+order. A sample is a row of tokens, padded to the longest text of the data.
 """
 
 from __future__ import annotations
@@ -56,15 +56,16 @@ def labelled_text(root: str | None, download: bool, seed: int, request: Request 
     """Returns the labelled texts of a folder.
 
     Raises:
-        ConfigError: no such folder, no texts of one split, a file without the columns, an empty text, a label that is
-            none of the model's classes or in no training text, or as `qatkit.data.token_rows.token_rows`.
+        ConfigError: the folder does not exist, a split has no texts, a file lacks the columns, a text is empty, a
+            label is not one of the model's classes or is in no training text, or as for
+            `qatkit.data.token_rows.token_rows`.
     """
     asked = request if request is not None else Request(DataConfig())
     top = data_folder(_SOURCE, root)
     parts = _of_folders(top) or _of_tables(top, str(root), asked.settings.columns)
     kinds = {isinstance(one.text, tuple) for part in parts for one in part}
     if len(kinds) > 1:
-        reason = "some files have one text a line and others two; choose the columns by data.columns"
+        reason = "some files have one text per line and others two; choose the columns with data.columns"
         raise ConfigError("data.root", root, reason=reason)
     own = json.loads(asked.about.get(LABELS, "[]"))
     classes = own or _classes(parts[0], str(root))
@@ -80,7 +81,8 @@ def _of_tables(top: Path, root: str, columns: Sequence[str] | None) -> list[list
     tests = [one for one in sorted(files) if "test" in os.path.basename(one).lower()]
     others = [one for one in sorted(files) if one not in tests]
     if not tests or not others:
-        raise ConfigError("data.root", root, f"{FOLDERS[_SOURCE]}; it has {len(others)} and {len(tests)}")
+        has = f"it has {len(others)} to calibrate and {len(tests)} to verify"
+        raise ConfigError("data.root", root, f"{FOLDERS[_SOURCE]}; {has}")
     return [[one for path in paths for one in read_table(path, columns)] for paths in (others, tests)]
 
 
@@ -100,7 +102,7 @@ def _whole(path: Path) -> str:
     """Returns the text of a file that is one sample."""
     text = text_of(path).strip()
     if not text:
-        raise ConfigError("data.root", path.parent, reason=f"{path.name} has an empty text")
+        raise ConfigError("data.root", path.parent, reason=f"{path.name} has no text")
     return text
 
 
@@ -108,14 +110,16 @@ def _classes(train: Sequence[LabelledText], root: str) -> list[str]:
     """Returns the labels of the training texts, sorted by number if they are numbers, else by name."""
     found = {one.label for one in train}
     if len(found) < 2:
-        reason = f"all training texts have the label '{train[0].label}'; a classifier needs two"
+        reason = (
+            f"all training texts have the label '{train[0].label}'; a classifier needs at least two labels"
+        )
         raise ConfigError("data.root", root, reason=reason)
     whole = all(label.isdecimal() for label in found)
     return sorted(found, key=int) if whole else sorted(found)
 
 
 def _numbers(classes: Sequence[str], *, numbered: bool) -> dict[str, int]:
-    """Returns the class that a label stands for: its name in any case, or (of a model's classes) its number."""
+    """Returns the class of each known label: a name in upper or lower case, or the number of a model's class."""
     folded = {name.casefold(): number for number, name in enumerate(classes)}
     names = folded if len(folded) == len(classes) else {}
     exact = {name: number for number, name in enumerate(classes)}
@@ -130,8 +134,8 @@ def _number(one: LabelledText, known: dict[str, int], classes: Sequence[str], ro
     more = f" and {len(classes) - _SHOWN} more" if len(classes) > _SHOWN else ""
     named, told = ", ".join(classes[:_SHOWN]) + more, f"{one.place} has the label '{one.label}'"
     if not own:
-        raise ConfigError("data.root", root, reason=f"{told}, which no training text has ({named})")
+        raise ConfigError("data.root", root, reason=f"{told}; the training texts only have {named}")
     numbers = f"0 to {len(classes) - 1}"
-    expected = f"a class of the model ({named}) or its number, {numbers} (model.kwargs.id2label names them)"
-    reason = f"{told}; expected {expected}"
+    expected = f"a class of the model ({named}) or a number from {numbers}"
+    reason = f"{told}; expected {expected} (model.kwargs.id2label sets the names)"
     raise ConfigError("data.root", root, reason=reason)

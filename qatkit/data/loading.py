@@ -1,16 +1,16 @@
 """Loaders that can stop after any batch and continue as if they had never stopped.
 
-An uninterrupted run and a resumed one must see the same batches, bit for bit. So nothing random has a state:
+An uninterrupted run and a resumed one must see the same batches, bit for bit. So no random generator has a state:
 
 - the order of epoch e is a permutation seeded by (seed, e); rank r of w takes every w-th image of it;
-- the augmentation of image i in epoch e is drawn from (seed, e, i), whichever worker does it;
-- the position is two numbers, the epoch and the images handed to training by all ranks together. Batches that
-  workers have prefetched do not count, since they are counted where they leave the loader.
+- the augmentation of image i in epoch e is drawn from (seed, e, i), whichever worker prepares it;
+- the position consists of two numbers, the epoch and the images passed to training by all ranks together. Batches
+  are counted when they leave the loader, so prefetched ones do not count.
 
-An optimizer step takes the same images whatever the number of processes and of accumulated batches that share
-them. A run may continue with other numbers of both, as long as the images of a step stay the same.
+An optimizer step takes the same images, whatever the number of processes and accumulated batches that share them.
+A run may continue with other numbers of both, as long as the number of images per step stays the same.
 
-Nothing is drawn from torch's global generator either, so the number of workers changes no number of the training.
+Nothing is drawn from torch's global generator either, so the number of workers does not affect the training.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from qatkit_verify.fitting import Sides
 
 _Key = tuple[int, int]  # epoch, index into the dataset
 _STEP = "images of a step"
-_HELD_OUT = 1000  # images, at most, where nothing else is asked for
+_HELD_OUT = 1000  # maximum number of held-out images by default
 
 
 def seeded_permutation(count: int, *parts: object) -> list[int]:
@@ -59,8 +59,8 @@ def seed_of(*parts: object) -> int:
 def balanced_subset(labels: Sequence[Hashable], count: int, *parts: object) -> list[int]:
     """Returns `count` indices with classes as balanced as possible, in an order and choice seeded by `parts`.
 
-    Every class gives one image per round, in random order of the classes; an exhausted class drops out. Any
-    prefix of the result is therefore balanced too, as are the batches cut from it.
+    Every class contributes one image per round, in random order of the classes, until it is exhausted. Any prefix
+    of the result is therefore balanced too, as are the batches cut from it.
     """
     rounds: list[list[int]] = []
     seen: dict[Hashable, int] = {}
@@ -84,9 +84,9 @@ def capped(labels: Sequence[Hashable], usable: list[int], cap: int | None, *part
 
 
 def held_out_subset(labels: Sequence[Hashable], count: int, *parts: object) -> list[int]:
-    """Returns `count` indices, balanced like `balanced_subset` while no class gives more than a fifth of its images.
+    """Returns `count` indices, balanced as in `balanced_subset` up to a fifth of each class.
 
-    The rest comes from all classes in proportion, so that a rare class is not held out as a whole.
+    The remaining ones come from all classes in proportion, so that a rare class is not held out as a whole.
     """
     sizes, taken = Counter(labels), Counter[Hashable]()
     first, rest = list[int](), list[tuple[float, int]]()
@@ -102,22 +102,24 @@ def held_out_subset(labels: Sequence[Hashable], count: int, *parts: object) -> l
 
 
 def held_out_of(train: Sequence[int], groups: Sequence[Hashable], count: int | None, seed: int) -> list[int]:
-    """Returns the images of a train split that are held out, in order.
+    """Returns the indices of the held-out images of a train split, in order.
 
     Args:
         train: indices of the split.
         groups: groups of all images, by index.
-        count: number of held-out images; None: a fifth, and no more than 1000.
+        count: number of held-out images; None: a fifth, but no more than 1000.
         seed: seed of the choice.
 
     Raises:
-        ConfigError: `count` leaves none to train on.
+        ConfigError: `count` leaves no image to train on.
     """
     count = min(_HELD_OUT, max(1, len(train) // 5)) if count is None else count
     if not count:
         return []
     if count >= len(train):
-        raise ConfigError("verify.held_out", count, f"fewer than the {len(train)} training images")
+        raise ConfigError(
+            "verify.held_out", count, f"a number below {len(train)}, the number of training images"
+        )
     labels = [groups[index] for index in train]
     return sorted(train[place] for place in held_out_subset(labels, count, "held out", seed))
 
@@ -229,13 +231,14 @@ def _height_and_width(image: Any) -> Sides:
 class EpochSampler(Sampler[_Key]):
     """A sampler of this rank's share of each epoch's permutation, without the first `skip` images of all ranks.
 
-    All ranks get equally many images: the few left over after whole steps are left out of that epoch.
+    All ranks get the same number of images: those after the last whole step are left out of the epoch.
 
     Args:
         indices: indices of the training images.
         seed: seed of the order.
         rank: number of this rank, out of `world_size`.
-        step: images of an optimizer step, of all ranks; by default one each.
+        world_size: number of ranks.
+        step: images of an optimizer step over all ranks; by default one per rank.
     """
 
     def __init__(
@@ -258,12 +261,12 @@ class EpochSampler(Sampler[_Key]):
 class TrainLoader(ImageLoader):
     """A loader of training batches whose position `state_dict` saves and `load_state_dict` restores.
 
-    The loader counts epochs itself, one a pass: Lightning's own counter is off by one after some resumes
-    (a checkpoint written at the end of an epoch of a run with `max_steps`), and its `set_epoch` comes after
-    the pass was begun. A pass starts when its first batch is asked for, not before.
+    The loader counts epochs itself, one per pass: Lightning's own counter is off by one after some resumes
+    (from a checkpoint written at the end of an epoch of a run with `max_steps`), and its `set_epoch` comes
+    after the pass has begun. A pass starts when its first batch is requested, not before.
 
-    A batch counts as consumed once it is handed out. Save the state between training steps (as callbacks do
-    after a batch), not from within one.
+    A batch counts as consumed once it is returned. Save the state between training steps (as callbacks do
+    after a batch), not within one.
 
     Attributes:
         passes: the passes begun since the loader was created, with their times.
@@ -300,22 +303,22 @@ class TrainLoader(ImageLoader):
             now.spent += time.monotonic() - asked
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position, and the settings that it depends on."""
+        """Returns the position, and the settings on which its meaning depends."""
         return {"epoch": self._epoch, "images": self._images, "settings": self._settings()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues after the last batch that `state` counts.
 
         Raises:
-            ConfigError: a setting that orders or cuts the batches is not that of the state.
+            ConfigError: a setting that defines the batches differs from that of the state.
         """
         for key, value in self._settings().items():
             if (saved := state["settings"][key]) == value:
                 continue
             typed, given = key, value
-            if key == _STEP:  # in terms of what is typed
+            if key == _STEP:  # reported as the setting that the user can change
                 typed, given, saved = "data.batch_size", self._batch_size, saved * self._batch_size / value
-            raise ConfigError(typed, given, f"{saved:g}, as in the checkpoint that is resumed")
+            raise ConfigError(typed, given, f"{saved:g}, as in the resumed checkpoint")
         self._epoch, self._images, self._continues = state["epoch"], state["images"], True
 
     def _settings(self) -> dict[str, int]:
@@ -335,15 +338,15 @@ def steps_per_epoch(images: int, size: int, batches: int) -> int:
         batches: batches per step: number of processes times accumulated batches.
 
     Raises:
-        ConfigError: there are not so many batches of images.
+        ConfigError: there are not enough images for one step.
     """
     if size > images:
-        raise ConfigError("data.batch_size", size, f"at most the {images} training images")
+        raise ConfigError("data.batch_size", size, f"at most {images}, the number of training images")
     if batches * size > images:
         most = f"at most {images // batches}" if batches <= images else "fewer processes"
         allowed = (
-            f"{most}: a step takes {batches} batches (processes times trainer.accumulate), of {images} training"
-            " images"
+            f"{most}, since a step takes {batches} batches (processes times trainer.accumulate) and the number of"
+            f" training images is {images}"
         )
         raise ConfigError("data.batch_size", size, allowed)
     return images // (batches * size)

@@ -1,13 +1,13 @@
-"""Folders of pictures without a folder for each class; every other one tests.
+"""Folders of pictures without a folder for each class; every other picture verifies.
 
     one_picture_each   DIR/*.jpg  ─ sorted by name: the labels ─>   0 1 2 3 4 5 ...   even ones train and calibrate
     pictures           DIR/**/*   ─ sorted by path, unlabelled ─>   0 1 2 3 4 5 ...   even ones calibrate
 
-ImageNet's sample images are published as one picture a class. So every class is in one of the two splits only: accuracy
-on the odd ones is a true figure of a trained model, but a classifier can't be trained on the even ones from labels;
-fine-tuning is by distillation (`schedule.distill=1`), as it is without labels. There every target is `NO_LABEL`, and
-`Splits.classes` is empty; pictures may be of any size and any mode that Pillow reads, and are turned upright as their
-EXIF data say.
+ImageNet's sample images are published as one picture per class, so every class is in only one of the two splits. The
+accuracy of a trained model on the odd pictures is meaningful, but a classifier cannot learn from the labels of the even
+ones. Fine-tuning uses distillation (`schedule.distill=1`), as for pictures without labels. For these, every target is
+`NO_LABEL` and `Splits.classes` is empty. Pictures may have any size and any mode that Pillow reads, and are turned
+upright by their EXIF data.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def one_picture_each(root: str | None, download: bool, seed: int) -> Splits:
     ImageNet's sample images (`n01440764_tench.jpg` to `n15075141_toilet_tissue.jpg`) so have ImageNet's labels.
 
     Raises:
-        ConfigError: no such folder, or fewer than two pictures in it.
+        ConfigError: the folder does not exist or has fewer than two pictures.
     """
     paths = sorted(path for path in data_folder(_ONE_EACH, root).iterdir()
                    if path.suffix.lower() in _SUFFIXES and not is_litter(path.name))  # fmt: skip
@@ -47,7 +47,7 @@ def pictures(root: str | None, download: bool, seed: int) -> Splits:
     The split depends only on the sorted paths, not on which files can be read.
 
     Raises:
-        ConfigError: no such folder, or fewer than two files.
+        ConfigError: the folder does not exist or has fewer than two files.
     """
     found, left_out = files_below(data_folder(_BELOW, root), lambda name: True, "data.root")
     if len(found) < 2:

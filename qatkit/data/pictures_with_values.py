@@ -3,9 +3,9 @@
     ROOT/targets.csv                              file,value (or several columns of numbers)
     ROOT/train/targets.csv  ROOT/test/targets.csv  (or val)
 
-A table's first line names its columns: `file` is the path of a picture below the table's folder, every other column is
-a number to predict. With one table, pictures below `test/` (or `val/`) verify where there are any, else every fifth of
-the sorted files does.
+A table's first line names its columns: `file` is the path of a picture below the table's folder, and every other column
+is a number to predict. With one table, pictures below `test/` or `val/` verify; if there are none, every fifth of the
+sorted files verifies.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def pictures_with_values(root: str | None, download: bool, seed: int) -> Splits:
     """Returns the pictures that tables name, and their numbers.
 
     Raises:
-        ConfigError: no such folder or table, a table without these columns, a line that names no picture or
-            no number, or fewer than two pictures.
+        ConfigError: the folder or the table does not exist, the table lacks these columns, a line names no picture
+            or no number, or there are fewer than two pictures.
     """
     top = data_folder(_SOURCE, root)
     if (top / TABLE).is_file():
@@ -42,11 +42,12 @@ def pictures_with_values(root: str | None, download: bool, seed: int) -> Splits:
     else:
         names, train, test = _of_two(top, root)
     if not train or not test:
-        raise ConfigError("data.root", root, f"{FOLDERS[_SOURCE]}; it has {len(train)} and {len(test)}")
+        has = f"it has {len(train)} to train and {len(test)} to verify"
+        raise ConfigError("data.root", root, f"{FOLDERS[_SOURCE]}; {has}")
     listed = {path for path, _ in (*train, *test)}
     found, _ = files_below(top, is_image_name, "data.root")
     left = len(set(map(str, found)) - listed)
-    notes = [f"pictures that no {TABLE} names, left out: {left}"] if left else []
+    notes = [f"pictures left out because no {TABLE} names them: {left}"] if left else []
     if len(names) > 1:
         notes.append(f"values, in the order of the outputs: {', '.join(names)}")
     return Splits(ImageFiles(train), ImageFiles(test), (), notes=tuple(notes))
@@ -59,8 +60,8 @@ def _of_two(top: Path, root: str | None) -> tuple[tuple[str, ...], Samples, Samp
         raise ConfigError("data.root", root, f"{FOLDERS[_SOURCE]}; there is no {TABLE}")
     (names, train), (others, test) = (_read(top / one, top / one / TABLE) for one in ("train", part))
     if names != others:
-        told = f"the columns of train/{TABLE} in {part}/{TABLE} too, got {', '.join(others)}"
-        raise ConfigError("data.root", root, told)
+        allowed = f"the same columns in {part}/{TABLE} as in train/{TABLE} ({', '.join(names)})"
+        raise ConfigError("data.root", root, f"{allowed}; it has {', '.join(others)}")
     return names, train, test
 
 
@@ -73,7 +74,7 @@ def _parted(top: Path, samples: Samples) -> tuple[Samples, Samples]:
 
 
 def _read(folder: Path, table: Path) -> tuple[tuple[str, ...], Samples]:
-    """Names of the numbers, and (path, number or numbers) of a table, sorted by path."""
+    """Returns the names of the numbers, and (path, number or numbers) for each line of a table, sorted by path."""
 
     def wrong(told: str) -> ConfigError:
         return ConfigError("data.root", str(folder), reason=f"{TABLE} {told}")
@@ -84,21 +85,19 @@ def _read(folder: Path, table: Path) -> tuple[tuple[str, ...], Samples]:
         raise wrong(f"can't be read ({error})") from error
     head = [name.strip() for name in lines[0]] if lines else []
     if _FILE not in head or len(head) < 2 or len(set(head)) < len(head):
-        raise wrong(
-            f"has the columns {', '.join(head) or 'of no name'}; expected '{_FILE}' and one of numbers"
-        )
+        named = ", ".join(filter(None, head))
+        has = f"the columns {named}" if named else "no named columns"
+        raise wrong(f"has {has}; expected a column '{_FILE}' and at least one other, each with its own name")
     found: dict[str, Any] = {}
     for number, line in enumerate(lines[1:], 2):
         if not line:
             continue
         if len(line) != len(head):
-            raise wrong(
-                f"has {len(line)} values in line {number}; expected {len(head)}, as in its first line"
-            )
+            raise wrong(f"has {len(line)} instead of {len(head)} values in line {number}")
         row = dict(zip(head, line, strict=True))
         path = folder / row.pop(_FILE).strip()
         if not path.is_file():
-            raise wrong(f"names {path.name} in line {number}; expected a picture in {path.parent}")
+            raise wrong(f"names {path.name} in line {number}, but there is no such picture in {path.parent}")
         if str(path) in found:
             raise wrong(f"names {path.name} in line {number} again; expected each picture once")
         found[str(path)] = _numbers(row, number, wrong)
@@ -106,7 +105,7 @@ def _read(folder: Path, table: Path) -> tuple[tuple[str, ...], Samples]:
 
 
 def _numbers(row: dict[str, str], number: int, wrong: Any) -> float | tuple[float, ...]:
-    """Returns the number of a line, or the numbers."""
+    """Returns the number of a line, or its numbers if there are several."""
     values: list[float] = []
     for name, text in row.items():
         try:

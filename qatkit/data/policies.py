@@ -24,15 +24,15 @@ _POLICIES: dict[str, Any] = {
 def apply_policy(batch: Tensor, policy: str, draws: Sequence[random.Random]) -> Tensor:
     """Applies a policy to each image of a batch.
 
-    torchvision draws from torch's global generator, which is set from an image's own source and given back after
-    the batch as it was: an image's change depends on nothing but its source, and training draws what it would
-    have drawn without.
+    torchvision draws from torch's global generator. It is seeded from each image's own source and restored after
+    the batch, so an image's change depends only on its source, and later random numbers of the training do not
+    change.
 
     Args:
-        batch: float32 (N, 1 or 3, height, width) in 0..255; rounded to whole levels, which is what policies
-            change.
-        policy: one of the choices of `data.policy` but `none`.
-        draws: one source of random numbers an image.
+        batch: float32 (N, 1 or 3, height, width) in 0..255, which is rounded to whole levels, since policies
+            work on uint8.
+        policy: one of the choices of `data.policy` except `none`.
+        draws: one source of random numbers per image.
 
     Returns:
         float32 (N, channels, height, width) in 0..255.

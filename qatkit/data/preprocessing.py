@@ -1,20 +1,20 @@
 """Preprocessing from pixels to the model's input: resize, crop or fill, augment, normalise, order axes.
 
-Everything works on batches. Images of one shape (CIFAR, digits) are stacked first and then resized together,
-which is several times faster than one by one; images of many shapes (ImageNet) are resized one by one. Images are
-taken one after the other, and no more than `_STACKED` bytes of them are kept at their full size: a batch of a camera's
-pictures would take gigabytes.
+Everything works on batches. Images of one shape (CIFAR, digits) are stacked and resized together, which is several
+times faster than one by one; images of many shapes (ImageNet) are resized one by one. Images are read one after the
+other, and at most `_STACKED` bytes of them are held at their full size, since a batch of camera pictures would take
+gigabytes.
 
-Two rules keep the numbers those of the published accuracies. Resizing is antialiased, as Pillow does it.
-An image is shrunk in uint8, as torchvision's own transforms shrink a Pillow image, but enlarged in float32:
-rounding invented pixels to whole levels would only add noise.
+Two rules reproduce the published accuracies. Resizing is antialiased, as in Pillow. An image is shrunk in uint8, as
+torchvision's own transforms do with a Pillow image, but enlarged in float32, because rounding interpolated pixels to
+whole levels would only add noise.
 
-What evaluation gives is the same in every bit on every CPU, and `qatkit_verify.preprocess` gives it without torch.
-ATen's kernels of bytes are that already; its float kernels and torchvision's grey are not (fused multiply-adds;
-decision 38).
+The result in evaluation is bit for bit the same on every CPU, and `qatkit_verify.preprocess` computes it without torch.
+ATen's kernels for bytes ensure this already; its float kernels and torchvision's conversion to grey do not (fused
+multiply-adds; decision 38).
 
-Random draws of a training image come from a `random.Random` of its own, given by the caller, so that they
-depend neither on the batch nor on the worker that the image falls into.
+The caller passes one `random.Random` per training image, so that its augmentation depends neither on its batch nor on
+the worker that prepares it.
 """
 
 from __future__ import annotations
@@ -61,17 +61,18 @@ class Preprocessing:
 
     Args:
         image_size: height and width of the model's input, in pixels: one number, or both.
-        resize: of fit "crop": what an image covers before the centre crop, one number (its shorter side) or
-            both; at least `image_size`.
-        mean: per channel of the model's input, of pixels in `pixels`. Its length is the number of channels.
-        std: per channel, of pixels in `pixels`.
+        resize: for fit "crop", the size that an image covers before the centre crop: one number (its shorter
+            side) or both; at least `image_size`.
+        mean: mean of each channel of the model's input, in the units of `pixels`. Its length is the number of
+            channels.
+        std: standard deviation of each channel, in the units of `pixels`.
         interpolation: nearest | bilinear | bicubic.
-        upright: whether picture files are turned as their EXIF data say when they are opened, before all
-            this.
+        upright: whether picture files are turned upright by their EXIF data when they are opened, before
+            everything else.
         fit: crop | resize | letterbox (`qatkit_verify.fitting`).
-        pad_value: of fit "letterbox": what fills, in 0..255.
-        align: of fit "letterbox": center | top_left.
-        order: of the channels: rgb | bgr.
+        pad_value: for fit "letterbox", the value of the padding, in 0..255.
+        align: for fit "letterbox", center | top_left.
+        order: order of the channels: rgb | bgr.
         layout: axes of the model's input: nchw | nhwc.
         pixels: 0..1 | 0..255.
 
@@ -103,15 +104,14 @@ class Preprocessing:
         if not self.mean:
             raise ConfigError("data.mean", list(self.mean), "one number per channel")
         if len(self.std) != len(self.mean) or min(self.std) <= 0:
-            raise ConfigError(
-                "data.std", list(self.std), f"{len(self.mean)} positive numbers, as in data.mean"
-            )
+            allowed = f"one positive number for each number in data.mean ({len(self.mean)})"
+            raise ConfigError("data.std", list(self.std), allowed)
         if self.interpolation not in INTERPOLATIONS:
             raise ConfigError("data.interpolation", self.interpolation, f"one of {', '.join(INTERPOLATIONS)}")
         for name, key in KEYS.items():
             limit_of(DataConfig, key).check(f"data.{key}", getattr(self, name))
         if self.order != "rgb" and self.channels != 3:
-            allowed = f"rgb with {self.channels} numbers in data.mean, which are no colours"
+            allowed = f"rgb, since colours need 3 numbers in data.mean and it has {self.channels}"
             raise ConfigError("data.channels", self.order, allowed)
 
     @property
@@ -121,18 +121,18 @@ class Preprocessing:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Axes of one image as the model sees it, in the order of `layout`."""
+        """Shape of one image as the model sees it, in the order of `layout`."""
         height, width = sides(self.image_size)
         return (height, width, self.channels) if self.layout == "nhwc" else (self.channels, height, width)
 
     @property
     def unit_mean(self) -> tuple[float, ...]:
-        """`mean`, of pixels in 0..1."""
+        """The mean for pixels in 0..1."""
         return unit_scale(self.mean, self.pixels)
 
     @property
     def unit_std(self) -> tuple[float, ...]:
-        """`std`, of pixels in 0..1."""
+        """The standard deviation for pixels in 0..1."""
         return unit_scale(self.std, self.pixels)
 
     def as_dict(self) -> dict[str, object]:
@@ -190,7 +190,7 @@ class Preprocessing:
             images: Pillow images or uint8 tensors (channels, height, width), of any sizes.
             augment: one of the choices of `data.augment`; crop_flip pads by an eighth of each side, by
                 reflection.
-            draws: one source of random numbers an image.
+            draws: one source of random numbers per image.
             policy: one of the choices of `data.policy`, applied after `augment`.
 
         Returns:
@@ -226,8 +226,8 @@ class Preprocessing:
     def noise(self, count: int, generator: torch.Generator) -> Tensor:
         """Returns `count` images of noise as the model sees them.
 
-        They are standard normal, as normalised pixels are on average; for a model that takes 0..255, pixels
-        of any value.
+        They are standard normal, like normalised pixels on average; for a model that takes 0..255, pixels are
+        uniform in that range before they are normalised.
         """
         if self.pixels == UNIT:
             return torch.randn(count, *self.shape, generator=generator)
@@ -235,7 +235,7 @@ class Preprocessing:
         return self._finished(drawn.mul_(255))
 
     def _fitted(self, images: Iterable[Image.Image | Tensor]) -> Tensor:
-        """Pixels of the input's height and width: float32 (N, channels, height, width), 0..255."""
+        """Returns pixels at the input's height and width: float32 (N, channels, height, width), 0..255."""
         groups = _of_one_shape(pixels(image, self.channels) for image in images)
         fitted = [self._of_input_size(group) for group in groups]
         return fitted[0] if len(fitted) == 1 else torch.cat(fitted)
@@ -249,11 +249,11 @@ class Preprocessing:
         return fitting(self.fit, picture, sides(self.image_size), sides(self.resize), self.align)
 
     def _of_input_size(self, array: Tensor) -> Tensor:
-        """Brings `array` (N, channels, height, width) to the input's size by `fit`, float32."""
+        """Converts `array` (N, channels, height, width) to the input's size by `fit`, float32."""
         return self._placed(array, self.fitting((array.shape[-2], array.shape[-1])))
 
     def _placed(self, array: Tensor, how: Fitting) -> Tensor:
-        """Places `array` (N, channels, height, width) in the input, float32, and fills the rest."""
+        """Places `array` (N, channels, height, width) in the input, float32, and pads the rest."""
         size = sides(self.image_size)
         kept = self._resized(array, how).float()
         if how.kept == size:
@@ -287,7 +287,7 @@ class Preprocessing:
 
 
 def _of_one_shape(arrays: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yields stacks of arrays (channels, height, width) of one shape, as far as memory suffices."""
+    """Yields stacks of consecutive arrays (channels, height, width) of one shape, of about `_STACKED` bytes at most."""
     waiting = list[Tensor]()
     for array in arrays:
         full = len(waiting) * array.numel() > _STACKED
@@ -312,11 +312,11 @@ def as_tensor(image: Image.Image | Tensor) -> Tensor:
 
 
 def pixels(image: Image.Image | Tensor, channels: int) -> Tensor:
-    """Returns an image as uint8 (channels, height, width); grey is repeated, colour is turned grey where needed.
+    """Returns an image as uint8 (channels, height, width); grey is repeated and colour is converted if necessary.
 
     Raises:
         ConfigError: the image is neither a Pillow image nor a uint8 tensor with three axes, or its channels
-            cannot be brought to `channels`.
+            cannot be converted to `channels`.
     """
     array = as_tensor(image)
     if not is_image_tensor(array):
@@ -329,7 +329,9 @@ def pixels(image: Image.Image | Tensor, channels: int) -> Tensor:
     if (array.shape[0], channels) == (3, 1):
         return _grey(array)
     raise ConfigError(
-        "data.mean", f"{channels} channels", reason=f"the images have {array.shape[0]} channels"
+        "data.mean",
+        f"{channels} channels",
+        reason=f"the images have {array.shape[0]} channels; give a mean for each",
     )
 
 
@@ -339,7 +341,7 @@ def decoded(image: Image.Image | Tensor) -> NDArray[np.uint8]:
 
 
 def _grey(array: Tensor) -> Tensor:
-    """Returns colour as grey uint8 (1, height, width): whole parts of weighted sums, which float32 holds exactly."""
+    """Returns colour as grey, uint8 (1, height, width): the integer parts of weighted sums, exact in float32."""
     red, green, blue = array.unbind(0)
     total = red.mul(float(GREY[0])).add_(green, alpha=GREY[1]).add_(blue, alpha=GREY[2])
     return total.div_(GREY_UNIT).to(torch.uint8)[None]

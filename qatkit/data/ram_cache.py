@@ -1,11 +1,11 @@
 """The cache of decoded images in memory (`data.cache=ram`), as bytes, at the size of their files.
 
     worker ── image 17 ── known? ── yes ── its bytes, where they lie
-                              └──── no ─── decoded, and put behind the last one while there is room
+                              └──── no ─── decoded, and stored after the last one while there is room
 
-One block of anonymous shared memory is mapped before workers are forked, so an image is decoded once, whoever asks for
-it, and is there once, however many they are. Pages are taken as they are filled. Files in /dev/shm would have another
-limit (64 MB in a container), and would be left behind by a kill.
+One block of anonymous shared memory is mapped before workers are forked. So an image is decoded and stored only once,
+whatever the number of workers. Memory is used only as pages are filled. Files in /dev/shm would have a separate limit
+(64 MB in a container) and would remain after a kill.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from qatkit.data.sources import TensorImages
 from qatkit_verify.errors import ConfigError
 
 _MB = 1_000_000
-_PATIENCE = (
-    1.0  # seconds to wait for a worker that puts an image down, which takes microseconds: it may be dead
-)
-_START, _CHANNELS, _HEIGHT, _WIDTH, _INNERMOST = range(5)  # of a row: where it begins, + 1; how its bytes lie
+# Seconds to wait for a worker that stores an image. That takes microseconds, so after this time it is probably dead.
+_PATIENCE = 1.0
+# Columns of an image's row: its start in the block plus 1, its shape, and whether its channels are innermost.
+_START, _CHANNELS, _HEIGHT, _WIDTH, _INNERMOST = range(5)
 
 
 class Block:
@@ -39,7 +39,7 @@ class Block:
         megabytes: its capacity.
 
     Raises:
-        ConfigError: the system does not give so much address space.
+        ConfigError: the system cannot map that much memory.
     """
 
     def __init__(self, megabytes: int) -> None:
@@ -55,12 +55,12 @@ class Block:
 
     @property
     def note(self) -> str:
-        """The content of the block, in words."""
+        """The contents of the block, in words."""
         used, images = self._used.tolist()
         return f"{images:,} decoded images kept in {used / _MB:,.0f} MB"
 
     def take(self, size: int) -> int | None:
-        """Reserves `size` bytes, with the lock held; returns where they begin, or None if there is no room."""
+        """Reserves `size` bytes, with the lock held; returns their start, or None if there is no room."""
         start = int(self._used[0])
         if start + size > self.size:
             return None
@@ -69,11 +69,11 @@ class Block:
 
 
 class KeptImages:
-    """A dataset whose images come from memory, once they have been decoded: uint8 (channels, height, width).
+    """A dataset whose images come from memory once they have been decoded: uint8 (channels, height, width).
 
     Args:
-        images: each item is the same whenever it is read.
-        block: shared with other splits.
+        images: a dataset that returns the same item at every call.
+        block: the memory, shared with other splits.
     """
 
     def __init__(self, images: CheckedImages, block: Block) -> None:
@@ -109,7 +109,7 @@ class KeptImages:
         return found.permute(2, 0, 1) if innermost else found
 
     def _store(self, index: int, image: Tensor) -> None:
-        """Stores an image in its memory order, which differs between Pillow and tensors."""
+        """Stores an image in its own memory order, which differs between Pillow images and tensors."""
         innermost = not image.is_contiguous()
         values = (image.permute(1, 2, 0) if innermost else image).contiguous().numpy().reshape(-1)
         if not self.block.lock.acquire(timeout=_PATIENCE):
@@ -119,20 +119,21 @@ class KeptImages:
             if start is not None:
                 self.block.bytes[start : start + values.size] = values
                 self._rows[index, _CHANNELS:] = (*image.shape, innermost)
-                self._rows[index, _START] = start + 1  # last: from now on it is read
+                self._rows[index, _START] = (
+                    start + 1
+                )  # set last, since other processes read the image from now on
         finally:
             self.block.lock.release()
 
 
 def check_cache(cache: str, workers: int) -> None:
-    """Raises ConfigError where workers are spawned, not forked, and each would fill a cache of its own."""
+    """Raises ConfigError if workers are spawned, not forked, so that each would fill a cache of its own."""
     if cache == "ram" and workers and not sys.platform.startswith("linux"):
-        raise ConfigError(
-            "data.cache", cache, f"none with data.workers={workers}, or 0 of them, on {sys.platform}"
-        )
+        allowed = f"none on {sys.platform} with data.workers={workers}, or data.workers=0"
+        raise ConfigError("data.cache", cache, allowed)
 
 
 def cached_images(images: CheckedImages, block: Block | None) -> CheckedImages | KeptImages:
-    """Returns `images` with the cache; images that are in memory already need none."""
+    """Returns `images` with the cache, or unchanged if they are in memory already."""
     source: Any = images.dataset
     return images if block is None or isinstance(source, TensorImages) else KeptImages(images, block)

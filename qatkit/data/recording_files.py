@@ -1,4 +1,4 @@
-"""Splits of recordings in files, each with the name of its class; all are read before any long work."""
+"""Splits of recordings in files, each with the name of its class; all files are read before any long work."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class RecordingFiles:
     """A dataset of recordings; an item is (samples [T] in -1..1, label).
 
     Args:
-        files: with their labels.
+        files: recordings with their labels.
         rate: the rate to which samples are converted.
 
     Attributes:
-        targets: the label of each.
+        targets: the label of each recording.
     """
 
     def __init__(self, files: Sequence[tuple[Recording, int]], rate: int) -> None:
@@ -43,12 +43,12 @@ class RecordingFiles:
 def recording_splits(
     root: str, train: Named, test: Named, request: Request, notes: Sequence[str] = ()
 ) -> Splits:
-    """Returns the splits of some files.
+    """Returns the splits of labelled sound files.
 
     Args:
         root: folder of the files, for messages.
         train, test: files of each split.
-        request: whose settings say how long recordings are, and at which rate.
+        request: its settings define the length and the rate of recordings.
         notes: lines for the report.
 
     Raises:
@@ -73,7 +73,9 @@ def recording_splits(
     first, second = (part.files for part in parts)
     long = sum(file.count > prepared.sound.samples for file in (*first, *second))
     cut = (
-        [f"{long} of {len(first) + len(second)} recordings are longer than data.seconds and cut off"]
+        [
+            f"recordings cut off because they are longer than data.seconds: {long} of {len(first) + len(second)}"
+        ]
         if long
         else []
     )
@@ -91,7 +93,7 @@ def _classes(root: str, train: Named, test: Named) -> tuple[str, ...]:
     """Returns the names of the classes, sorted.
 
     Raises:
-        ConfigError: as `recording_splits`.
+        ConfigError: as for `recording_splits`.
     """
     mine, other = ({label for _, label in part} for part in (train, test))
     if mine != other:
@@ -100,10 +102,12 @@ def _classes(root: str, train: Named, test: Named) -> tuple[str, ...]:
             for name, own in (("train", mine - other), ("test", other - mine))
             if own
         ]
-        raise ConfigError("data.root", root, f"the same classes in both splits: {'; '.join(parts)}")
+        raise ConfigError("data.root", root, f"the same classes in both splits; {', and '.join(parts)}")
     if len(mine) < 2:
         raise ConfigError(
-            "data.root", root, f"recordings of at least two classes; all are of {_few(sorted(mine))}"
+            "data.root",
+            root,
+            f"recordings of at least two classes; all are of the class {_few(sorted(mine))}",
         )
     return tuple(sorted(mine))
 

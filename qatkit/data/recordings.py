@@ -3,8 +3,8 @@
     data.rate, seconds, features, ... ── SoundPreprocess, which the bundle carries as JSON ──> [N, 1, frames, bands]
     data.features_in=graph                                                                 ──> [N, samples]
 
-Random draws of a training recording come from a `random.Random` of its own, given by the caller, so that they depend
-neither on the batch nor on the worker that the recording falls into.
+The caller passes one `random.Random` per training recording, so that its augmentation depends neither on its batch nor
+on the worker that prepares it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from qatkit_verify.sound_limits import LARGEST_WINDOW, LOG_MEL, LONGEST, MFCC, W
 
 _RATES = {DIGITS_SPOKEN: 8000, TONES: 8000}
 _WINDOW = 0.04  # seconds
-# Mean and deviation, roughly, of speech followed by zeros: 300 spoken digits have -9.7 and 5.2, as MFCC -6.5 and 21.1.
+# Approximate mean and standard deviation of speech followed by zeros: 300 spoken digits have -9.7 and 5.2, as MFCC -6.5
+# and 21.1.
 _USUAL = {LOG_MEL: (-9.0, 5.0), MFCC: (-6.0, 20.0)}
 _SHIFT, _GAIN, _NOISE = 0.1, 6.0, (10.0, 40.0)  # seconds and decibels each way; decibels below the recording
 
@@ -39,7 +40,7 @@ _SHIFT, _GAIN, _NOISE = 0.1, 6.0, (10.0, 40.0)  # seconds and decibels each way;
 class RecordingInputs(ImageInputs):
     """Recordings as the model takes them: features [1, frames, bands], or samples [T]."""
 
-    said_by = "data.seconds and data.features say"
+    said_by = "data.seconds and data.features define them"
 
     @property
     def text(self) -> str:
@@ -51,7 +52,7 @@ class Recordings:
     """The preparation of batches of recordings.
 
     Attributes:
-        sound: the features; of a file that computes them itself all of them, too.
+        sound: the preprocessing from samples to features, even if the model computes the features.
         in_graph: the model takes samples and computes the features.
     """
 
@@ -60,12 +61,12 @@ class Recordings:
 
     @property
     def taken(self) -> SoundPreprocess:
-        """Returns the preparation before the model."""
+        """Returns the preprocessing that is left to do before the model."""
         return replace(self.sound, features=WAVEFORM) if self.in_graph else self.sound
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Returns the axes of one recording as the model takes it."""
+        """Returns the shape of one recording as the model takes it."""
         return self.taken.shape
 
     def inputs(self) -> RecordingInputs:
@@ -77,20 +78,20 @@ class Recordings:
         return self.taken.as_dict()
 
     def checked(self, item: Any, name: str) -> NDArray[Any]:
-        """Returns an item of a source, int16 or float32.
+        """Returns an item of a source as int16 or float32 [T].
 
         Raises:
-            ConfigError: it is no recording.
+            ConfigError: it is not a recording.
         """
         found = np.asarray(item)
         right = found.ndim == 1 and found.size and (found.dtype.kind == "f" or found.dtype == np.int16)
         if not right:
-            told = f"{name} is {found.dtype} {list(found.shape)}: recordings must be float or int16 [T]"
+            told = f"the item is {found.dtype} {list(found.shape)}; recordings must be float or int16 [T]"
             raise ConfigError("data.source", name, reason=told)
         return found if found.dtype == np.int16 else found.astype(np.float32, copy=False)
 
     def content(self, item: NDArray[Any]) -> bytes:
-        """Returns what tells a recording from others."""
+        """Returns bytes that identify a recording."""
         return item.tobytes()
 
     def eval_batch(self, recordings: Iterable[NDArray[Any]]) -> Tensor:
@@ -107,23 +108,23 @@ class Recordings:
         """Returns recordings as the model takes them in training.
 
         Args:
-            recordings: of any lengths.
+            recordings: recordings of any lengths.
             augment: one of the choices of `data.augment` for sound.
-            draws: one source of random numbers a recording.
-            policy: none.
+            draws: one source of random numbers per recording.
+            policy: unused, since policies only exist for pictures.
         """
         pairs = zip(recordings, draws, strict=True)
         return self.eval_batch(augmented(one, augment, draw, self.sound.rate) for one, draw in pairs)
 
 
 def in_unit(recording: NDArray[Any]) -> Samples:
-    """Returns the samples of a recording in -1..1; of whole steps the same, exactly."""
+    """Returns the samples of a recording in -1..1; int16 is converted without rounding."""
     found: Samples = recording.astype(np.float32, copy=False)
     return found * np.float32(2**-15) if recording.dtype == np.int16 else found
 
 
 def augmented(recording: NDArray[Any], augment: str, draw: random.Random, rate: int) -> NDArray[Any]:
-    """Returns a recording, shifted in time, louder or softer, and with white noise, as far as `augment` says."""
+    """Returns a recording shifted in time, with another gain and with white noise, as `augment` selects."""
     if augment == "none":
         return recording
     samples = in_unit(recording)
@@ -147,10 +148,10 @@ def _shifted(samples: Samples, by: int) -> Samples:
 
 
 def recordings_of(config: DataConfig) -> Recordings:
-    """Returns the preparation that the data group asks for.
+    """Returns the preparation that the data group describes.
 
     Raises:
-        ConfigError: sizes that do not go together, or a setting of pictures.
+        ConfigError: sizes do not fit together, or a setting is only for pictures.
     """
     _check_plain(config)
     rate = rate_of(config)
@@ -161,11 +162,9 @@ def recordings_of(config: DataConfig) -> Recordings:
         config.coefficients or SoundPreprocess.coefficients,
     )
     if not 2 <= window <= LARGEST_WINDOW:
-        raise ConfigError("data.frame", window, f"2 to {LARGEST_WINDOW} samples of a window")
+        raise ConfigError("data.frame", window, f"a window of 2 to {LARGEST_WINDOW} samples")
     if not window <= samples <= LONGEST:
-        allowed = (
-            f"{window / rate:g} to {LONGEST / rate:g} at {rate} Hz, at least a window of {window} samples"
-        )
+        allowed = f"a number from {window / rate:g} (one window of {window} samples) to {LONGEST / rate:g} at {rate} Hz"
         raise ConfigError("data.seconds", seconds, allowed)
     if config.coefficients is not None and kind != MFCC:
         raise ConfigError("data.coefficients", coefficients, f"null with data.features={kind}")
@@ -180,12 +179,12 @@ def recordings_of(config: DataConfig) -> Recordings:
 
 
 def rate_of(config: DataConfig) -> int:
-    """Returns the sampling rate that recordings are brought to."""
+    """Returns the sampling rate to which recordings are converted."""
     return config.rate or _RATES.get(config.source, RATE)
 
 
 def _check_plain(config: DataConfig) -> None:
-    """Raises ConfigError for a setting of pictures."""
+    """Raises ConfigError for a setting that is only for pictures."""
     told = f"with data.source={config.source}, which gives recordings"
     for key in ("image_size", "resize", "fit", "pad_value", "align", "channels", "layout", "pixels"):
         if getattr(config, key) is not None:
@@ -195,7 +194,7 @@ def _check_plain(config: DataConfig) -> None:
             raise ConfigError(f"data.{key}", getattr(config, key), f"none {told}")
     if config.augment in PICTURE_AUGMENTATIONS:
         raise ConfigError(
-            "data.augment", config.augment, f"none | shift | shift_gain | shift_gain_noise {told}"
+            "data.augment", config.augment, f"one of none, shift, shift_gain, shift_gain_noise {told}"
         )
     for key in ("mean", "std"):
         value = getattr(config, key)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from qatkit.config.schema import DataConfig
     from qatkit.data.arrays import Port
 
-# Settings that few of our sources read; a source of the user's may read any of them.
+# Settings that only some of our sources read; a user's source may read any of them.
 _OWN: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("axes", "scale"), (AUDIO,)),
     **dict.fromkeys(("rate", "frame", "hop"), (AUDIO, *RECORDINGS)),
@@ -28,12 +28,12 @@ _OWN: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Request:
-    """The settings of the data, and the inputs that samples have to give.
+    """The settings of the data, and the inputs that samples must provide.
 
     Attributes:
         settings: the data group.
-        inputs: inputs of the model, without its states; empty where they are not known.
-        states: inputs of the model that are outputs of the step before, with these outputs. Items are steps
+        inputs: inputs of the model, without its states; empty if they are unknown.
+        states: inputs of the model that are outputs of the previous step, with these outputs. Items are steps
             then, and both splits have an attribute `lengths`, the number of items of each sequence, in order.
         about: facts from the model's file in addition to its graph: its metadata, and the inputs fixed to one
             number.
@@ -49,7 +49,7 @@ def is_asked(source: Callable[..., Any]) -> bool:
     """Returns whether a source takes a request."""
     try:
         return "request" in inspect.signature(source).parameters
-    except (TypeError, ValueError):  # of a builtin
+    except (TypeError, ValueError):  # a builtin may have no signature
         return False
 
 
@@ -61,5 +61,5 @@ def check_own_settings(config: DataConfig, source: Callable[..., Any]) -> None:
         if value is not None and config.source not in owners and not users:
             names = ", ".join(f"data={one.rpartition('.')[2]}" for one in owners)
             verb = "reads" if len(owners) == 1 else "read"
-            allowed = f"null with data.source={config.source}; {names} {verb} it"
+            allowed = f"null with data.source={config.source}; only {names} {verb} it"
             raise ConfigError(f"data.{key}", value, allowed)

@@ -8,7 +8,7 @@ import numpy as np
 
 from qatkit_verify.sound_files import Samples
 
-# The filter of a resampling has 20 coefficients for each step of the larger of two rates, reduced.
+# The filter has 20 coefficients for each step of the larger rate, after both rates are divided by their common factor.
 _LARGEST_STEP = 2**18
 
 
@@ -16,14 +16,14 @@ def resampled(samples: Samples, rate: int, wanted: int) -> Samples:
     """Returns samples of one rate at another one, by a polyphase filter.
 
     Raises:
-        ValueError: two rates that have hardly a factor in common.
+        ValueError: the greatest common divisor of the rates is too small for a filter of reasonable length.
     """
     if rate == wanted:
         return samples
     common = gcd(rate, wanted)
     up, down = wanted // common, rate // common
     if max(up, down) > _LARGEST_STEP:
-        raise ValueError(f"{rate} Hz, which can't be resampled to {wanted} Hz")
+        raise ValueError(f"{rate} Hz cannot be resampled to {wanted} Hz")
     from scipy.signal import resample_poly  # takes a second to import
 
     return resample_poly(samples.astype(np.float64), up, down).astype(np.float32)  # type: ignore[no-any-return]

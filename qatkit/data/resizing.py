@@ -1,4 +1,7 @@
-"""Resizing of stacked images, bit for bit as in `qatkit_verify.preprocess`: ATen's kernels of bytes, ours of floats."""
+"""Resizing of stacked images, bit for bit as in `qatkit_verify.preprocess`.
+
+Bytes are resized by ATen's kernels, floats by our own.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from torch import Tensor
 from qatkit_verify.fitting import Fitting, Sides, is_whole
 from qatkit_verify.preprocess import Taps, taps
 
-_CACHED = 2**20  # bytes that are enlarged at a time, so that the next pass finds them in a core's cache
+_CACHED = 2**20  # bytes that are enlarged at a time, so that they stay in a core's cache for the second pass
 
 
 def resized(array: Tensor, how: Fitting, interpolation: str) -> Tensor:
@@ -30,7 +33,7 @@ def resized(array: Tensor, how: Fitting, interpolation: str) -> Tensor:
 def _shrunk(array: Tensor, size: Sides, interpolation: str) -> Tensor:
     """Resizes uint8 (N, channels, height, width) to `size` in 8 bits.
 
-    torchvision's `resize` computes in float32 where a CPU has no AVX2, and is up to a level off there.
+    torchvision's `resize` computes in float32 on CPUs without AVX2, where its results differ by up to one level.
     """
     if interpolation == "nearest":
         return nn_functional.interpolate(array, size, mode="nearest")

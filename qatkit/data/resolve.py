@@ -1,4 +1,4 @@
-"""The preprocessing of a run: from its settings, else from the weights, else from the source."""
+"""The preprocessing of a run, from its settings, then from the weights, then from the source."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def resolve_preprocessing(config: DataConfig, base: Preprocessing | None) -> Pre
     """Returns `base` with the settings of the configuration; an image size without a resize means no crop margin.
 
     Raises:
-        ConfigError: something is neither configured nor in `base`, or settings that exclude each other.
+        ConfigError: a value is neither configured nor in `base`, or settings exclude each other.
     """
     chosen: dict[str, Any] = {"image_size": config.image_size or getattr(base, "image_size", None)}
     for name, key in KEYS.items():
@@ -29,7 +29,7 @@ def resolve_preprocessing(config: DataConfig, base: Preprocessing | None) -> Pre
     _check_complete(chosen)
     _check_fit(config, chosen["fit"])
     if config.policy != "none" and len(chosen["mean"]) not in (1, 3):
-        allowed = f"none, since data.mean says that images have {len(chosen['mean'])} channels; policies take 1 or 3"
+        allowed = f"none, since policies take 1 or 3 channels and data.mean has {len(chosen['mean'])} numbers"
         raise ConfigError("data.policy", config.policy, allowed)
     resize = config.resize
     if resize is None:
@@ -69,11 +69,11 @@ def _normalisation(
 def _check_fit(config: DataConfig, fit: str) -> None:
     """Raises ConfigError for settings that `fit` does not use."""
     if config.resize is not None and fit != "crop":
-        raise ConfigError("data.resize", config.resize, f"null with data.fit={fit}, which cuts nothing off")
+        raise ConfigError("data.resize", config.resize, f"null with data.fit={fit}, which does not crop")
     for key in ("pad_value", "align"):
         value = getattr(config, key)
         if value is not None and fit != "letterbox":
-            raise ConfigError(f"data.{key}", value, f"null with data.fit={fit}, which fills nothing")
+            raise ConfigError(f"data.{key}", value, f"null with data.fit={fit}, which adds no padding")
     if fit == "letterbox" and config.augment in ("crop_flip", "resized_crop"):
-        allowed = "none, flip or scale_flip with data.fit=letterbox, which shows whole pictures"
+        allowed = "one of none, flip, scale_flip with data.fit=letterbox, which does not crop"
         raise ConfigError("data.augment", config.augment, allowed)

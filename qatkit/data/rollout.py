@@ -1,10 +1,10 @@
-"""Models with a state: the steps of sequences become samples that hold the float file's own states.
+"""Models with a state: the steps of sequences become samples that hold the states computed by the float file.
 
     step 0 ── float file ─> state ── step 1 ── float file ─> state ── step 2 ...
     sample 0 = step 0 + start          sample 1 = step 1 + state
 
-A sequence starts from the arrays of the states' names in its first step, else from zeros. All later stages
-(ranges, algorithms, fine-tuning, the comparison of files) thus see ordinary samples with every input.
+A sequence starts from the arrays in its first step that are named like the states, or from zeros. All later
+stages (calibration, algorithms, fine-tuning, the comparison of files) thus see ordinary samples with all inputs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from qatkit_verify.errors import ConfigError
 from qatkit_verify.foreign import calling
 from qatkit_verify.free_run import KEY, FreeRun, StepSequence
 
-KEPT = 2**29  # bytes of states in memory, of a split at most
+KEPT = 2**29  # maximum number of bytes of a split's states in memory
 Arrays = dict[str, NDArray[Any]]
 
 
@@ -37,7 +37,7 @@ class States:
     """Outputs of a float file that are inputs of its next step.
 
     Attributes:
-        outputs: by input, the output that it takes.
+        outputs: for each state input, the output that feeds it.
         opened: opens the file.
     """
 
@@ -46,23 +46,23 @@ class States:
 
 
 class Rollout:
-    """The steps of a split as samples; every n-th of them where the states of all would exceed `KEPT` bytes.
+    """The steps of a split as samples; only every n-th step if the states of all would exceed `KEPT` bytes.
 
     Args:
-        steps: whose items have every input but the states.
-        ports: the states.
+        steps: the steps, whose items hold all inputs except the states.
+        ports: the state inputs.
         run: the float file.
-        begin: states in which the first sequence continues another one; None: it has its own start.
-        progress: a bar is shown.
+        begin: states from which the first sequence continues; None: it has its own start.
+        progress: shows a progress bar.
 
     Attributes:
         targets: targets of the samples.
-        lengths: steps of each sequence.
-        every: n, the steps per sample.
+        lengths: number of steps of each sequence.
+        every: n, the number of steps per sample.
         last: the states after the last step.
 
     Raises:
-        ConfigError: the dataset does not say which items are sequences, or a state has no known start.
+        ConfigError: the dataset does not define which items form sequences, or a state's start is unknown.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Rollout:
         self.starts, self.every = list[Arrays](), 1
         self._kept: Arrays = {}
         firsts = {end - length for length, end in zip(self.lengths, accumulate(self.lengths), strict=True)}
-        for index, _ in shown(_Numbers(len(steps)), f"float states, {steps.part}", progress, "steps"):
+        for index, _ in shown(_Numbers(len(steps)), f"float states of {steps.part}", progress, "steps"):
             if index in firsts:
                 run.begin(self._start(index) if begin is None or index else begin)
                 self.starts.append(dict(run.state))
@@ -96,7 +96,7 @@ class Rollout:
         return {**item, **kept}, target
 
     def sequences(self, limit: int | None = None) -> Iterator[StepSequence]:
-        """Yields the sequences, of at most `limit` steps in all."""
+        """Yields the sequences, at most `limit` steps in all."""
         left = len(self.steps) if limit is None else limit
         for start, length, end in zip(self.starts, self.lengths, accumulate(self.lengths), strict=True):
             span = range(end - length, end)[:left]
@@ -106,7 +106,7 @@ class Rollout:
             left -= len(span)
 
     def _start(self, index: int) -> Arrays:
-        """Returns the states that a sequence starts from: those of its first step, else zeros."""
+        """Returns the states from which a sequence starts: those of its first step, or zeros."""
         _ = self.steps[index]  # checked, so an item is a pair
         with calling("data.source", self.steps.source, self.steps.dataset):
             given: Any = self.steps.dataset[index][0]
@@ -132,7 +132,8 @@ class Rollout:
             if one.shape != self._kept[name].shape[1:]:
                 first = list(self._kept[name].shape[1:])
                 told = (
-                    f"'{name}' starts as {first} in the first sequence, and as {list(one.shape)} in another"
+                    f"the state '{name}' has the shape {first} in the first sequence and {list(one.shape)} in "
+                    "another; all sequences must start with one shape"
                 )
                 raise ConfigError("data.source", self.steps.source, reason=told)
             self._kept[name][index // self.every] = one
@@ -141,49 +142,49 @@ class Rollout:
 def rolled_out(
     splits: Splits, states: States, ports: Sequence[Port], source: str, task: Task, progress: bool
 ) -> Splits:
-    """Returns splits whose items are samples with the float file's own states; each is a `Rollout`.
+    """Returns splits whose items are samples with the states of the float file; each is a `Rollout`.
 
     Args:
         splits: splits of a source whose items are steps.
         ports: all inputs of the model.
         source: dotted path of the source, for messages.
-        task: whose targets there are.
-        progress: bars are shown.
+        task: the task of the targets.
+        progress: shows progress bars.
 
     Raises:
-        ConfigError: images, no sequences, or as `Rollout`.
+        ConfigError: items are images or do not form sequences, or as for `Rollout`.
     """
     if not getattr(splits, "arrays", False):
-        told = f"data.source={source} gives images; a model with states takes arrays (data=arrays)"
+        told = f"data.source={source} gives images, but a model with states takes arrays; set data=arrays"
         raise ConfigError(KEY, _text(states.outputs), reason=told)
     own = [port for port in ports if port.name in states.outputs]
     others = tuple(port for port in ports if port.name not in states.outputs)
     parts = checked_splits(splits, source, task, ArrayBatches(source, others))
     run = states.opened()
     train = Rollout(parts[0], own, run, progress=progress)
-    goes_on = getattr(splits.test, "continues", False)
-    test = Rollout(parts[1], own, run, train.last if goes_on else None, progress)
-    notes = (*splits.notes, *_notes(states, train, test, goes_on))
+    continues = getattr(splits.test, "continues", False)
+    test = Rollout(parts[1], own, run, train.last if continues else None, progress)
+    notes = (*splits.notes, *_notes(states, train, test, continues))
     return replace(splits, train=train, test=test, notes=notes)
 
 
-def _notes(states: States, train: Rollout, test: Rollout, goes_on: bool) -> list[str]:
-    where = "verification goes on behind them with" if goes_on else "verification takes"
+def _notes(states: States, train: Rollout, test: Rollout, continues: bool) -> list[str]:
+    how = "verification continues after them with" if continues else "verification uses"
     notes = [
-        f"states fed back ({_text(states.outputs)}): calibration and training take {_counted(train)}, {where} "
-        f"{_counted(test)}, each step with the states that the float file had there"
+        f"states fed back ({_text(states.outputs)}): calibration and training use {_counted(train)}, {how} "
+        f"{_counted(test)}; each step gets the states that the float file computed for it"
     ]
     return notes + [
-        f"states of every {part.every}th step of {part.steps.part} are samples: those of all steps are more than "
-        f"{KEPT >> 20} MB"
+        f"one of {part.every} steps of {part.steps.part} is a sample, since the states of all steps would take more "
+        f"than {KEPT >> 20} MB"
         for part in (train, test)
         if part.every > 1
     ]
 
 
 def _counted(part: Rollout) -> str:
-    count = len(part.lengths)
-    return f"{len(part.steps):,} steps of {count} sequence{'s' if count > 1 else ''}"
+    steps, count = len(part.steps), len(part.lengths)
+    return f"{steps:,} step{'s' if steps > 1 else ''} of {count} sequence{'s' if count > 1 else ''}"
 
 
 def _text(states: Mapping[str, str]) -> str:
@@ -194,25 +195,28 @@ def _lengths(steps: CheckedImages) -> tuple[int, ...]:
     found = getattr(steps.dataset, "lengths", None)
     whole = isinstance(found, Sequence) and all(isinstance(one, int) and one > 0 for one in found)
     if not whole or sum(found or ()) != len(steps):
-        told = f"{steps.part}.lengths must hold the number of steps of each sequence, {len(steps)} in all"
-        raise ConfigError("data.source", steps.source, reason=f"{told}, with {KEY}")
+        told = f"with {KEY}, {steps.part}.lengths must hold the number of steps of each sequence"
+        raise ConfigError("data.source", steps.source, reason=f"{told}, {len(steps)} in all")
     return tuple(found or ())
 
 
 def _zeros(port: Port, source: str) -> NDArray[Any]:
-    """Returns a state of zeros; a single open axis, or the batch axis, has the size of one sample."""
+    """Returns a state of zeros; the batch axis, or a single open axis, gets the size 1.
+
+    Raises:
+        ConfigError: another axis is open.
+    """
     others = [axis for axis, size in enumerate(port.shape) if size is None and axis != port.axis]
     if len(others) > (port.axis is None):
-        shape = ["any" if size is None else size for size in port.shape]
-        told = f"the state '{port.name}' is {shape}".replace("'any'", "any")
-        told += f", and nothing says how large it is; expected an array '{port.name}' in the first step of a sequence"
-        raise ConfigError("data.source", source, reason=told)
+        shape = ", ".join("any" if size is None else str(size) for size in port.shape)
+        told = f"the size of the state '{port.name}' [{shape}] is unknown; add an array '{port.name}' to the first step"
+        raise ConfigError("data.source", source, reason=f"{told} of each sequence")
     sizes = [1 if size is None or axis == port.axis else size for axis, size in enumerate(port.shape)]
     return np.zeros(sizes, port.dtype)
 
 
 class _Numbers:
-    """0, 1, ... as a bar counts them."""
+    """The numbers 0, 1, ... in the form of `shown`'s batches."""
 
     def __init__(self, count: int) -> None:
         self.count = count

@@ -3,8 +3,8 @@
     ROOT/VOCdevkit/VOC2012/{JPEGImages,SegmentationClass,ImageSets/Segmentation}     data=voc_segmentation
     ROOT/leftImg8bit/{train,val}/CITY/*.png  ROOT/gtFine/{train,val}/CITY/*.png      data=cityscapes
 
-Nothing is downloaded unless `data.download` asks for it, which only VOC allows: Cityscapes requires an
-account. Label pictures are read before any long work, like those of `label_pictures`.
+`data.download` fetches VOC; Cityscapes requires an account and is never downloaded. Label pictures are read before
+any long work, like those of `label_pictures`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def voc_segmentation(root: str | None, download: bool, seed: int) -> Splits:
     Borders (255) are ignored.
 
     Raises:
-        ConfigError: the files are not there, can't be fetched, or hold other numbers.
+        ConfigError: the files are missing and cannot be fetched, or hold other numbers.
     """
     top = data_folder(_VOC, root)
     base = top / "VOCdevkit" / f"VOC{_YEAR}"
@@ -61,15 +61,15 @@ def cityscapes(root: str | None, download: bool, seed: int) -> Splits:
     Other labels are ignored.
 
     Raises:
-        ConfigError: the files are not there, or hold other numbers.
+        ConfigError: the files are missing, or hold other numbers.
     """
     top = data_folder(_CITYSCAPES, root)
     try:
         parts = [Cityscapes(str(top), part, target_type="semantic") for part in ("train", "val")]
     except (OSError, RuntimeError) as error:
         where = f"leftImg8bit/ and gtFine/ in {top}"
-        what = "leftImg8bit_trainvaltest.zip and gtFine_trainvaltest.zip of cityscapes-dataset.com, with an account,"
-        fetch = f"fetch {what} and put them there"
+        what = "leftImg8bit_trainvaltest.zip and gtFine_trainvaltest.zip from cityscapes-dataset.com"
+        fetch = f"download {what}, which needs an account, and unpack them there"
         raise ConfigError("data.root", root, f"{where} ({fetch}); {first_line(error)}") from error
     train, test = (_below(top, part.images, [one[0] for one in part.targets]) for part in parts)
     ids = [one.id for one in Cityscapes.classes if one.id >= 0]
@@ -96,7 +96,7 @@ class CityLabels(LabelPictures):
         self._table = table
 
     def label_map(self, target: Any) -> Tensor:
-        """Returns the training ids of a label picture, uint8 [1, height, width], `IGNORED` where there is none."""
+        """Returns the training ids of a label picture, uint8 [1, height, width]; `IGNORED` for ids without one."""
         return torch.from_numpy(self._table[label_numbers(self.root / str(target))])[None]
 
 
@@ -107,9 +107,9 @@ def _below(top: Path, pictures: Sequence[Any], labels: Sequence[Any]) -> list[tu
 
 
 def _check(top: Path, pairs: Sequence[tuple[str, str]], ignored: Sequence[int], largest: int) -> None:
-    """Raises ConfigError for a label picture that can't be read, of another size, or with a number above `largest`."""
+    """Raises ConfigError for an unreadable label picture, one of another size, or a number above `largest`."""
     found = largest_label(top, pairs, ignored)
     if found > largest:
         raise ConfigError(
-            "data.root", str(top), f"label pictures with numbers up to {largest}; {found} occurs"
+            "data.root", str(top), f"label pictures with numbers up to {largest}; the number {found} occurs"
         )

@@ -3,9 +3,9 @@
     DIR/**/*.tsv   names with "test" ──> verify
                    the others ─────────> calibrate and train
 
-A file begins with the names of its columns: two whose names begin with "sentence", and one that ends with "score"
+The first line of a file names its columns: the names of two begin with "sentence", and that of one ends with "score"
 (SICK's sentence_A, sentence_B, relatedness_score; STS's sentence1, sentence2, score). Scores are scaled to 0..1 by the
-least and the largest of all files. A pair is a sample of two rows, filled up to the longest sentence of the data.
+smallest and the largest of all files. A pair is a sample of two rows, padded to the longest sentence of the data.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def sentence_pairs(root: str | None, download: bool, seed: int, request: Request
     """Returns the pairs of a folder's files.
 
     Raises:
-        ConfigError: no such folder, no files of one kind, a file without these columns, a score that is no number, or
-            as `qatkit.data.token_rows.token_rows`.
+        ConfigError: the folder does not exist or lacks one kind of files, a file lacks these columns, a score is not a
+            number, or as for `qatkit.data.token_rows.token_rows`.
     """
     asked = request if request is not None else Request(DataConfig())
     top = data_folder(_SOURCE, root)
@@ -71,7 +71,8 @@ def sentence_pairs(root: str | None, download: bool, seed: int, request: Request
     tests = [one for one in files if "test" in os.path.basename(one).lower()]
     others = [one for one in sorted(files) if one not in tests]
     if not tests or not others:
-        raise ConfigError("data.root", root, f"{FOLDERS[_SOURCE]}; it has {len(others)} and {len(tests)}")
+        has = f"it has {len(others)} to calibrate and {len(tests)} to verify"
+        raise ConfigError("data.root", root, f"{FOLDERS[_SOURCE]}; {has}")
     parts = [[pair for path in paths for pair in _read(path)] for paths in (others, sorted(tests))]
     scores = [pair.score for part in parts for pair in part]
     low, high = min(scores), max(scores)
@@ -90,19 +91,18 @@ def _read(path: str) -> list[Pair]:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise wrong(f"is no UTF-8 (byte {error.start})") from error
+        raise wrong(f"is not UTF-8 (byte {error.start})") from error
     rows = list(csv.reader(text.splitlines(), delimiter="\t", quoting=csv.QUOTE_NONE))
     names = [name.strip().lower() for name in rows[0]] if rows else []
     sentences = [place for place, name in enumerate(names) if name.startswith("sentence")]
     scores = [place for place, name in enumerate(names) if name.endswith("score")]
     if len(sentences) != 2 or len(scores) != 1:
-        raise wrong(f"has the columns {', '.join(names) or 'of no name'}; expected {_WANTED}")
+        named = ", ".join(filter(None, names))
+        raise wrong(f"has {f'the columns {named}' if named else 'no named columns'}; expected {_WANTED}")
     found = []
     for number, row in enumerate(rows[1:], 2):
         if len(row) != len(names):
-            raise wrong(
-                f"has {len(row)} columns in line {number}; expected {len(names)}, as in its first line"
-            )
+            raise wrong(f"has {len(row)} instead of {len(names)} columns in line {number}")
         try:
             found.append(Pair(row[sentences[0]], row[sentences[1]], float(row[scores[0]])))
         except ValueError as error:

@@ -29,8 +29,8 @@ class Part:
 
     Args:
         whole: the dataset.
-        indices: of the items, in order.
-        lengths: number of items of each sequence, in order; empty where items are not steps.
+        indices: indices of the items, in order.
+        lengths: number of items of each sequence, in order; empty if items are not steps.
         continues: the first sequence continues the last one of the training split.
     """
 
@@ -49,10 +49,11 @@ class Part:
 
 
 def shared_out(whole: Items, lengths: Sequence[int]) -> tuple[Part, Part]:
-    """Returns the training and the test part of consecutive sequences of these lengths.
+    """Returns the training and the test part of consecutive sequences.
 
     Args:
-        whole: at least two items.
+        whole: the dataset, with at least two items.
+        lengths: number of items of each sequence, in order.
     """
     if len(lengths) == 1:
         half = (lengths[0] + 1) // 2

@@ -1,6 +1,6 @@
 """The survey of sound files, which reads each file once before any long work and finds unusable files.
 
-Samples are kept as far as memory allows.
+Samples stay in memory up to a limit.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from qatkit_verify.errors import ConfigError, one_line
 from qatkit_verify.installed import install_extra
 from qatkit_verify.sound_files import Samples, read_sound
 
-KEPT = 2**29  # bytes of samples in memory; those of other files are decoded again when they are asked for
+KEPT = 2**29  # bytes of samples that stay in memory; other files are decoded again whenever they are needed
 _SHOWN = 5
 
 
 @dataclass(frozen=True)
 class Recording:
-    """A file that was found whole.
+    """A usable sound file.
 
     Attributes:
         path: path of the file.
         rate: sampling rate of the file.
         count: number of samples at the model's rate.
         digest: digest of these samples.
-        kept: these samples; None where memory has no room for them.
+        kept: these samples, or None if the limit on memory was reached.
     """
 
     path: str
@@ -43,13 +43,13 @@ class Recording:
 
 
 class SoundSurvey:
-    """A survey that reads every file once, keeps samples as far as memory allows, and finds unusable files.
+    """A survey that reads every file once, keeps samples up to a limit, and finds unusable files.
 
     Args:
         root: folder of the data, for messages.
         rate: the rate to which samples are converted.
         least: minimum number of samples of a usable file.
-        bad: "refuse" or "skip" files that can't be used.
+        bad: "refuse" or "skip", for files that cannot be used.
     """
 
     def __init__(self, root: str, rate: int, least: int, bad: str) -> None:
@@ -61,12 +61,13 @@ class SoundSurvey:
         """Returns the files that have enough samples.
 
         Raises:
-            ConfigError: files that can't be used, of which nothing says to skip them; or none is left.
+            ConfigError: files cannot be used and are not to be skipped, or no file is left.
         """
         found = [one for one in map(self._recording, paths) if one is not None]
         self.seen += len(paths)
         if self.unusable and self.bad == "refuse":
-            raise ConfigError("data.root", self.root, reason=f"{self._told()}; data.bad=skip leaves them out")
+            told = f"{self._told()}; set data.bad=skip to leave them out"
+            raise ConfigError("data.root", self.root, reason=told)
         if not found:
             raise ConfigError("data.root", self.root, reason=self._told())
         return found
@@ -94,11 +95,9 @@ class SoundSurvey:
                 )
         except ImportError as error:
             name = printable(os.path.relpath(path, self.root))
-            told = (
-                f"{name} is FLAC, which needs the extra audio: {install_extra('audio')} ({one_line(error)})"
-            )
+            told = f"{name} is a FLAC file and needs the extra audio: {install_extra('audio')} ({one_line(error)})"
             raise ConfigError("data.root", self.root, reason=told) from error
-        except Exception as error:  # of the disk, and whatever bytes make of decoders
+        except Exception as error:  # damaged bytes may raise anything in decoders
             strerror = error.strerror if isinstance(error, OSError) else None
             self.unusable[path] = strerror.lower() if strerror else one_line(error)
             return None
@@ -113,13 +112,13 @@ class _Read(NamedTuple):
 
 
 def samples_of(path: str, rate: int) -> _Read:
-    """Returns the own rate of a file, and its samples at another one."""
+    """Returns the sampling rate of a file, and its samples converted to `rate`."""
     sound = read_sound(path)
     return _Read(sound.rate, resampled(sound.samples, sound.rate, rate))
 
 
 def resampling_note(files: Sequence[Recording], rate: int) -> list[str]:
-    """Returns the report's note on files of other rates; none where there are none."""
+    """Returns the report's note on files of other rates; no note if there are none."""
     others = sorted({file.rate for file in files} - {rate})
     if not others:
         return []
@@ -129,11 +128,11 @@ def resampling_note(files: Sequence[Recording], rate: int) -> list[str]:
 
 
 def repeated_note(train: Sequence[Recording], test: Sequence[Recording]) -> list[str]:
-    """Returns the report's note on files that verify and have the samples of one that calibrates."""
+    """Returns the report's note on verification files with the same samples as a calibration file."""
     known = {file.digest: file.path for file in train}
     same = {file.path: known[file.digest] for file in test if file.digest in known}
     if not same:
         return []
-    pairs = (f"{os.path.basename(a)} is {os.path.basename(b)}" for a, b in list(same.items())[:_SHOWN])
-    told = f"{len(same)} of {len(test)} files that verify have the samples of one that calibrates"
-    return [f"{told}: {printable(', '.join(pairs))}"]
+    pairs = (f"{os.path.basename(a)} equals {os.path.basename(b)}" for a, b in list(same.items())[:_SHOWN])
+    told = f"verification files with the same samples as a calibration file: {len(same)} of {len(test)}"
+    return [f"{told}, {printable(', '.join(pairs))}"]

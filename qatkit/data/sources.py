@@ -1,7 +1,7 @@
 """Data sources, each a function with the signature `(root, download, seed) -> Splits`.
 
-A source only says which images and labels exist. Small sets are held as one uint8 tensor; folders are read
-image by image. Missing data are reported before any long work, with advice.
+A source only lists images and labels. Small data sets are held as one uint8 tensor; folders are read image by
+image. Missing data are reported before any long work, with advice.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _SYNTHETIC_CLASSES, _SYNTHETIC_TRAIN, _SYNTHETIC_TEST = 10, 2000, 500
 
 
 class ImageDataset(Protocol):
-    """A map-style dataset of (image, arrays by name or samples of a recording; target); `targets` are all of them in
-    order, without opening an image.
+    """A map-style dataset of pairs (input, target).
 
-    What a target is, the task says: the label of a class, unless another task is asked for.
+    An input is an image, arrays by name or the samples of a recording. The task defines what a target is: by
+    default the label of a class.
     """
 
     @property
     def targets(self) -> Sequence[Any]:
-        """The target of each image."""
+        """The targets of all images in order, without opening an image."""
         ...
 
     def __len__(self) -> int: ...
@@ -58,12 +58,12 @@ class Splits:
         train: images for training and calibration.
         test: images for accuracy only.
         classes: name of each label; empty for tasks without classes, and where every target is `NO_LABEL`.
-        default_preprocessing: used where neither the configuration nor the model's weights say otherwise.
+        default_preprocessing: used if neither the configuration nor the model's weights define one.
         notes: the report's notes on the images, one line each.
         arrays: items are (arrays by the names of the model's inputs, target) instead of images
             (`qatkit.data.arrays`).
-        batched: a batch may hold several samples; False where what the model's file declares as the batch is
-            something else.
+        batched: a batch may hold several samples; False if the axis that the model's file declares as the
+            batch has another meaning.
         recordings: items are (samples [T] of a recording at `data.rate`, target) instead of images: float32
             in -1..1, or int16 (`qatkit.data.recordings`).
         drawn: samples were drawn at random, so that no figure is meaningful for real data.
@@ -87,12 +87,14 @@ class TensorImages:
     """Images held in memory: uint8 (N, channels, height, width), and N labels.
 
     Raises:
-        ValueError: another number of labels than of images.
+        ValueError: the numbers of labels and images differ.
     """
 
     def __init__(self, images: Tensor, targets: Sequence[int]) -> None:
         if len(images) != len(targets):
-            raise ValueError(f"{len(targets)} labels of {len(images)} images")
+            raise ValueError(
+                f"expected one label per image, got {len(targets)} labels for {len(images)} images"
+            )
         self.images, self.targets = images, [int(target) for target in targets]
 
     def __len__(self) -> int:
@@ -103,13 +105,13 @@ class TensorImages:
 
 
 def digits(root: str | None, download: bool, seed: int) -> Splits:
-    """Returns scikit-learn's 1,797 handwritten digits, 8x8 grey; embedded, so `root` and `download` are unused.
+    """Returns scikit-learn's 1,797 handwritten digits, 8x8 grey. They come with it: `root` and `download` are unused.
 
     A fifth of each class, drawn by `seed`, is the test split. By default the images are enlarged to 32x32 and
-    repeated over three channels, which is what torchvision's models take; `data.mean` with one number keeps
-    one channel.
+    repeated over three channels, as torchvision's models require; `data.mean` with one number keeps one
+    channel.
     """
-    # scikit-learn takes a second to import and only this source needs it.
+    # scikit-learn takes a second to import, and only this source needs it.
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 
@@ -145,9 +147,9 @@ def synthetic(root: str | None, download: bool, seed: int) -> Splits:
 def image_folder(root: str | None, download: bool, seed: int) -> Splits:
     """Returns images in ImageNet's layout: `root/train/CLASS/*.jpg` and `root/val/CLASS/*.jpg` (or `root/test/...`).
 
-    `val` is taken where both exist. Classes and files are those of torchvision's `ImageFolder`, in its order, but for
-    hidden ones and what systems put beside images. The layout says nothing of preprocessing: it comes from the
-    weights or from the configuration.
+    If both exist, `val` is used. Classes and files are those of torchvision's `ImageFolder`, in its order, except
+    hidden ones and files that operating systems add. The layout does not define preprocessing, which comes from
+    the weights or from the configuration.
 
     Raises:
         ConfigError: the folder or its class folders are missing, a class folder has no image, or the two
@@ -158,18 +160,20 @@ def image_folder(root: str | None, download: bool, seed: int) -> Splits:
     folders = [top / name for name in ("train", "val", "test")]
     found = [folder for folder in folders if folder.is_dir()]
     if folders[0] not in found or len(found) < 2:
-        has = ", ".join(folder.name for folder in found) or "none of them"
+        has = f"only {', '.join(folder.name for folder in found)}" if found else "none of them"
         raise ConfigError("data.root", root, f"{layout}; it has {has}")
     classes, other = class_folders(found[0]), class_folders(found[1])
     if not classes or classes != other:
-        allowed = _class_difference(found, classes, other) if classes else f"{layout}; train has no folder"
+        allowed = (
+            _class_difference(found, classes, other) if classes else f"{layout}; train has no class folder"
+        )
         raise ConfigError("data.root", root, allowed)
     (train, train_left), (test, test_left) = (_split(folder, classes, str(root)) for folder in found[:2])
     return Splits(train, test, tuple(classes), notes=left_out_note([*train_left, *test_left]))
 
 
 def _split(folder: Path, classes: Sequence[str], root: str) -> tuple[ImageFiles, list[str]]:
-    """Returns the images of the class folders in `folder`, and what was left out."""
+    """Returns the images of the class folders in `folder`, and the paths that were left out."""
     samples, left_out, empty = list[tuple[str, int]](), list[str](), list[str]()
     for label, name in enumerate(classes):
         paths, left = files_below(folder / name, is_image_name, "data.root")
@@ -190,7 +194,7 @@ def _class_difference(folders: Sequence[Path], train: Sequence[str], test: Seque
         if extra := sorted(set(mine) - set(other)):
             more = f" and {len(extra) - 5} more" if len(extra) > 5 else ""
             parts.append(f"only {folder.name} has {', '.join(extra[:5])}{more}")
-    return f"the same class folders in both splits: {'; '.join(parts)}"
+    return f"the same class folders in both splits; {', and '.join(parts)}"
 
 
 def cifar10(root: str | None, download: bool, seed: int) -> Splits:
@@ -205,8 +209,9 @@ def cifar10(root: str | None, download: bool, seed: int) -> Splits:
 
 
 def fashion_mnist(root: str | None, download: bool, seed: int) -> Splits:
-    """Returns Fashion-MNIST (28x28 grey, 60,000 and 10,000 images), through torchvision; enlarged to 32x32 in
-    three channels by default.
+    """Returns Fashion-MNIST (28x28 grey, 60,000 and 10,000 images), through torchvision.
+
+    By default the images are enlarged to 32x32 and repeated over three channels.
     """
     cls = datasets.FashionMNIST
     names = " ".join(name for name, _ in cls.resources)
@@ -220,17 +225,23 @@ def fashion_mnist(root: str | None, download: bool, seed: int) -> Splits:
 def _torchvision_splits(
     cls: Callable[..., Any], root: str | None, download: bool, place: str
 ) -> tuple[Any, Any]:
-    """Returns train and test part of a torchvision dataset; `place` says which files go where by hand.
+    """Returns the train and test parts of a torchvision dataset.
+
+    Args:
+        cls: the dataset's class.
+        root: folder of the files.
+        download: fetches missing files.
+        place: which files to put where by hand, for the message.
 
     Raises:
-        ConfigError: the files are not there and cannot be fetched, or are damaged.
+        ConfigError: the files are missing and cannot be fetched, or are damaged.
     """
     if root is None:
-        raise ConfigError("data.root", root, "a folder that has or receives the files")
+        raise ConfigError("data.root", root, "the folder with the files, or one to download them into")
     try:
         return cls(root, train=True, download=download), cls(root, train=False, download=download)
     except (OSError, RuntimeError, EOFError) as error:  # URLError is an OSError
         reason = " ".join(str(error).split())[:120]
         raise ConfigError(
-            "data.root", root, reason=f"files are missing and cannot be fetched ({reason}); put {place}"
+            "data.root", root, reason=f"the files are missing and cannot be fetched ({reason}); put {place}"
         ) from error

@@ -2,9 +2,9 @@
 
     ROOT/CLASS/SPEAKER_nohash_N.wav      ROOT/testing_list.txt, ROOT/validation_list.txt: lines CLASS/NAME.wav
 
-The testing list verifies, the validation list is left out, the others train and calibrate. Without lists the README's
-rule shares them out: a hash of the speaker puts 10 % of the speakers into testing and 10 % into validation, so that no
-speaker is in two splits. `_background_noise_` is no class.
+Files of the testing list verify, those of the validation list are left out, and all others train and calibrate. Without
+lists, the rule of the data set's README applies: a hash of the speaker's name puts 10 % of the speakers into testing
+and 10 % into validation, so no speaker is in two splits. `_background_noise_` is not a class.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def speech_commands(root: str | None, download: bool, seed: int, request: Reques
     """Returns the recordings of the class folders in a folder.
 
     Raises:
-        ConfigError: no such folder, no class folders, lists that name other files, or as `recording_splits`.
+        ConfigError: the folder does not exist or has no class folders, a list names a missing file, or as for
+            `recording_splits`.
     """
     top = data_folder(COMMANDS, root)
     classes = [name for name in class_folders(top) if name != _NOISE]
@@ -44,23 +45,25 @@ def speech_commands(root: str | None, download: bool, seed: int, request: Reques
         left_out += others
         files |= {Path(path).relative_to(top).as_posix(): (path, name) for path in found}
     if not files:
-        raise ConfigError("data.root", root, f"{FOLDERS[COMMANDS]}; there is none")
+        raise ConfigError("data.root", root, f"{FOLDERS[COMMANDS]}; the folder has none")
     splits = _splits(top, list(files))
     parts = {
         part: [one for key, one in files.items() if splits[key] == part] for part in ("training", "testing")
     }
     kept = sum(map(len, parts.values()))
-    told = [f"{len(files) - kept} of {len(files)} recordings are the validation split, and left out"]
+    told = [
+        f"recordings left out because they belong to the validation split: {len(files) - kept} of {len(files)}"
+    ]
     notes = [*(told if kept < len(files) else []), *left_out_note(left_out)]
     asked = request if request is not None else Request(DataConfig(source=COMMANDS))
     return recording_splits(str(root), parts["training"], parts["testing"], asked, notes)
 
 
 def _splits(top: Path, keys: list[str]) -> dict[str, str]:
-    """Returns the split of each file, by the lists or by the hash of its speaker.
+    """Returns the split of each file, from the lists or from the hash of its speaker.
 
     Raises:
-        ConfigError: a list names a file that is not there.
+        ConfigError: a list names a file that does not exist.
     """
     listed = {part: top / name for part, name in _LISTS.items() if (top / name).is_file()}
     if not listed:
@@ -70,14 +73,15 @@ def _splits(top: Path, keys: list[str]) -> dict[str, str]:
         lines = [line.strip() for line in read_text(path).splitlines() if line.strip()]
         missing = [line for line in lines if line not in found]
         if missing:
-            told = f"{path.name} names {len(missing)} files that are not there: {', '.join(missing[:_SHOWN])}"
+            more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
+            told = f"{path.name} names files that do not exist: {', '.join(missing[:_SHOWN])}{more}"
             raise ConfigError("data.root", str(top), reason=printable(told))
         found |= dict.fromkeys(lines, part)
     return found
 
 
 def which_set(name: str) -> str:
-    """Returns the split of a file by its speaker, as the README of Speech Commands computes it."""
+    """Returns the split of a file, computed from its speaker as in the README of Speech Commands."""
     speaker = re.sub(r"_nohash_.*$", "", name)
     digest = int(hashlib.sha1(speaker.encode(), usedforsecurity=False).hexdigest(), 16)
     percent = (digest % (_MOST + 1)) * (100.0 / _MOST)

@@ -1,6 +1,7 @@
-"""Recordings of one folder, named LABEL_SPEAKER_N.wav, as the Free Spoken Digit Dataset has them.
+"""Recordings in one folder, named LABEL_SPEAKER_N.wav, as in the Free Spoken Digit Dataset.
 
-Its README's split: recordings with N from 0 to 4 of each speaker and label verify, the others train and calibrate.
+The split is that of its README: for each speaker and label, recordings with N from 0 to 4 verify, and the others
+train and calibrate.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ _TEST = range(5)
 
 
 def spoken_digits(root: str | None, download: bool, seed: int, request: Request | None = None) -> Splits:
-    """Returns the recordings of a folder, or of the folder `recordings` in it.
+    """Returns the recordings in a folder, or in its subfolder `recordings`.
 
     Raises:
-        ConfigError: no such folder, other names, none in a split, or as `recording_splits`.
+        ConfigError: the folder does not exist, a file has another form of name, a split is empty, or as for
+            `recording_splits`.
     """
     top = data_folder(DIGITS_SPOKEN, root)
     folder = top / "recordings" if (top / "recordings").is_dir() else top
@@ -39,12 +41,12 @@ def spoken_digits(root: str | None, download: bool, seed: int, request: Request 
             continue
         name = _NAME.fullmatch(path.name)
         if name is None:
-            allowed = f"{FOLDERS[DIGITS_SPOKEN]}; {printable(path.name)} has another name"
+            allowed = f"{FOLDERS[DIGITS_SPOKEN]}; {printable(path.name)} is named differently"
             raise ConfigError("data.root", root, allowed)
         parts[int(name["number"]) in _TEST].append((str(path), name["label"]))
     for is_test, found in parts.items():
         if not found:
-            numbers = f"N from {_TEST[0]} to {_TEST[-1]}" if is_test else f"N of {_TEST[-1] + 1} or more"
-            raise ConfigError("data.root", root, f"{FOLDERS[DIGITS_SPOKEN]}; there is none with {numbers}")
+            numbers = f"N from {_TEST[0]} to {_TEST[-1]}" if is_test else f"N of at least {_TEST[-1] + 1}"
+            raise ConfigError("data.root", root, f"{FOLDERS[DIGITS_SPOKEN]}; no recording has {numbers}")
     asked = request if request is not None else Request(DataConfig(source=DIGITS_SPOKEN))
     return recording_splits(str(Path(str(root))), parts[False], parts[True], asked, left_out_note(left_out))

@@ -4,9 +4,9 @@
                 └─ no: header, size, mode, end of the file ── suspect? ── decoded ───┴─> reason, or an image
     digests of both ends equal in train and test ── whole contents equal? ──> the same image in both
 
-A header is all that is read of most files. A file that was cut off has a whole header; but JPEG, PNG, GIF, WebP and
-BMP say where they end. Where a file does not end so, it is decoded here and now: some cameras write on behind the
-end, and only a decoder knows. What was found whole is kept by path, size and time of change.
+For most files, only the header and both ends are read. A truncated file still has a whole header, but JPEG, PNG, GIF,
+WebP and BMP mark their end. A file without its end mark is decoded at once, because some cameras append data after the
+end and only a decoder can tell. Whole files are cached by path, size and modification time.
 """
 
 from __future__ import annotations
@@ -32,18 +32,23 @@ from qatkit_verify.errors import ConfigError
 from qatkit_verify.files import cache_folder, write_text
 from qatkit_verify.pictures import check_kind, check_mode, check_size, open_regular_file, reason
 
-_END = 4096  # bytes of either end that tell files apart, and in which a format's end is looked for
-_MANY = 2000  # files: with fewer, neither a bar nor a cache is worth it
-_THREADS = 8  # not for the processor, which headers keep busy for 30 µs each, but for disks
-_A_PART = 256  # files
+_END = 4096  # bytes at either end that distinguish files and contain the end mark of a format
+_MANY = 2000  # files; with fewer, neither a bar nor a cache is worth it
+_THREADS = 8  # to overlap reads from disk; a header takes the processor only 30 µs
+_A_PART = 256  # files per task of a thread
 _SHOWN = 5
-_RULES = f"1 {PIL.__version__}"  # what a cached verdict depends on beside the file
+_RULES = f"1 {PIL.__version__}"  # what a cached result depends on in addition to the file
 
 T = TypeVar("T")
 
 
 class Look(NamedTuple):
-    """The result for a file: `reason` why it is not an image, or ""; `ends`, a digest of size, first and last bytes."""
+    """The result for a file.
+
+    Attributes:
+        reason: why it is not a readable image; "" if it is one.
+        ends: a digest of the size, the first and the last bytes.
+    """
 
     reason: str
     ends: str = ""
@@ -54,10 +59,10 @@ class Survey:
     """The usable images of each split, and notes on the others.
 
     Attributes:
-        train: indices of images that can be read.
-        test: the same of the other split.
-        ends: digests of training files (`Look.ends`), by its index; empty where there are none.
-        notes: lines for people.
+        train: indices of the readable training images.
+        test: indices of the readable test images.
+        ends: digests of training files (`Look.ends`), by index; empty if the training images are not files.
+        notes: lines for the report.
     """
 
     train: list[int]
@@ -67,22 +72,23 @@ class Survey:
 
 
 def survey(train: object, test: object, bad: str, *, progress: bool = False) -> Survey:
-    """Looks at the files of two splits; one that is no `ImageFiles` is taken as it is.
+    """Checks the files of two splits; a split that is not an `ImageFiles` is returned unchecked.
 
     Args:
-        bad: "refuse" or "skip" files that are no readable images.
-        progress: a bar is shown.
+        train, test: the datasets of the splits.
+        bad: "refuse" or "skip", for files that are not readable images.
+        progress: shows a progress bar.
 
     Raises:
-        ConfigError: files that can't be read, of which nothing says to skip them; or none, or none of a
-            class, is left.
+        ConfigError: files cannot be read and are not to be skipped, or no readable image is left in a split
+            or, in a complete one, in a class.
     """
     parts = {name: one for name, one in (("train", train), ("test", test)) if isinstance(one, ImageFiles)}
     looks = look_at([path for part in parts.values() for path, _ in part.samples], progress=progress)
     unread, root = {path: one.reason for path, one in looks.items() if one.reason}, _root(list(looks))
     told = f"{len(unread)} of {len(looks)} files can't be read as images: {_listed(unread, root)}"
     if unread and bad == "refuse":
-        raise ConfigError("data.root", root, reason=f"{told}; data.bad=skip leaves them out")
+        raise ConfigError("data.root", root, reason=f"{told}; set data.bad=skip to leave them out")
     usable = {"train": list(range(len(train))), "test": list(range(len(test)))}  # type: ignore[arg-type]
     for name, part in parts.items():
         usable[name] = [i for i, (path, _) in enumerate(part.samples) if not looks[path].reason]
@@ -90,9 +96,9 @@ def survey(train: object, test: object, bad: str, *, progress: bool = False) -> 
     notes = [f"data.bad=skip: {told}"] if unread else []
     if len(parts) == 2:
         same = _in_both(*({path: looks[path] for path, _ in part.samples} for part in parts.values()))
-        told = f"{len(same)} of {len(usable['test'])} test images are training images too, byte by byte"
-        beside = {path: printable(os.path.relpath(other, root)) for path, other in same.items()}
-        notes += [f"{told}: {_listed(beside, root)}"] if same else []
+        told = f"test images that are identical to training images: {len(same)} of {len(usable['test'])}"
+        twins = {path: printable(os.path.relpath(other, root)) for path, other in same.items()}
+        notes += [f"{told}, {_listed(twins, root)}"] if same else []
     samples = parts["train"].samples if "train" in parts else []
     ends = {index: looks[path].ends for index, (path, _) in enumerate(samples)}
     return Survey(**usable, ends=ends, notes=tuple(notes))
@@ -131,18 +137,18 @@ def look_at(paths: Sequence[str], *, progress: bool = False) -> dict[str, Look]:
         else:
             found[path] = Look("", ends)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Pillow's, of large pictures: the bound is ours
+        warnings.simplefilter("ignore")  # Pillow warns about large pictures, for which we have our own bound
         bar = progress and len(todo) >= _MANY
-        found |= _each(_look, todo, "looking at the images", progress=bar)
+        found |= _each(_look, todo, "checking images", progress=bar)
     if len(todo) >= _MANY:
         kept.write({path: (*states[path], found[path].ends) for path in states if not found[path].reason})
     return {path: found[path] for path in paths}
 
 
 def _of_link(path: str, error: Exception) -> str:
-    """Returns the reason why there is no file, in words."""
+    """Returns the reason why a path leads to no file, in words."""
     if isinstance(error, OSError) and os.path.islink(path):
-        return "a link to nothing" if isinstance(error, FileNotFoundError) else "a link to itself"
+        return "a link to a missing file" if isinstance(error, FileNotFoundError) else "a link to itself"
     return reason(error)
 
 
@@ -155,12 +161,12 @@ def _each(task: Callable[[str], T], paths: Sequence[str], title: str, *, progres
         for future, part in shown(futures, title, progress, "files"):
             found.update(zip(part, future.result(), strict=True))
     finally:
-        pool.shutdown(cancel_futures=True)  # after Ctrl-C nobody wants the rest
+        pool.shutdown(cancel_futures=True)  # after Ctrl-C the remaining results are not needed
     return found
 
 
 def _look(path: str) -> Look:
-    """Reads a header and both ends of a file; all of it where the end is not what the format says."""
+    """Reads the header and both ends of a file, or the whole file if it lacks the end mark of its format."""
     try:
         with open_regular_file(path) as stream:
             size = os.fstat(stream.fileno()).st_size
@@ -175,7 +181,7 @@ def _look(path: str) -> Look:
                 check_mode(image.mode)
                 if not _ends_well(image.format or "", first, last, size):
                     image.load()
-    except Exception as error:  # of the disk, and whatever bytes make of Pillow's readers
+    except Exception as error:  # damaged bytes may raise anything in Pillow's readers
         return Look(reason(error))
     return Look("", hashlib.blake2b(b"%d " % size + first + last, digest_size=16).hexdigest())
 
@@ -194,7 +200,10 @@ def _ends_well(kind: str, first: bytes, last: bytes, size: int) -> bool:
 
 
 def _in_both(train: Mapping[str, Look], test: Mapping[str, Look]) -> dict[str, str]:
-    """Returns test files with the same bytes as a training file, and that file: their accuracy means little."""
+    """Returns the test files with the same bytes as a training file, and that file.
+
+    Accuracy on such files means little.
+    """
     seen = dict[str, list[str]]()
     for path, look in train.items():
         if not look.reason:
@@ -224,9 +233,10 @@ def _root(paths: Sequence[str]) -> str:
 
 
 class _Cache:
-    """Files of one folder that were found whole: {path: [size, time of change, digest of the ends]}.
+    """The cached results for the whole files of a folder: {path: [size, modification time, digest of the ends]}.
 
-    A line with the digest of the rest comes first. What is damaged, absent or of other rules holds nothing.
+    The first line of the file is the digest of the rest. A file that is damaged, missing or was written under
+    other rules counts as empty.
     """
 
     def __init__(self, paths: Sequence[str]) -> None:
@@ -246,7 +256,7 @@ class _Cache:
         return ends if (size, changed) == state else None
 
     def write(self, files: Mapping[str, tuple[int, int, str]]) -> None:
-        """Writes `files`; if that fails, they are checked again the next time."""
+        """Writes `files`; if this fails, they are checked again in the next run."""
         content = json.dumps(files, separators=(",", ":"))
         with suppress(OSError, RuntimeError):
             path = self._path()

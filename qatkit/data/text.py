@@ -3,8 +3,8 @@
     DIR/**/*.txt   names with "test" ─┐                                    ┌──> verify
                    the others ────────┴─ tokenizer ─ windows of T tokens ──┴──> calibrate and train
 
-Where all files are of one kind, their first half calibrates and the second half verifies. Windows do not overlap, no
-token is added to them, and the rest of a text that fills none is left out: the convention of GPTQ's perplexities.
+If all files are of one kind, the first half of their text calibrates and the second half verifies. Windows do not
+overlap, no token is added to them, and tokens after the last whole window are left out, as in the perplexities of GPTQ.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 INPUT = "input_ids"
 CONTEXT = 512
 _SOURCE = "qatkit.data.text.text"
-_LONGEST = 1 << 24  # characters that are tokenized at once: a tokenizer's memory is many times its text's
+_LONGEST = (
+    1 << 24
+)  # characters that are tokenized at once, since a tokenizer needs many times its text's memory
 
 
 class TokenWindows:
@@ -59,8 +61,8 @@ def text(root: str | None, download: bool, seed: int, request: Request | None = 
     """Returns windows of `data.context` tokens of the texts in a folder.
 
     Raises:
-        ConfigError: no such folder, no text, a file that is no UTF-8, a text shorter than a window, or as
-            `qatkit.data.tokenizer.tokenizer_of`.
+        ConfigError: the folder does not exist or has no text, a file is not UTF-8, a text is shorter than a
+            window, or as for `qatkit.data.tokenizer.tokenizer_of`.
     """
     asked = request if request is not None else Request(DataConfig())
     top, context = data_folder(_SOURCE, root), asked.settings.context or CONTEXT
@@ -69,7 +71,7 @@ def text(root: str | None, download: bool, seed: int, request: Request | None = 
         raise ConfigError("data.root", root, f"{FOLDERS[_SOURCE]}; it has no .txt file")
     longest = int(asked.about.get(POSITIONS, context))
     if context > longest:
-        raise ConfigError("data.context", context, f"at most {longest}, the positions of the model")
+        raise ConfigError("data.context", context, f"at most {longest}, the number of positions of the model")
     tokenizer = tokenizer_of(asked.settings, asked.about)
     parts = [_of_files([one for one in files if _is_test(one) is kind]) for kind in (False, True)]
     if all(parts):
@@ -78,9 +80,9 @@ def text(root: str | None, download: bool, seed: int, request: Request | None = 
             for part, name in zip(parts, _NAMES, strict=True)
         )
         return Splits(train, test, (), arrays=True)
-    whole = _windows(tokenizer, "".join(parts), context, "text, of which half verifies", least=2)
+    whole = _windows(tokenizer, "".join(parts), context, "text, half of which verifies,", least=2)
     half = (len(whole) + 1) // 2
-    note = "text: of one kind of files the first half calibrates, the second half verifies"
+    note = "text: all files are of one kind, so the first half calibrates and the second half verifies"
     return Splits(TokenWindows(whole[:half]), TokenWindows(whole[half:]), (), notes=(note,), arrays=True)
 
 
@@ -97,7 +99,7 @@ def _of_files(paths: Sequence[str]) -> str:
         try:
             found.append(Path(path).read_text(encoding="utf-8"))
         except UnicodeDecodeError as error:
-            told = f"{os.path.basename(path)} is no UTF-8 (byte {error.start})"
+            told = f"{os.path.basename(path)} is not UTF-8 (byte {error.start})"
             raise ConfigError("data.root", os.path.dirname(path), reason=told) from error
     return "\n".join(found)
 
@@ -108,7 +110,7 @@ def _windows(tokenizer: Tokenizer, text: str, context: int, name: str, least: in
     ids = [np.asarray(tokenizer.encode(one, add_special_tokens=False).ids, np.int32) for one in pieces]
     tokens = np.concatenate(ids) if ids else np.zeros(0, np.int32)
     if len(tokens) < least * context:
-        allowed = f"at most {len(tokens) // least}, for {len(tokens)} tokens of the {name}"
+        allowed = f"at most {len(tokens) // least}, since the {name} has {len(tokens)} tokens"
         raise ConfigError("data.context", context, allowed)
     return tokens[: len(tokens) // context * context].reshape(-1, context)
 

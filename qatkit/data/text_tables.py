@@ -17,7 +17,7 @@ SUFFIXES = (".tsv", ".csv", ".jsonl")
 _KEY = "data.columns"
 _LABEL, _TEXTS = "label", ("text", "sentence")
 _WANTED = "a column 'label' and one or two whose names begin with 'text' or 'sentence'"
-_HOW = "data.columns=[TEXT,LABEL] or [TEXT,SECOND,LABEL] names others"
+_HOW = "for other names set data.columns to [TEXT,LABEL] or [TEXT,SECOND,LABEL]"
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class LabelledText:
     """A text, or two texts that are read together, with a label.
 
     Attributes:
-        label: as the file has it; a number in digits.
+        label: the text of the label in the file; numbers as digits.
         place: file and line, for messages.
     """
 
@@ -38,11 +38,11 @@ def read_table(path: str, columns: Sequence[str] | None) -> list[LabelledText]:
     """Returns the texts of a file.
 
     Args:
-        path: of the file.
-        columns: [TEXT, LABEL] or [TEXT, SECOND, LABEL]; None: by their names.
+        path: path of the file.
+        columns: [TEXT, LABEL] or [TEXT, SECOND, LABEL]; None: columns are found by their names.
 
     Raises:
-        ConfigError: it is no UTF-8 or no such table, lacks a column, or has an empty text or label.
+        ConfigError: the file is not UTF-8 or not a table, lacks a column, or has an empty text or label.
     """
     name, text = os.path.basename(path), text_of(Path(path))
     made = _lines_of_json(text, path) if path.lower().endswith(".jsonl") else _rows(text, path)
@@ -65,12 +65,12 @@ def text_of(path: Path) -> str:
     """Returns the text of a file in UTF-8, with or without a byte order mark.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is not UTF-8.
     """
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise _wrong(str(path), f"is no UTF-8 (byte {error.start})") from error
+        raise _wrong(str(path), f"is not UTF-8 (byte {error.start})") from error
 
 
 def checked_columns(columns: Sequence[str]) -> Sequence[str]:
@@ -80,7 +80,7 @@ def checked_columns(columns: Sequence[str]) -> Sequence[str]:
         ConfigError: they are not two or three different names.
     """
     if not 2 <= len(set(columns)) == len(columns) <= 3:
-        raise ConfigError(_KEY, list(columns), "[TEXT, LABEL] or [TEXT, SECOND, LABEL], different names")
+        raise ConfigError(_KEY, list(columns), "[TEXT, LABEL] or [TEXT, SECOND, LABEL] with different names")
     return columns
 
 
@@ -100,10 +100,10 @@ def _rows(text: str, path: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
             elif len(row) == len(names):
                 yield reader.line_num, dict(zip(names, row, strict=True))
             elif row:
-                told = f"has {len(row)} columns in line {reader.line_num}; expected {len(names)}, as in its first line"
+                told = f"has {len(row)} instead of {len(names)} columns in line {reader.line_num}"
                 raise _wrong(path, told)
     except csv.Error as error:
-        raise _wrong(path, f"is no table at line {reader.line_num} ({first_line(error)})") from error
+        raise _wrong(path, f"is not a valid table in line {reader.line_num} ({first_line(error)})") from error
 
 
 def _lines_of_json(text: str, path: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
@@ -113,19 +113,20 @@ def _lines_of_json(text: str, path: str) -> Iterator[tuple[int, Mapping[str, Any
         try:
             row = json.loads(line)
         except ValueError as error:
-            raise _wrong(path, f"is no JSON in line {number} ({first_line(error)})") from error
+            raise _wrong(path, f"is not valid JSON in line {number} ({first_line(error)})") from error
         if not isinstance(row, dict):
-            raise _wrong(path, f"has no object in line {number}; expected {{...}} in each line")
+            raise _wrong(path, f"has no JSON object in line {number}; expected {{...}} in each line")
         yield number, row
 
 
 def _columns(names: Sequence[str], path: str) -> tuple[str, ...]:
-    """Returns the columns of a file where data.columns is null."""
+    """Returns the columns of a file, found by their names."""
     texts = [name for name in names if name.lower().startswith(_TEXTS)]
     labels = [name for name in names if name.lower() == _LABEL]
     if len(texts) not in (1, 2) or len(labels) != 1:
-        told = f"has the columns {', '.join(names) or 'of no name'}; expected {_WANTED} ({_HOW})"
-        raise _wrong(path, told)
+        named = ", ".join(filter(None, names))
+        has = f"the columns {named}" if named else "no named columns"
+        raise _wrong(path, f"has {has}; expected {_WANTED} ({_HOW})")
     return (*texts, *labels)
 
 
@@ -137,7 +138,9 @@ def _cell(row: Mapping[str, Any], column: str, path: str, number: int) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     if not isinstance(value, str):
-        raise _wrong(path, f"has '{column}' {value!r} in line {number}; expected a text or a whole number")
+        raise _wrong(
+            path, f"has {json.dumps(value)} as '{column}' in line {number}; expected a text or a whole number"
+        )
     if not value.strip():
         raise _wrong(path, f"has an empty '{column}' in line {number}")
     return value.strip()

@@ -1,4 +1,4 @@
-"""Texts as rows of tokens of one length, filled up to the longest with the model's padding."""
+"""Texts as rows of tokens of one length: shorter texts are padded to the longest one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 # Inputs of text models.
 TOKENS, MASK, TYPES = "input_ids", "attention_mask", "token_type_ids"
-_LONGEST = 128  # tokens of a text, where data.context does not say
+_LONGEST = 128  # tokens of a text if data.context is null
 _DTYPES = {TOKENS: np.int32, MASK: np.bool_, TYPES: np.int8}
 _PARTS = {TOKENS: "ids", MASK: "attention_mask", TYPES: "type_ids"}  # of an encoding of tokenizers
 
@@ -41,16 +41,18 @@ class Rows:
 def token_rows(parts: Sequence[Sequence[str | tuple[str, str]]], asked: Request) -> list[Rows]:
     """Returns the tokens of the texts of each part, or of pairs of texts that are read together.
 
-    All have the length of the longest one, at most `data.context`.
+    All rows have the length of the longest one, at most `data.context`.
 
     Raises:
-        ConfigError: more tokens than the model has positions, or as `qatkit.data.tokenizer.tokenizer_of`.
+        ConfigError: `data.context` exceeds the model's positions, or as for `qatkit.data.tokenizer.tokenizer_of`.
     """
     settings, about = asked.settings, asked.about
     positions = int(about.get(POSITIONS, settings.context or _LONGEST))
     context = settings.context or min(_LONGEST, positions)
     if context > positions:
-        raise ConfigError("data.context", context, f"at most {positions}, the positions of the model")
+        raise ConfigError(
+            "data.context", context, f"at most {positions}, the number of positions of the model"
+        )
     tokenizer = tokenizer_of(settings, about)
     tokenizer.enable_truncation(context)
     coded = [tokenizer.encode_batch(list(part)) for part in parts]

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from qatkit.config.schema import DataConfig
 
 KEY = "data.tokenizer"
-# Keys of the facts that a text model declares.
+# Keys of the facts declared by a text model.
 PLACE, VOCABULARY, POSITIONS, PADDING, LABELS = "tokenizer", "vocabulary", "positions", "padding", "labels"
 _CONFIG = "tokenizer_config.json"
-_LEAST = 0.9  # of the model's vocabulary, which is often padded by a few percent
+_LEAST = 0.9  # minimum share of the model's vocabulary, which is often padded by a few percent
 
 
 def tokenizer_of(settings: DataConfig, about: Mapping[str, str]) -> Tokenizer:
-    """Returns the tokenizer of `data.tokenizer`, else of the model.
+    """Returns the tokenizer of `data.tokenizer`, or of the model if that is null.
 
     Args:
         settings: the data group.
@@ -36,7 +36,7 @@ def tokenizer_of(settings: DataConfig, about: Mapping[str, str]) -> Tokenizer:
     """
     place = settings.tokenizer or about.get(PLACE)
     if place is None:
-        raise ConfigError(KEY, None, "a folder with a tokenizer.json, since the model has none of its own")
+        raise ConfigError(KEY, None, "a folder with a tokenizer.json, since the model comes without one")
     found = _read(place)
     size = found.get_vocab_size(with_added_tokens=True)
     words = int(about.get(VOCABULARY, size))
@@ -66,7 +66,7 @@ def _read(place: str) -> Tokenizer:
     try:
         if file.is_file():
             found: Tokenizer = Tokenizer.from_file(str(file))
-            found.no_truncation()  # which a folder of a sentence encoder asks for, and a text has no use for
+            found.no_truncation()  # a sentence encoder's folder may set it, but texts are cut into windows
             found.no_padding()
             return found
         from transformers import AutoTokenizer

@@ -1,4 +1,4 @@
-"""Four kinds of tones in noise, rising, falling, steady and pulsed: for trying the whole chain without any file."""
+"""Four kinds of tones in noise (rising, falling, steady and pulsed), to try the whole chain without any file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from qatkit.data.sources import Splits
 from qatkit_verify.errors import ConfigError
 
 KINDS = ("rising", "falling", "steady", "pulsed")
-_SLOPES = {"rising": 400.0, "falling": -250.0}  # hertz a second
+_SLOPES = {"rising": 400.0, "falling": -250.0}  # hertz per second
 _TRAIN, _TEST, _LEVEL, _NOISE, _PULSES = 1024, 512, 0.2, 0.7, 6.0
 
 
@@ -53,7 +53,7 @@ def tones(root: str | None, download: bool, seed: int, request: Request | None =
     """Returns 1,024 tones to train and calibrate and 512 to verify, each as long as `data.seconds` says.
 
     Raises:
-        ConfigError: a folder, which nothing is read from.
+        ConfigError: a folder is given, although no files are read.
     """
     if root is not None:
         raise ConfigError("data.root", root, "null with data=tones, which reads no files")

@@ -1,6 +1,6 @@
-"""The input of a model that takes the samples of a wave: its axis of time, the frame, the rate, the type.
+"""The input of a model that takes the samples of a wave: its time axis, frame length, rate and type.
 
-The axis of time is the only one that is neither the batch nor of size 1: [N, T], [N, 1, T], [T], [N, T, 1].
+The time axis is the only one that is neither the batch nor of size 1: [N, T], [N, 1, T], [T], [N, T, 1].
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from qatkit.data.request import Request
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.sound_files import Samples
 
-RATE = 16000  # where nothing says another one
+RATE = 16000  # the default
 _RATE_NAMES = ("sr", "fs", "samplerate", "samplingrate", "samplerateh", "sampleratehz", "audiosamplerate")
 _RATES = range(1000, 400_000)
-# Of each `data.axes`: how many axes there are, and which is time.
+# For each value of `data.axes`: the number of axes, and the time axis.
 _NAMED = {"nt": (2, 1), "n1t": (3, 2), "nt1": (3, 1), "t": (1, 0)}
-_LEAST_SPECTRUM = 32  # half a spectrum's samples, from which on 2 ** k + 1 values are no frame of a wave
+_LEAST_SPECTRUM = (
+    32  # an axis of 2 ** k + 1 values, if longer than this, is a spectrum and not a frame of a wave
+)
 _INT16 = 2**15
 
 
@@ -32,13 +34,13 @@ class WaveInput:
     """An input that takes frames.
 
     Attributes:
-        name: of the input.
-        shape: of a frame, with the batch axis.
-        axis: the axis of time.
+        name: name of the input.
+        shape: shape of a frame, with the batch axis.
+        axis: the time axis.
         dtype: NumPy's name of its type.
-        full: the value of a sample of 1.
+        full: the value that represents a sample of 1.
         rate: samples per second.
-        hop: samples from the start of a frame to that of the next.
+        hop: number of samples from the start of a frame to the start of the next one.
         because: origin of the rate, in words.
     """
 
@@ -53,26 +55,26 @@ class WaveInput:
 
     @property
     def frame(self) -> int:
-        """Returns the samples of a frame."""
+        """Returns the number of samples of a frame."""
         return self.shape[self.axis]
 
     @property
     def batched(self) -> bool:
-        """Returns whether the input has another axis than that of time, which may hold several frames."""
+        """Returns whether the input has an axis other than time, which may hold several frames."""
         return len(self.shape) > 1
 
     @property
     def text(self) -> str:
         """Returns the frames in words."""
         levels = f" in -{self.full}..{self.full - 1}" if self.full > 1 else ""
-        told = f"frames of {self.frame} samples{levels} for '{self.name}', one every {self.hop}"
+        told = f"frames of {self.frame} samples{levels} for '{self.name}', one every {self.hop} samples"
         return f"{told}, at {self.rate} Hz ({self.because})"
 
     def array(self, samples: Samples) -> NDArray[Any]:
         """Returns a frame as the input takes it.
 
         Args:
-            samples: in [-1, 1].
+            samples: the samples, in [-1, 1].
         """
         made: NDArray[Any] = samples
         if self.full > 1:
@@ -83,16 +85,17 @@ class WaveInput:
 
 
 def wave_input(request: Request) -> WaveInput:
-    """Returns the input that takes a wave; of a model that declares none, one of floats [N, T].
+    """Returns the input that takes a wave; for a model that declares no inputs, one of floats [N, T].
 
     Raises:
-        ConfigError: several inputs, one that takes no samples of a wave, or settings that don't fit it.
+        ConfigError: the model has several inputs, its input does not take samples of a wave, or settings do not
+            fit it.
     """
     settings = request.settings
     if len(request.inputs) > 1:
         names = ", ".join(port.name for port in request.inputs)
-        told = f"the model takes {names}, and audio files give one input: in model.kwargs fix gives others a value "
-        told += "and states names outputs of the step before (+model.kwargs={states:{INPUT:OUTPUT},fix:{INPUT:VALUE}})"
+        told = f"the model takes {names}, but audio files give only one input; fix the others or feed outputs of the "
+        told += "previous step back to them (+model.kwargs={fix:{INPUT:VALUE},states:{INPUT:OUTPUT}})"
         raise ConfigError("data.source", settings.source, reason=told)
     rank, axis = _NAMED[settings.axes or "nt"]
     port = next(iter(request.inputs), Port(LONE, "float32", (None,) * rank, None if rank == 1 else 0))
@@ -100,7 +103,7 @@ def wave_input(request: Request) -> WaveInput:
         axis = _time_axis(port, settings)
     elif not _fits(port, rank, axis):
         allowed = (
-            f"null, or axes of the input {_described(port)}, whose sizes are 1 but for the batch and time"
+            f"null, or the axes of the input {_described(port)}: all but the batch and time must have size 1"
         )
         raise ConfigError("data.axes", settings.axes, allowed)
     frame = _frame(port, axis, settings)
@@ -111,27 +114,31 @@ def wave_input(request: Request) -> WaveInput:
 
 
 def _time_axis(port: Port, settings: DataConfig) -> int:
-    """Returns the axis of time, by the shape."""
+    """Returns the time axis, found by the sizes of the axes.
+
+    Raises:
+        ConfigError: no axis or several axes may be time, or the axis looks like a spectrum.
+    """
     batch = None if len(port.shape) == 1 else port.axis
     left = [place for place, size in enumerate(port.shape) if size != 1 and place != batch]
     if len(left) == 2 and batch is None and left[0] == 0 and port.shape[0] is None:
-        del left[0]  # a batch that has another name than that of other inputs
+        del left[0]  # a batch axis whose name differs from that of other inputs
     if len(left) != 1:
-        what = "a single number" if not left else f"{len(left)} axes that may be time"
-        told = f"the input {_described(port)} has {what}, and a wave has one: data=arrays gives other arrays"
+        what = "no axis that may be time" if not left else f"{len(left)} axes that may be time"
+        told = f"the input {_described(port)} has {what}, but a wave has exactly one; use data=arrays for other arrays"
         named = any(_fits(port, *one) for one in _NAMED.values())
-        told += ", or say by data.axes which axis is time" if left and named else ""
+        told += ", or set the time axis with data.axes" if left and named else ""
         raise ConfigError("data.source", settings.source, reason=told)
     size = port.shape[left[0]]
     if size is not None and size > _LEAST_SPECTRUM and not (size - 1) & (size - 2):
-        told = f"the input {_described(port)} takes {size} values, which are the spectrum of {2 * (size - 1)} samples"
-        told += " rather than samples of a wave: give it spectra by data=arrays, or say by data.axes that it is a wave"
+        told = f"the input {_described(port)} takes {size} values, the size of a spectrum of {2 * (size - 1)} samples"
+        told += " rather than of a wave; use data=arrays for spectra, or set data.axes if it takes a wave"
         raise ConfigError("data.source", settings.source, reason=told)
     return left[0]
 
 
 def _fits(port: Port, rank: int, axis: int) -> bool:
-    """Returns whether an input has `rank` axes, of which all but the batch and time may have one element."""
+    """Returns whether an input has `rank` axes, and all of them except the batch and time may have size 1."""
     others = [size for place, size in enumerate(port.shape) if place not in (axis, port.axis)]
     return len(port.shape) == rank and all(size in (None, 1) for size in others)
 
@@ -139,10 +146,10 @@ def _fits(port: Port, rank: int, axis: int) -> bool:
 def _frame(port: Port, axis: int, settings: DataConfig) -> int:
     fixed = port.shape[axis]
     if fixed is None and settings.frame is None:
-        allowed = f"a number of samples, since the input {_described(port)} takes any"
+        allowed = f"a number of samples, since the input {_described(port)} takes any length"
         raise ConfigError("data.frame", None, allowed)
     if fixed is not None and settings.frame not in (None, fixed):
-        raise ConfigError("data.frame", settings.frame, f"null or {fixed}, for the input {_described(port)}")
+        raise ConfigError("data.frame", settings.frame, f"null or {fixed} for the input {_described(port)}")
     return fixed or settings.frame or 1
 
 
@@ -163,11 +170,13 @@ def _full(port: Port, settings: DataConfig) -> int:
     if kind.kind == "f":
         return _INT16 if settings.scale == "int16" else 1
     if kind.kind != "i" or kind.itemsize < 2:
-        told = f"the input {_described(port)} is {port.dtype}, and samples of a wave are floats or integers of 16 bits"
-        raise ConfigError("data.source", settings.source, reason=f"{told} or more")
+        told = (
+            f"the input {_described(port)} is {port.dtype}, but samples of a wave must be floats or integers"
+        )
+        raise ConfigError("data.source", settings.source, reason=f"{told} of at least 16 bits")
     if settings.scale == "unit":
         raise ConfigError(
-            "data.scale", "unit", f"null or int16, for the input {_described(port)} of {port.dtype}"
+            "data.scale", "unit", f"null or int16 for the input {_described(port)} of type {port.dtype}"
         )
     return _INT16
 

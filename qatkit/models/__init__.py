@@ -3,12 +3,12 @@
     build               the choice of a source by `model.name`, then the checkpoint
     torchvision_models  "resnet18"
     timm_models         "timm/resnet18", the extra timm
-    hf_models           "hf/vit", "hf/facebook/dinov2-small", "hf//my/folder", with the head that the task asks for; the
+    hf_models           "hf/vit", "hf/facebook/dinov2-small", "hf//my/folder", with the head that the task requires; the
                         extra transformers
     lite                "lite/efficientnet-lite0", with its ImageNet weights from a package, the extra lite
     onnx_files          "onnx/FILE", a float ONNX file
     declared            the inputs that a model itself declares
-    hub                 advice for when the Hugging Face hub cannot be reached
+    hub                 advice for users who cannot reach the Hugging Face hub
     checkpoint          a file with a float state_dict
 
 A dotted path names a user's builder.

@@ -1,7 +1,7 @@
 """The choice of a model by `model.name` from the source that knows it, and the loading of its checkpoint.
 
 A name without a dot is one of torchvision's, "timm/NAME" one of timm's, "hf/NAME" one of Hugging Face's (with
-the head that the task asks for), "lite/NAME" one of efficientnet_lite_pytorch's and "onnx/FILE" a float ONNX
+the head that the task requires), "lite/NAME" one of efficientnet_lite_pytorch's and "onnx/FILE" a float ONNX
 file. A dotted path is a user's builder. Parameters are random, or come from the source's pretrained `weights`
 or from a `checkpoint` file, which must fit exactly.
 """
@@ -36,18 +36,18 @@ def build(config: ModelConfig, num_classes: int | None = None, task: str = IMAGE
     """Returns the float model in eval mode.
 
     Args:
-        config: the model group. With both weights and a checkpoint, the values are the checkpoint's (its
-            training started from those weights). The weights then only describe the model and its images, and
+        config: the model group. With both weights and a checkpoint, the values come from the checkpoint, whose
+            training started from those weights. The weights then only describe the model and its images, and
             are not fetched.
         num_classes: classes of the data; None leaves it to the configuration and the builder.
         task: a value of `task`, which selects the head of a model that has several.
 
     Raises:
-        ConfigError: an unknown name, unknown weights, weights that cannot be fetched, a checkpoint that does
-            not fit or cannot be read, or numbers of classes that disagree.
+        ConfigError: the name or the weights are unknown, the weights cannot be fetched, the checkpoint does not
+            fit or cannot be read, or the numbers of classes differ.
     """
     classes = _classes(config, num_classes)
-    # Read before a model is built: a bad file should fail at once.
+    # Read before the model is built, so that a bad file fails at once.
     checkpoint = None if config.checkpoint is None else read_checkpoint(config.checkpoint)
     if checkpoint is not None:
         checkpoint.chosen(config.checkpoint_key)
@@ -94,7 +94,7 @@ def states(config: ModelConfig) -> States | None:
 
 
 def has_weights(name: str) -> bool:
-    """Returns whether `model.weights` may be given for a model of that name: it is not a user's builder."""
+    """Returns whether `model.weights` applies to a model of that name, which is not a user's builder then."""
     return _source(name) is not None
 
 
@@ -132,13 +132,13 @@ def _source(name: str, task: str = IMAGES) -> ModuleType | hf_models.HuggingFace
 def _source_of_weights(config: ModelConfig, task: str = IMAGES) -> Any:
     source = _source(config.name, task)
     if source is None:
-        allowed = "null for a builder of your own (give model.checkpoint instead)"
+        allowed = "null for a builder of your own (set model.checkpoint instead)"
         raise ConfigError("model.weights", config.weights, allowed)
     return source
 
 
 def _like_weights(config: ModelConfig) -> ModelConfig:
-    """Returns `config` with the arguments of the model of `config.weights`, where these are not the defaults."""
+    """Returns `config` with the arguments of the model of `config.weights` that are not the defaults."""
     if config.weights is None or _source_of_weights(config) is not torchvision_models:
         return config
     return replace(config, kwargs=torchvision_models.arguments(config) | config.kwargs)
@@ -157,7 +157,7 @@ def _builder(name: str, task: str) -> Callable[..., Any]:
 
 
 def _construct(config: ModelConfig, builder: Callable[..., Any], classes: int | None) -> nn.Module:
-    """Calls `builder`; the number of classes is passed where it is known and the builder takes it."""
+    """Calls `builder`, with the number of classes if it is known and the builder takes it."""
     kwargs = dict(config.kwargs)
     if classes is not None and _accepts_num_classes(builder):
         kwargs["num_classes"] = classes
@@ -168,9 +168,9 @@ def _construct(config: ModelConfig, builder: Callable[..., Any], classes: int | 
     else:
         try:
             model = builder(**kwargs)
+        except ConfigError:
+            raise  # it already names what is wrong
         except (TypeError, ValueError) as error:
-            if isinstance(error, ConfigError) and error.key == "onnx":
-                raise  # the file's fault, whatever the arguments
             allowed = f"arguments that {config.name} takes ({first_line(error)})"
             raise ConfigError("model.kwargs", kwargs, allowed) from error
     if not isinstance(model, nn.Module):
@@ -181,10 +181,12 @@ def _construct(config: ModelConfig, builder: Callable[..., Any], classes: int | 
 
 
 def _accepts_num_classes(builder: Callable[..., Any]) -> bool:
-    if getattr(builder, "__init__", None) is nn.Module.__init__:  # which says that it takes anything
+    if (
+        getattr(builder, "__init__", None) is nn.Module.__init__
+    ):  # its signature claims that it takes anything
         return False
     try:
         parameters = inspect.signature(builder).parameters.values()
-    except (TypeError, ValueError):  # of a builtin
+    except (TypeError, ValueError):  # a builtin may have no signature
         return False
     return any(p.name == "num_classes" or p.kind is p.VAR_KEYWORD for p in parameters)

@@ -1,9 +1,9 @@
-"""Float checkpoints: the content of the file, the part of it that the model takes, and errors about misfits.
+"""Float checkpoints: the contents of the file, the part of it that the model loads, and errors about misfits.
 
     file ── read ──> its state_dicts by name: "", "state_dict", "model", "model_ema", ...
-                       └─ the trained one, or the one that is asked for ── load ──> keys below one prefix ──> model
+                       └─ the trained one, or the chosen one ── load ──> keys below one prefix ──> model
 
-A prefix is found by the model's own keys: that of DataParallel ("module."), Lightning ("model.", "net.", ...) or SWA;
+The prefix is found by the model's own keys: that of DataParallel ("module."), Lightning ("model.", "net.", ...) or SWA;
 torch.compile's ("_orig_mod.") may be anywhere. Anything else (weights of a loss, an average, counters) is
 left out and reported.
 """
@@ -32,7 +32,7 @@ from qatkit.encryption.vault import readable
 from qatkit_verify.errors import ConfigError, did_you_mean, first_line
 
 State = Mapping[str, Tensor]
-# Where training scripts put the weights, the trained ones before averages of them.
+# Keys under which training scripts store weights, trained ones before averages of them.
 _TRAINED = (
     "state_dict",
     "model",
@@ -46,30 +46,30 @@ _TRAINED = (
 )
 _AVERAGES = ("state_dict_ema", "model_ema", "ema_state_dict", "params_ema", "ema")
 _COMPILED = "_orig_mod."
-_COUNTER = "num_batches_tracked"  # files of old versions of torch have none
-_DEEPEST = 2  # names in a prefix: deeper keys belong to a part of another model
-_TRIED = 8  # number of the model's keys with which a prefix is searched for
+_COUNTER = "num_batches_tracked"  # missing in files of old versions of torch
+_DEEPEST = 2  # maximum number of names in a prefix: deeper keys belong to a part of another model
+_TRIED = 8  # number of the model's keys with which a prefix is searched
 _SCALAR: Any = importlib.import_module("numpy._core.multiarray").scalar
-# Plain data without code that files of torchvision's, timm's and other scripts hold in addition to tensors.
+# Plain data without code that the files of torchvision, timm and other training scripts hold in addition to tensors.
 _PLAIN = [
     argparse.Namespace,
     pathlib.PosixPath,
     np.dtype,
     _SCALAR,
-    (_SCALAR, "numpy.core.multiarray.scalar"),  # as NumPy 1 called it
+    (_SCALAR, "numpy.core.multiarray.scalar"),  # its name in NumPy 1
     *(type(np.dtype(kind)) for kind in (np.float64, np.float32, np.int64, np.int32, np.bool_)),
 ]
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The state_dicts of a file; "" is the name of one that is the file itself."""
+    """The state_dicts of a file by name; the name is "" if the file itself is a state_dict."""
 
     path: str
     states: Mapping[str, State]
 
     def chosen(self, key: str | None) -> tuple[str, State]:
-        """Returns the state_dict called `key`; None: the trained one, or an average if there is nothing else.
+        """Returns the state_dict called `key`; for None the trained one, or an average if there is no other.
 
         Raises:
             ConfigError: there is no such state_dict.
@@ -79,15 +79,15 @@ class Checkpoint:
         elif key in self.states:
             name = key
         else:
-            allowed = (
-                f"null, or one of those in {self.path}: {', '.join(filter(None, self.states)) or 'none'}"
-            )
-            raise ConfigError("model.checkpoint_key", key, allowed)
+            names = ", ".join(filter(None, self.states))
+            allowed = f"null or one of the state_dicts in {self.path} ({names})" if names else "null"
+            plain = "" if names else f", since {self.path} is a plain state_dict"
+            raise ConfigError("model.checkpoint_key", key, allowed + plain)
         return name, self.states[name]
 
 
 def read_checkpoint(path: str) -> Checkpoint:
-    """Returns the content of a file of `torch.save` or safetensors.
+    """Returns the contents of a file written by `torch.save` or safetensors.
 
     Raises:
         ConfigError: the file is missing, damaged, holds code, or holds no `state_dict`.
@@ -135,13 +135,15 @@ def _unpickle(path: str, plain: pathlib.Path) -> Any:
         if zipfile.is_zipfile(plain) and (member := zipfile.ZipFile(plain).testzip()) is not None:
             raise ConfigError("model.checkpoint", path, f"an undamaged file ({member} fails its checksum)")
         with warnings.catch_warnings(), torch.serialization.safe_globals(_PLAIN):
-            warnings.simplefilter("ignore")  # on the pickle protocol of a file that is rejected anyway
+            warnings.simplefilter(
+                "ignore"
+            )  # torch warns about the pickle protocol of files that are rejected anyway
             return torch.load(plain, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        reason = _refused_global(str(error))
+        code = _refused_global(str(error))
         allowed = (
-            f"a state_dict; the file {reason}"
-            if reason
+            f"a state_dict; this file holds pickled code ({code}), which is never run"
+            if code
             else "a file written by torch.save; this one is damaged"
         )
         raise ConfigError("model.checkpoint", path, allowed) from error
@@ -153,45 +155,46 @@ def _unpickle(path: str, plain: pathlib.Path) -> Any:
 
 
 def _refused_global(message: str) -> str | None:
-    """Returns a note on code that torch refused to run, from its message; None if the file is just no checkpoint."""
+    """Returns the name of the code that torch refused to run, from its message; None if it found no code."""
     for marker in ("unsupported GLOBAL ", "Unsupported global: GLOBAL ", "Unsupported class "):
         if marker in message:
-            return f"holds pickled code ({message.split(marker)[1].split()[0]}) and is refused"
+            return message.split(marker)[1].split()[0]
     return None
 
 
 def load(model: nn.Module, checkpoint: Checkpoint, config: ModelConfig) -> None:
-    """Loads the chosen state_dict, and reports what was taken from a file that holds more.
+    """Loads the chosen state_dict, and warns about parts of the file that were not loaded.
 
     Raises:
-        ConfigError: keys do not fit (the first of each kind is named), or no trained model has such values.
+        ConfigError: keys do not fit (the message names the first of each kind), or values are impossible for a
+            trained model.
     """
     name, stored = checkpoint.chosen(config.checkpoint_key)
     own = model.state_dict()
-    prefix, state, beside = _below_prefix(stored, own)
+    prefix, state, outside = _below_prefix(stored, own)
     counters = {key: value for key, value in own.items() if key.endswith(_COUNTER) and key not in state}
     parts = _misfits(own, {**state, **counters})
     if parts:
         raise ConfigError(
-            "model.checkpoint", checkpoint.path, f"a checkpoint of {config.name}; {', '.join(parts)}"
+            "model.checkpoint", checkpoint.path, f"a checkpoint of {config.name}; {'; '.join(parts)}"
         )
     _check_values(checkpoint.path, state)
     model.load_state_dict({**state, **counters})
     others = [key for key in checkpoint.states if key != name]
-    said = [f"'{name}' was taken, not {', '.join(others)} (model.checkpoint_key)"] if others else []
-    if beside:
-        said.append(f"without what is not below '{prefix}': {_first(beside)}")
+    said = [f"'{name}' was loaded, not {', '.join(others)} (see model.checkpoint_key)"] if others else []
+    if outside:
+        said.append(f"keys outside of '{prefix}' were left out: {_first(outside)}")
     kinds = {str(v.dtype).removeprefix("torch.") for v in state.values() if v.is_floating_point()} - {
         "float32"
     }
     if kinds:
-        said.append(f"{', '.join(sorted(kinds))} as float32")
+        said.append(f"{', '.join(sorted(kinds))} was converted to float32")
     if said:
         warnings.warn(f"model.checkpoint={checkpoint.path}: {'; '.join(said)}", stacklevel=2)
 
 
 def _below_prefix(stored: State, own: Mapping[str, Any]) -> tuple[str, dict[str, Tensor], list[str]]:
-    """Returns the prefix below which most of the model's keys are, the state there, and the other keys."""
+    """Returns the prefix of most of the model's keys, the state below it, and the other keys."""
     plain = {key.replace(_COMPILED, ""): value for key, value in stored.items()}
     prefixes = {""}
     for wanted in islice(own, _TRIED):
@@ -203,17 +206,18 @@ def _below_prefix(stored: State, own: Mapping[str, Any]) -> tuple[str, dict[str,
 
 
 def _misfits(own: Mapping[str, Tensor], state: State) -> list[str]:
-    """Returns descriptions of what does not fit."""
+    """Returns clauses that describe what does not fit."""
     parts = []
     missing, unexpected = ([k for k in a if k not in b] for a, b in ((own, state), (state, own)))
     if missing:
-        parts.append(f"missing {_first(missing)}{did_you_mean(missing[0], unexpected, 3)}")
+        parts.append(f"this one lacks {_first(missing)}{did_you_mean(missing[0], unexpected, 3)}")
     if unexpected:
-        parts.append(f"unexpected {_first(unexpected)}")
+        parts.append(f"this one has the unexpected {_first(unexpected)}")
     wrong = [key for key in own if key in state and own[key].shape != state[key].shape]
     if wrong:
         key, more = wrong[0], f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-        parts.append(f"shape of {key} {tuple(state[key].shape)} instead of {tuple(own[key].shape)}{more}")
+        told = f"{tuple(state[key].shape)} instead of {tuple(own[key].shape)}"
+        parts.append(f"{key}{more} {'have' if more else 'has'} another shape ({told})")
     return parts
 
 
@@ -226,7 +230,8 @@ def _check_values(path: str, state: State) -> None:
     """Checks for values that torch would accept silently or reject with an unhelpful message.
 
     Raises:
-        ConfigError: a tensor has no values, no plain layout and number type, or values that are not finite.
+        ConfigError: a tensor has no values, is not of a plain layout and number type, or has values that are not
+            finite.
     """
     for key, value in state.items():
         kind = str(value.dtype).removeprefix("torch.")
@@ -237,5 +242,5 @@ def _check_values(path: str, state: State) -> None:
             raise ConfigError("model.checkpoint", path, f"finite numbers; {key} holds NaN or infinity")
         if key.endswith("running_var") and bool((value < 0).any()):
             raise ConfigError(
-                "model.checkpoint", path, f"variances of 0 and more; {key} holds {float(value.min()):.3g}"
+                "model.checkpoint", path, f"variances of at least 0; {key} holds {float(value.min()):.3g}"
             )

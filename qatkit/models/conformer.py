@@ -5,8 +5,8 @@
     blocks ── mean over frames ── Linear ──> logits
 
 Source: Gulati et al., "Conformer: Convolution-augmented Transformer for Speech Recognition", 2020,
-https://arxiv.org/abs/2005.08100. Attention has no positional encoding: the depthwise convolutions before it tell
-positions apart, and scores need no table of distances, so that any number of frames fits.
+https://arxiv.org/abs/2005.08100. Attention has no positional encoding: the convolutions before it already distinguish
+positions, and without a table of distances any number of frames fits.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ class Declared(NamedTuple):
 
     Attributes:
         ports: its inputs; empty if unknown.
-        image: the axes of its images; None if unknown, or if it takes something else.
-        preprocessing: preprocessing of the images that its bundle was made with.
+        image: the axes of its images; None if unknown, or if its inputs are not images.
+        preprocessing: preprocessing of images in its bundle.
         about: further facts: an ONNX file's metadata and the inputs that are fixed to one number; for a text
             model, the place of its tokenizer and its numbers of tokens and positions.
         recordings: the preprocessing of recordings in its bundle.

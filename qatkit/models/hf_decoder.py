@@ -3,8 +3,8 @@
     input_ids [N, T], mask [N, T], position_ids [N, T], past_mask [N, P], past.0.key [N, H, P, D], ...
         ──> logits [N, T, V], present.0.key [N, H, P + T, D], ...
 
-P may be 0, which is how a text begins. The two masks are parts of one in the file (`qatkit.export.decoder_inputs`):
-here each has the length of another input, so that every free axis has a size of its own.
+P is 0 at the beginning of a text. In the file, the two masks are parts of one (`qatkit.export.decoder_inputs`). Here
+each has the length of another input, so that every free axis has its own size.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from qatkit_verify.errors import ConfigError, first_line
 
 KEY = "export.decoder"
 TOKENS, MASK, POSITIONS, PAST_MASK = "input_ids", "mask", "position_ids", "past_mask"
-_CLOSE = 1e-3  # of the largest logit
+_CLOSE = 1e-3  # allowed difference as a share of the largest logit
 _UNLIMITED = 1 << 20
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 def past_names(layers: int) -> list[str]:
-    """Returns the names of the keys and values of earlier tokens, layer by layer, as the forward has them."""
+    """Returns the names of the keys and values of earlier tokens in `forward`, layer by layer."""
     return [f"past_{layer}_{kind}" for layer in range(layers) for kind in ("key", "value")]
 
 
 class Decoder:
-    """The forward of a decoder on the modules of a language model, so that paths and weights are the model's own.
+    """The forward of a decoder on the modules of a language model, with the model's own paths and weights.
 
     Args:
-        model: as `qatkit.models.hf_models` builds it.
+        model: a model built by `qatkit.models.hf_models`.
 
     Attributes:
         layers: number of layers with keys and values.
@@ -44,21 +44,21 @@ class Decoder:
             window, within which they attend to all tokens.
 
     Raises:
-        ConfigError: its layers do not all keep keys and values of all tokens.
+        ConfigError: not all of its layers store the keys and values of all tokens.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         config: Any = getattr(model, "config", None)
         if config is None or not hasattr(type(model).__mro__[1], "prepare_inputs_for_generation"):
-            allowed = "false, but for a causal language model of Hugging Face (model.name=hf/...)"
+            allowed = "false, except for a causal language model of Hugging Face (model.name=hf/...)"
             raise ConfigError(KEY, True, allowed)
         kinds = {*(getattr(config, "layer_types", None) or [_FULL])}
         others = sorted(kinds - {_FULL, _SLIDING})
         if others or getattr(config, "is_encoder_decoder", False):
             named = ", ".join(others) or "an encoder"
             raise ConfigError(
-                KEY, True, f"false: the model has {named}, whose state is no past of keys and values"
+                KEY, True, f"false, since the model has {named}, whose state is not past keys and values"
             )
         attends_to_all = _SLIDING not in kinds and getattr(config, "layer_types", None)
         window = None if attends_to_all else getattr(config, "sliding_window", None)
@@ -78,7 +78,7 @@ class Decoder:
             self.model.__class__ = own
 
     def example(self, tokens: Tensor, past: int) -> dict[str, Tensor]:
-        """Returns inputs for tokens [N, past + T], of which the first `past` have been computed."""
+        """Returns inputs for tokens [N, past + T] whose first `past` ones have been computed."""
         _, *computed = self(tokens[:, :past], self.empty(len(tokens)))
         return self.inputs(tokens[:, past:], computed)
 
@@ -87,7 +87,7 @@ class Decoder:
         return [torch.zeros(rows, self.heads, 0, self.width)] * (2 * self.layers)
 
     def inputs(self, tokens: Tensor, past: list[Tensor]) -> dict[str, Tensor]:
-        """Returns the inputs for tokens [N, T] that follow others, none of which is padding."""
+        """Returns the inputs for tokens [N, T] after those of `past`, all without padding."""
         rows, count = tokens.shape
         before = past[0].shape[2]
         places = torch.arange(before, before + count).repeat(rows, 1)
@@ -114,7 +114,7 @@ class Decoder:
         """Compares tokens [N, T] in two parts with all of them at once.
 
         Raises:
-            ConfigError: the logits differ: the model computes its positions or its mask by itself.
+            ConfigError: the logits differ because the model computes its positions or its mask by itself.
         """
         with torch.no_grad():
             whole: Tensor = self.model(tokens)
@@ -124,7 +124,9 @@ class Decoder:
         lost = float((torch.cat([first, second], 1) - whole).abs().max() / whole.abs().max())
         if not lost <= _CLOSE:
             told = f"with keys and values of earlier tokens the logits differ by {lost:.2g} of the largest"
-            raise ConfigError(KEY, True, reason=f"{told}; false exports the model without them")
+            raise ConfigError(
+                KEY, True, reason=f"{told}; set export.decoder=false to export the model without them"
+            )
 
     def _cache_shape(self) -> tuple[int, int, int]:
         theirs = type(self.model).__mro__[1]
@@ -135,7 +137,8 @@ class Decoder:
             shapes = {tuple(one.shape) for layer in found.layers for one in (layer.keys, layer.values)}
             ((_, heads, _, width),) = shapes
         except Exception as error:  # a cache of another kind may raise anything
-            allowed = f"false: the model keeps no keys and values of one shape ({first_line(error)[:160]})"
+            cause = first_line(error)[:160]
+            allowed = f"false, since the model does not store keys and values of one shape ({cause})"
             raise ConfigError(KEY, True, allowed) from error
         return len(found.layers), heads, width
 

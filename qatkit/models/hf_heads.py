@@ -62,22 +62,23 @@ HEADS = {"causal_lm": CAUSAL_LM, "text_classification": TEXT_CLASSIFIER, "text_p
 def class_names(settings: Any, changes: Mapping[str, Any], name: str) -> list[str]:
     """Returns the class names of a configuration.
 
-    There are none unless it is a text classifier's, since the default two classes have no meaning.
+    There are none unless it is that of a text classifier, since the two default classes have no meaning.
 
     Raises:
-        ConfigError: it does not choose one of several classes, or does not name all of them.
+        ConfigError: the model does not choose one of several classes, or does not name all of them.
     """
     made_for = getattr(settings, "architectures", None) or ()
     if "id2label" not in changes and not any(one.endswith("ForSequenceClassification") for one in made_for):
         return []
     names = settings.id2label
     if sorted(names) != list(range(len(names))):
-        raise ConfigError("model.kwargs.id2label", dict(names), f"a name for each of 0 to {len(names) - 1}")
+        allowed = f"a name for each number from 0 to {len(names) - 1}"
+        raise ConfigError("model.kwargs.id2label", dict(names), allowed)
     kind = getattr(settings, "problem_type", None)
     if len(names) < 2 or kind not in (None, "single_label_classification"):
         gives = "a score" if len(names) < 2 else str(kind)
         raise ConfigError(
-            "model.name", name, f"a model that chooses one of several classes; this one gives {gives}"
+            "model.name", name, f"a model that chooses one of several classes; this one returns {gives}"
         )
     return [str(names[number]) for number in range(len(names))]
 
@@ -91,7 +92,7 @@ def class_of(loader: Any, head: Head, settings: Any, name: str) -> type:
     known = loader._model_mapping
     if type(settings) not in known or getattr(settings, "vocab_size", None) is None:
         kind = settings.model_type
-        raise ConfigError("model.name", name, f"{head.title}; transformers has none of the type {kind}")
+        raise ConfigError("model.name", name, f"{head.title}; transformers has none for the type {kind}")
     found = known[type(settings)]
     made: type = found[0] if isinstance(found, tuple) else found
     return made

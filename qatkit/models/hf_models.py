@@ -1,14 +1,14 @@
-"""Hugging Face's models (the extra `transformers`): `model.name=hf/NAME`, with the head that `task` asks for.
+"""Hugging Face's models (the extra `transformers`): `model.name=hf/NAME`, with the head that `task` requires.
 
-    hf/vit, hf/llama                    an architecture, random weights; model.kwargs are its configuration
-    hf/google/vit-base-patch16-224      an id of the hub: its configuration, and its weights where
+    hf/vit, hf/llama                    an architecture with random weights; model.kwargs are its configuration
+    hf/google/vit-base-patch16-224      an id of the hub: its configuration, and its weights if
                                         model.weights is DEFAULT or a revision (branch, tag, commit)
-    hf//data/my_model, hf/./my_model    the same from a folder that `save_pretrained` wrote
+    hf//data/my_model, hf/./my_model    the same from a folder written by `save_pretrained`
 
-The model is theirs with module paths and state_dict as they are, but returns only its logits: [N, classes] of
-a classifier of images or texts (task=text_classification), [N, T, V] of a language model (task=causal_lm); an
-encoder gives embeddings (task=text_pairs). Images are prepared as their image processor does, except that the
-picture keeps its proportions where that one squeezes it; text by the tokenizer next to the weights.
+The model is theirs with unchanged module paths and state_dict, but returns only its logits: [N, classes] for a
+classifier of images or texts (task=text_classification), [N, T, V] for a language model (task=causal_lm). An
+encoder returns embeddings (task=text_pairs). Images are prepared as their image processor does, except that the
+picture keeps its proportions where that one distorts it. Text is prepared by the tokenizer next to the weights.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ PREFIX = "hf/"
 DEFAULT = "DEFAULT"
 # Settings of every configuration that its own dictionary leaves out.
 _GENERAL = {"attn_implementation"}
-_UNREAD = "pooler."  # of an encoder, whose embedding is pooled otherwise
+_UNREAD = "pooler."  # parameters of an encoder that are not used, since its embedding is pooled differently
 _LONGEST_HEADER = 100_000_000  # bytes, the format's own limit
 
 
@@ -119,7 +119,7 @@ class HuggingFace:
             reason = _not_there(config.name, error)
             raise ConfigError("model.weights", config.weights, reason=reason) from error
         except (TypeError, ValueError, RuntimeError) as error:
-            allowed = f"weights of {config.name} ({first_line(error)})"
+            allowed = f"weights that fit {config.name} ({first_line(error)})"
             raise ConfigError("model.weights", config.weights, allowed) from error
         self._check_loaded(model, report, config)
         model.fresh_head = _unloaded(report)
@@ -182,7 +182,7 @@ class HuggingFace:
         try:
             model: nn.Module = self._loader(name).from_config(config, dtype=torch.float32)
         except (ImportError, RuntimeError, ArithmeticError, AttributeError) as error:
-            # What a configuration that fits together nowhere raises, from somewhere in the model.
+            # A configuration whose values do not fit together raises one of these somewhere in the model.
             allowed = f"arguments that {name} takes ({first_line(error)})"
             raise ConfigError("model.kwargs", changes, allowed) from error
         return _adapted(model, self.head, name)
@@ -219,13 +219,11 @@ class HuggingFace:
             ConfigError: other parameters are missing or have another shape.
         """
         body = f"{model.base_model_prefix}." if self.head.replaceable else ""
-        of_head = f"{body}{_UNREAD}"  # a pooler, where there is a body apart from the head
+        of_head = f"{body}{_UNREAD}"  # a pooler, if the model has a body separate from the head
         wrong = [key for key in _unloaded(report) if key.startswith(body) and not key.startswith(of_head)]
         if wrong:
             more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-            allowed = (
-                f"weights of this model: {wrong[0]}{more} missing or of another shape (see model.kwargs)"
-            )
+            allowed = f"weights that fit this model; missing or of another shape: {wrong[0]}{more} (see model.kwargs)"
             raise ConfigError("model.weights", config.weights, allowed)
 
     def _revision(self, config: ModelConfig) -> str | None:
@@ -237,11 +235,12 @@ class HuggingFace:
         plain = config.name.removeprefix(PREFIX)
         if plain in self._architectures():
             allowed = (
-                f"null: {config.name} is an architecture; weights have an id (hf/google/vit-base-patch16-224)"
+                f"null, since {config.name} is an architecture without weights; to load weights, set model.name to "
+                "an id of the hub such as hf/google/vit-base-patch16-224"
             )
             raise ConfigError("model.weights", config.weights, allowed)
         if _is_path(plain) and config.weights != DEFAULT:
-            allowed = f"{DEFAULT} for the weights of a folder, or null"
+            allowed = f"{DEFAULT} or null for a folder, which has no revisions"
             raise ConfigError("model.weights", config.weights, allowed)
         return None if config.weights == DEFAULT else config.weights
 
@@ -256,7 +255,7 @@ class HuggingFace:
 
 
 def _unloaded(report: Mapping[str, Any]) -> list[str]:
-    """Returns the parameters that outputs depend on and that no weights were loaded into."""
+    """Returns the parameters on which outputs depend and for which no weights were loaded."""
     keys = {*report["missing_keys"], *(mismatch[0] for mismatch in report["mismatched_keys"])}
     return sorted(key for key in keys if not key.startswith(_UNREAD))
 
@@ -274,7 +273,7 @@ def parameters(config: ModelConfig) -> int | None:
 
 
 def _entries(file: Path) -> Iterator[dict[str, Any]]:
-    """Yields the entries of a safetensors file's tensors, of which only the header is read."""
+    """Yields the entries of a safetensors file's tensors; only the header is read."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         header = json.loads(stream.read(min(length, _LONGEST_HEADER)))
@@ -302,7 +301,7 @@ def _adapted(model: nn.Module, head: Head, name: str) -> nn.Module:
     missing = [one for one in head.takes if one not in inspect.signature(theirs.forward).parameters]
     if missing:
         what = "text" if head.text else "pictures"
-        allowed = f"a model of {what} ({missing[0]}); this one has none"
+        allowed = f"a model of {what} whose forward takes {missing[0]}; that of this one does not"
         raise ConfigError("model.name", theirs.__name__, allowed)
 
     def of_pixels(self: nn.Module, pixel_values: Tensor) -> Tensor:
@@ -348,7 +347,7 @@ def _not_there(name: str, error: BaseException) -> str:
     plain = name.removeprefix(PREFIX)
     if _is_path(plain):
         reason = first_line(error)[:120]
-        return f"expected a folder that save_pretrained wrote, of the model and of its image processor ({reason})"
+        return f"expected a folder written by save_pretrained of both the model and its processor ({reason})"
     return how_to_fetch(plain, error)
 
 

@@ -1,4 +1,4 @@
-"""Advice for when the Hugging Face hub cannot be reached, shared by all sources that need it."""
+"""Advice for users who cannot reach the Hugging Face hub, shared by all sources that need it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ def how_to_fetch(repository: str, error: BaseException) -> str:
 
     folder = f"models--{repository.replace('/', '--')}"
     return (
-        f"it cannot be fetched ({first_line(error)[:120]}); where there is a network run `hf download {repository}`, "
-        f"then copy the folder {folder} of its cache into {HF_HUB_CACHE}"
+        f"it cannot be fetched ({first_line(error)[:120]}); run `hf download {repository}` on a machine with network "
+        f"access, then copy the folder {folder} from its cache into {HF_HUB_CACHE}"
     )

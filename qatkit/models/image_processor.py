@@ -1,7 +1,7 @@
 """The conversion of a Hugging Face image processor to a `Preprocessing`.
 
-Its class and its many settings (rescaling, offsets, a second normalisation) are not read. Instead black,
-white and red pictures are passed through it, which show size, mean, standard deviation and channel order.
+Its class and its many settings (rescaling, offsets, a second normalisation) are not read. Instead black, white and red
+pictures are passed through it, whose results reveal size, mean, standard deviation and channel order.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from qatkit.config.schema import ModelConfig
 from qatkit.data.preprocessing import Preprocessing
 from qatkit_verify.errors import ConfigError
 
-# Pillow's numbers; Lanczos is not supported here, and bicubic is closest to it.
+# Pillow's numbers. Lanczos is not supported here, and bicubic is closest to it.
 _INTERPOLATIONS = {0: "nearest", 1: "bicubic", 2: "bilinear", 3: "bicubic"}
 _SQUEEZED_FROM = 384  # ConvNeXt's processor crops smaller inputs only
 
@@ -30,12 +30,12 @@ def preprocessing_of(processor: Any, config: ModelConfig) -> Preprocessing:
     height, width = black.shape[-2:]
     if height != width:
         raise ConfigError(
-            "model.weights", config.weights, f"weights of square inputs, not {height} x {width}"
+            "model.weights", config.weights, f"weights for square inputs, not {height} x {width}"
         )
     middle = height // 2
     low, high, mixed = (picture[:, middle, middle].double() for picture in (black, white, red))
     if not mixed.allclose(high.where(high.new_tensor([1, 0, 0]).bool(), low), atol=1e-4):
-        allowed = "weights for pictures in RGB; these take another order of the channels"
+        allowed = "weights for pictures in RGB; these need another order of the channels"
         raise ConfigError("model.weights", config.weights, allowed)
     std = 1 / (high - low)
     return Preprocessing(

@@ -1,7 +1,7 @@
 """EfficientNet-Lite (the extra `lite`): `model.name=lite/efficientnet-lite0`, `model.weights` null or DEFAULT.
 
-The model is efficientnet_lite_pytorch's as it is written. The ImageNet weights of Lite0 come with a package of
-their own, so nothing is fetched from a hub.
+The model is the unchanged one of efficientnet_lite_pytorch. The ImageNet weights of Lite0 come in a separate package,
+so nothing is fetched from a hub.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def builder(name: str) -> Callable[..., Any]:
 
 
 def pretrained(config: ModelConfig, classes: int | None) -> nn.Module:
-    """Returns the model with its ImageNet weights, its head replaced where `classes` is not 1,000.
+    """Returns the model with its ImageNet weights; the head is replaced if `classes` is not 1,000.
 
     Raises:
-        ConfigError: unknown name or weights, a package that is missing, wrong arguments.
+        ConfigError: the name or the weights are unknown, a package is missing, or the arguments are wrong.
     """
     _check_weights(config)
     kwargs = {key: value for key, value in config.kwargs.items() if key != "num_classes"}
@@ -73,7 +73,8 @@ def preprocessing(config: ModelConfig) -> Preprocessing:
 def _check_weights(config: ModelConfig) -> None:
     builder(config.name)
     if config.name != PREFIX + TRAINED:
-        raise ConfigError("model.weights", config.weights, f"null: only {PREFIX}{TRAINED} comes with weights")
+        allowed = f"null, since only {PREFIX}{TRAINED} comes with weights"
+        raise ConfigError("model.weights", config.weights, allowed)
     if config.weights != "DEFAULT":
         raise ConfigError("model.weights", config.weights, "DEFAULT or null")
 

@@ -1,7 +1,8 @@
 """A float ONNX file as a model: `model.name=onnx/FILE`, or `onnx//FILE` for an absolute path.
 
 `model.kwargs` may fix inputs, {fix: {sr: 16000}}, name the outputs that are inputs of the next step, {states: {state:
-stateN}}, and a library of custom operators, {custom_ops: FILE}. The weights are the file's (`qatkit.importing`).
+stateN}}, and name a library of custom operators, {custom_ops: FILE}. The weights come from the file
+(`qatkit.importing`).
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def states(config: ModelConfig) -> States | None:
     """Returns the outputs of the file that are inputs of its next step; None if none are named.
 
     Raises:
-        ConfigError: as `declared` and `qatkit.importing.states.file_states`.
+        ConfigError: as for `declared` and `qatkit.importing.states.file_states`.
     """
     if "states" not in config.kwargs:
         return None
@@ -112,7 +113,9 @@ def _opened(
 
 
 def _path(name: str) -> Path:
-    path = Path(os.path.expanduser(name.removeprefix(PREFIX)))  # a folder may be called "~run": no error here
+    path = Path(
+        os.path.expanduser(name.removeprefix(PREFIX))
+    )  # unlike Path's, accepts a folder called "~run"
     if not path.is_file():
         raise ConfigError("model.name", name, f"{PREFIX}FILE, a float ONNX file that exists")
     return path
@@ -124,23 +127,23 @@ def _imported(
     custom_ops: str | None = None,
     states: Mapping[str, str] | None = None,
 ) -> nn.Module:
-    """Returns the module of one step; the data handle its states (`qatkit.data.rollout`)."""
+    """Returns the module of one step, whose states are handled by the data (`qatkit.data.rollout`)."""
     from qatkit.importing import import_onnx  # imports ONNX Runtime, which other models do not need
 
     return import_onnx(path, fixed=fix, custom_ops=custom_ops)
 
 
 def pretrained(config: ModelConfig, classes: int | None) -> NoReturn:
-    """Raises an error, since the file holds its weights.
+    """Raises an error, since the file holds its own weights.
 
     Raises:
         ConfigError: always.
     """
     raise ConfigError(
-        "model.weights", config.weights, f"null with model.name={config.name}, which holds its weights"
+        "model.weights", config.weights, f"null with model.name={config.name}, which holds its own weights"
     )
 
 
 def preprocessing(config: ModelConfig) -> Preprocessing | None:
-    """Raises as `pretrained`."""
+    """Raises the same error as `pretrained`."""
     pretrained(config, None)

@@ -1,6 +1,6 @@
-"""The embedding of a sentence from those of its tokens, as sentence-transformers does it.
+"""The embedding of a sentence from those of its tokens, as in sentence-transformers.
 
-tokens [N, T, D], mask [N, T] ── mean, first token or largest ── over its length ──> [N, D]
+tokens [N, T, D], mask [N, T] ── mean, first token or maximum ── scaled to length 1 ──> [N, D]
 """
 
 from __future__ import annotations
@@ -51,12 +51,14 @@ def pooling_of(place: str) -> Pooling:
             asked = [
                 key.removeprefix(_MODE) for key, on in found.items() if key.startswith(_MODE) and on is True
             ]
-            if mode := found.get("pooling_mode"):  # of newer releases
+            if mode := found.get("pooling_mode"):  # written by newer releases
                 asked = [{"mean": "mean_tokens", "cls": "cls_token", "max": "max_tokens"}.get(mode, mode)]
         except (OSError, ValueError, AttributeError) as error:
             raise ConfigError("model.name", place, f"a readable {file} ({first_line(error)})") from error
     if len(asked) != 1 or asked[0] not in _KNOWN:
         named = ", ".join(asked) or "none"
-        raise ConfigError("model.name", place, f"one pooling of {', '.join(_KNOWN)} in {file}, got {named}")
+        raise ConfigError(
+            "model.name", place, f"exactly one of {', '.join(_KNOWN)} in {file}; it has {named}"
+        )
     pool = _KNOWN[asked[0]]
     return lambda tokens, mask: F.normalize(pool(tokens, mask), dim=1)

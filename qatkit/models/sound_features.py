@@ -1,10 +1,10 @@
 """Features of recordings, computed in the model's graph (`data.features_in=graph`).
 
-samples [N, T] ── Conv1d with windowed cosines and sines ── squares ── Conv1d 1x1: mel bands ── ln (── Conv1d 1x1: DCT)
-               ── (x - mean) / std ── [N, 1, frames, bands] ── the model
+    samples [N, T] ── Conv1d with windowed cosines and sines ── squares ── Conv1d 1x1: mel bands ── ln (── 1x1: DCT)
+                   ── (x - mean) / std ── [N, 1, frames, bands] ── the model
 
-Kernels are those of `qatkit_verify.sound`, and do not train. The operators are standard ones of opset 13 and stay
-float: power spans too many orders of magnitude for 8 bits.
+The kernels are those of `qatkit_verify.sound` and are not trained. The operators are standard ones of opset 13 and stay
+float, because power spans too many orders of magnitude for 8 bits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from qatkit_verify.sound import SoundPreprocess, cosines, triangles, waves
 from qatkit_verify.sound_limits import MFCC
 
-FEATURES = "features"  # name of the module, by which its operators are left float
+FEATURES = "features"  # name of the module, by which overrides leave its operators float
 
 
 class SoundFeatures(nn.Module):
@@ -52,7 +52,7 @@ class SoundFeatures(nn.Module):
 
 
 class WithFeatures(nn.Module):
-    """A model that takes samples: its features, then the model itself.
+    """A model that takes samples: it computes their features and passes them to the network.
 
     Args:
         sound: the preprocessing that is computed in the graph.
@@ -69,7 +69,7 @@ class WithFeatures(nn.Module):
 
 
 def _fixed(weight: NDArray[np.float64], stride: int = 1) -> nn.Conv1d:
-    """Returns a convolution [out, in, kernel] without a bias that does not train."""
+    """Returns a convolution with the fixed weight [out, in, kernel] and without a bias."""
     outputs, inputs, kernel = weight.shape
     made = nn.Conv1d(inputs, outputs, kernel, stride, bias=False)
     made.weight = nn.Parameter(torch.from_numpy(weight).float(), requires_grad=False)

@@ -1,4 +1,4 @@
-"""A recurrent keyword spotter that runs in steps: each frame by itself, then a GRU that hears what came before.
+"""A recurrent keyword spotter that runs in steps: each frame by itself, then a GRU with the state of earlier frames.
 
     features [N, 1, frames, bands] ── Linear, ReLU, frame by frame ── GRU (state) ── last frame ── Linear ──> logits
 

@@ -1,6 +1,6 @@
-"""Models of timm (the extra `timm`): `model.name=timm/NAME`, `model.weights` a tag of timm's or DEFAULT.
+"""timm's models (the extra `timm`): `model.name=timm/NAME`, with `model.weights` as one of timm's tags or DEFAULT.
 
-Weights come from the Hugging Face hub, through its cache; preprocessing is the one timm evaluates them with.
+Weights come from the Hugging Face hub, through its cache. Preprocessing is that with which timm evaluates them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def builder(name: str) -> Callable[..., Any]:
     timm, plain = _timm(name), name.removeprefix(PREFIX)
     known = timm.list_models()
     if plain not in known:
-        tagged = "; its tag is model.weights" if plain.split(".")[0] in known else ""
+        tagged = " without its tag, which belongs in model.weights" if plain.split(".")[0] in known else ""
         raise ConfigError("model.name", name, f"a timm model{tagged}{did_you_mean(plain, known)}")
     return functools.partial(timm.create_model, plain)
 
@@ -41,7 +41,8 @@ def pretrained(config: ModelConfig, classes: int | None) -> nn.Module:
     """Returns the model with timm's weights; timm initialises a new head if `classes` differs from theirs.
 
     Raises:
-        ConfigError: unknown name or tag, or weights that cannot be fetched (says where to put them).
+        ConfigError: the name or the tag is unknown, or the weights cannot be fetched (the message says where to
+            put them).
     """
     found = _pretrained_config(config)
     kwargs = dict(config.kwargs) | ({} if classes is None else {"num_classes": classes})
@@ -95,7 +96,7 @@ def _pretrained_config(config: ModelConfig) -> Any:
     known = [name for name in list_pretrained(f"{plain}*") if name.split(".")[0] == plain]
     if not known or (tag != "DEFAULT" and full not in known):
         tags = ", ".join(["DEFAULT", *(name.partition(".")[2] for name in known if "." in name)])
-        allowed = f"one of {tags}" if known else f"null, {config.name} has no pretrained weights"
+        allowed = f"one of {tags}" if known else f"null, since {config.name} has no pretrained weights"
         raise ConfigError("model.weights", config.weights, allowed)
     return get_pretrained_cfg(full)
 
@@ -104,4 +105,4 @@ def _how_to_fetch(found: Any, error: BaseException) -> str:
     if found.hf_hub_id:
         return how_to_fetch(found.hf_hub_id, error)
     reason = f"it cannot be fetched ({first_line(error)[:120]})"
-    return f"{reason}; fetch {found.url} and put it into torch.hub's folder of checkpoints"
+    return f"{reason}; download {found.url} into torch.hub's folder of checkpoints"

@@ -1,7 +1,6 @@
-"""torchvision's models: `model.name=NAME`, `model.weights` a member of the model's enum or DEFAULT.
+"""torchvision's models: `model.name=NAME`, with `model.weights` as a member of the model's enum or DEFAULT.
 
-Pretrained weights are loaded with the head they were trained with, which is then replaced where the data have
-another number of classes.
+Pretrained weights are loaded with their own head, which is then replaced if the data have another number of classes.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from qatkit.config.schema import ModelConfig
 from qatkit.data.preprocessing import Preprocessing
 from qatkit_verify.errors import ConfigError, did_you_mean, first_line
 
-# Their own initialisation warns that it is slow and about to change; only training from nothing needs it.
+# Their own initialisation warns that it is slow and about to change; only training from scratch needs it.
 _INIT_WEIGHTS = ("googlenet", "inception_v3")
-# Arguments that torchvision only sets together with weights; inputs are then normalised once more inside.
+# Arguments that torchvision only sets together with weights; inputs are then normalised again inside the model.
 _OF_WEIGHTS = {
     "googlenet": {"transform_input": True, "aux_logits": False},
     "inception_v3": {"transform_input": True},
@@ -74,7 +73,7 @@ def detector_builder(name: str) -> Callable[..., nn.Module]:
     def build(
         num_classes: int = 90, anchor_ratios: list[float] | None = None, weights: Any = None, **kwargs: Any
     ) -> nn.Module:
-        # RetinaNet's and FCOS's own weights have a class for the background, too, which is never found.
+        # The weights of RetinaNet and FCOS also have a class for the background, which is never detected.
         classes = num_classes + int(weights is not None or counts_background(name))
         model = torchvision.models.get_model(
             name, weights=weights, weights_backbone=None, num_classes=classes, **kwargs
@@ -112,8 +111,8 @@ def pretrained(config: ModelConfig, classes: int | None) -> nn.Module:
     """Returns the model with torchvision's weights, its head replaced if `classes` differs from theirs.
 
     Raises:
-        ConfigError: unknown weights, weights that cannot be fetched (says where to put them), wrong
-            arguments.
+        ConfigError: the weights are unknown or cannot be fetched (the message says where to put them), or the
+            arguments are wrong.
     """
     weights = _weights(config)
     kwargs = {key: value for key, value in config.kwargs.items() if key != "num_classes"}
@@ -128,7 +127,7 @@ def pretrained(config: ModelConfig, classes: int | None) -> nn.Module:
         raise ConfigError("model.weights", config.weights, reason=reason) from error
     except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
         reason = (
-            f"the weights cannot be loaded ({first_line(error)}); delete {folder / name} to fetch it again"
+            f"the weights cannot be loaded ({first_line(error)}); delete {folder / name} to fetch them again"
         )
         raise ConfigError("model.weights", config.weights, reason=reason) from error
     except (TypeError, ValueError) as error:
@@ -142,7 +141,7 @@ def pretrained(config: ModelConfig, classes: int | None) -> nn.Module:
 
 
 def arguments(config: ModelConfig) -> dict[str, Any]:
-    """Returns the arguments of the model of `config.weights`, where they differ from a model without weights.
+    """Returns the arguments of the model of `config.weights` that differ from those of a model without weights.
 
     Raises:
         ConfigError: unknown name or weights.
@@ -163,7 +162,7 @@ def classes(config: ModelConfig) -> int:
 
 
 def preprocessing(config: ModelConfig) -> Preprocessing | None:
-    """Returns the preprocessing with which `model.weights` were evaluated; None for other tasks.
+    """Returns the preprocessing with which `model.weights` were evaluated; None unless they classify images.
 
     Raises:
         ConfigError: unknown name or weights.
@@ -186,7 +185,9 @@ def _weights(config: ModelConfig) -> WeightsEnum:
     members = torchvision.models.get_model_weights(config.name).__members__
     if config.weights not in members:
         names = (
-            f"one of {', '.join(members)}" if members else f"null, {config.name} has no pretrained weights"
+            f"one of {', '.join(members)}"
+            if members
+            else f"null, since {config.name} has no pretrained weights"
         )
         raise ConfigError("model.weights", config.weights, names)
     found: WeightsEnum = members[config.weights]
@@ -194,12 +195,14 @@ def _weights(config: ModelConfig) -> WeightsEnum:
 
 
 def replace_heads(model: nn.Module, old: int, new: int, *, every: bool = False) -> None:
-    """Gives the classifier `new` outputs: the last Linear or Conv2d with `old` outputs is replaced.
+    """Gives the classifier `new` outputs by replacing the last Linear or Conv2d with `old` outputs.
 
-    So is the last one of each auxiliary classifier (GoogLeNet, Inception).
+    The last one of each auxiliary classifier (GoogLeNet, Inception) is replaced too.
 
     Args:
-        every: all such layers are replaced, for models that add the outputs of several (LR-ASPP).
+        model: the model, which is changed in place.
+        old, new: numbers of outputs.
+        every: replaces all such layers, for models that add the outputs of several (LR-ASPP).
 
     Raises:
         ConfigError: no layer has `old` outputs.
@@ -212,7 +215,9 @@ def replace_heads(model: nn.Module, old: int, new: int, *, every: bool = False) 
             heads[path if every and key in heads else key] = path
     if "" not in heads:
         raise ConfigError(
-            "model.num_classes", new, reason=f"the model has no layer with the weights' {old} outputs"
+            "model.num_classes",
+            new,
+            reason=f"the model has no layer with {old} outputs, the classes of the weights",
         )
     for path in heads.values():
         model.set_submodule(path, _fresh(model.get_submodule(path), new))

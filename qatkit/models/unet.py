@@ -4,9 +4,9 @@
     decoder   nearest upsampling to the skip's size, a 3x3 convolution, concatenation, two 3x3 convolutions
     head      a 1x1 convolution
 
-Values are repeated to the size of the encoder's features, so odd sizes need neither padding nor cropping.
-ONNX Runtime repeats bytes, so only the ends of the network are float in an INT8 file. A transposed convolution
-has no int8 kernel there, and bilinear upsampling is float.
+Values are repeated to the size of the encoder's features, so odd sizes need neither padding nor cropping. ONNX
+Runtime repeats int8 values, so only the ends of the network are float in an INT8 file. A transposed convolution has
+no int8 kernel there, and bilinear upsampling is float.
 
 Source: Ronneberger et al., "U-Net: convolutional networks for biomedical image segmentation", 2015; BatchNorm, padded
 convolutions and nearest upsampling are later habits.
@@ -27,7 +27,7 @@ class UNet(nn.Module):
     Args:
         num_classes: channels of the logits.
         width: channels of the first level; each level has twice those of the level before.
-        levels: resolutions, of which the last is the bottom.
+        levels: number of resolutions.
         channels: channels of the images.
 
     Raises:

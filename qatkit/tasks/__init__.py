@@ -69,14 +69,14 @@ def task_of(name: str, decision: str = AUTO) -> Task:
         decision: a value of `verify.decision`.
 
     Raises:
-        ConfigError: as for `dotted`; the path leads to no implemented `Task`; or `decision` is given for a
-            task that has its own.
+        ConfigError: as for `dotted`, the path does not lead to an implemented `Task`, or `decision` is given for
+            a task that has its own.
     """
     task = _task_of(name)
     if decision == AUTO:
         return task
     if not isinstance(task, Outputs):
-        raise ConfigError("verify.decision", decision, f"{AUTO} with task={name}, which has its own")
+        raise ConfigError("verify.decision", decision, f"{AUTO} with task={name}, which has its own decision")
     return Outputs(decision)
 
 
@@ -87,7 +87,7 @@ def _task_of(name: str) -> Task:
         raise ConfigError("task", name, "the dotted path of a class derived from qatkit.tasks.base.Task")
     if isabstract(found) or not hasattr(found, "names"):
         missing = [*sorted(found.__abstractmethods__), *(() if hasattr(found, "names") else ("names",))]
-        raise ConfigError("task", name, f"a task that has {', '.join(missing)}")
+        raise ConfigError("task", name, f"a task that implements {', '.join(missing)}")
     check_call("task", name, found)
     with calling("task", name, found):
         made: Task = found()

@@ -20,15 +20,15 @@ from numpy.typing import NDArray
 from qatkit.tasks.decisions.matched_boxes import Boxes, overlap
 
 Array = NDArray[Any]
-OVERLAPS = np.arange(50, 100, 5) / 100  # at which a detection is right
-DETECTIONS = 100  # of a picture, at most
+OVERLAPS = np.arange(50, 100, 5) / 100  # thresholds of IoU from which a detection is right
+DETECTIONS = 100  # maximum number per picture
 LEAST_SCORE = 0.01
-MOST_OVERLAP = 0.6  # of two detections of a class
-# Flags of a labelled box: it does not count; it is a group, which any number of detections may match.
+MOST_OVERLAP = 0.6  # maximum overlap of two detections of one class
+# Flags of a labelled box: it does not count, or it is a group that any number of detections may match.
 IGNORED, CROWD = 1, 2
 # Columns of a detection's values; in the row of a class, the first is the number of its boxes.
 CLASS, SCORE, RIGHT, LEFT_OUT, OVERLAP = range(5)
-_BINS = 400  # of scores, of histograms
+_BINS = 400  # bins of scores in a histogram
 _CANDIDATES = 500  # detections of a picture before suppression
 _RECALLS = np.linspace(0, 1, 101)
 
@@ -40,9 +40,9 @@ def detections(
 
     Args:
         rows: corners and the score of each class, [boxes, 4 + classes].
-        least: score of a detection.
-        most: overlap of two detections of a class.
-        count: of detections, at most.
+        least: score that a detection must exceed.
+        most: maximum overlap of two detections of one class.
+        count: maximum number of detections.
     """
     scores = np.asarray(rows[:, 4:], np.float64)
     places = np.flatnonzero(scores > least)
@@ -67,8 +67,8 @@ def picture_values(found: Boxes, truth: Array, classes: int) -> Array:
     marks an unused row. A class's row begins with the number of its labelled boxes.
 
     Args:
-        found: by descending score.
-        truth: labelled boxes, [n, 6]: class, corners, and 0, `IGNORED` or `CROWD`; rows of class -1 are none.
+        found: the detections, by descending score.
+        truth: labelled boxes, [n, 6]: class, corners, and 0, `IGNORED` or `CROWD`; class -1 marks unused rows.
         classes: number of classes.
     """
     values = np.zeros((DETECTIONS + classes, 5))
@@ -102,7 +102,7 @@ def _matched(corners: Array, truth: Array) -> Array:
 
 
 def _best(row: Array, free: Array, ignored: Array, least: float) -> int | None:
-    """Returns the free box that is overlapped most and enough: a counted one if possible, else an ignored one."""
+    """Returns the free box with the largest overlap of at least `least`; boxes that count come before ignored ones."""
     for those in (free & ~ignored, free & ignored):
         near = np.where(those, row, -1.0)
         if len(near) and near.max() >= least:
@@ -126,7 +126,7 @@ def precisions(values: Array) -> Array:
     It is NaN for a class without labelled boxes.
 
     Args:
-        values: of pictures, [N, DETECTIONS + classes, 5].
+        values: `picture_values` of all pictures, [N, DETECTIONS + classes, 5].
     """
     boxes = values[:, DETECTIONS:, 0].sum(0)
     rows = values[:, :DETECTIONS].reshape(-1, values.shape[2])
@@ -156,14 +156,14 @@ def _at_recalls(recalls: Array, shares: Array) -> float:
 
 
 def mean_precision(found: Array) -> float:
-    """Returns the mean over classes that have labelled boxes, in percent; 0 where there are none."""
+    """Returns the mean over classes that have labelled boxes, in percent; 0 if no class has any."""
     return 100 * float(np.nanmean(found)) if np.isfinite(found).any() else 0.0
 
 
 def histograms(values: Array) -> Array:
     """Returns additive counts [classes, 1 + 2 thresholds, bins].
 
-    They are the labelled boxes, in the first place, and the right and wrong detections by score.
+    They are the number of labelled boxes, followed by the right and the wrong detections by score.
     """
     boxes, thresholds = values[:, DETECTIONS:, 0].sum(0), len(OVERLAPS)
     found = np.zeros((len(boxes), 1 + 2 * thresholds, _BINS))

@@ -1,4 +1,4 @@
-"""The interface of tasks, which tells data, training, verification and reports the purpose of a model.
+"""The interface of tasks, through which data, training, verification and reports know the purpose of a model.
 
     data      target, group, collate, augmentations     the target of an item, and batches of targets
               of_data                                   statistics of all targets
@@ -7,11 +7,11 @@
     judging   values, meter, decision, divergence       quality of a file per image, and distance from float
     report    names, drawing                            names of all these, and drawings of samples
 
-A task is one class in one file. It has to define `names`, `loss`, `values` and `decision`. The other methods
+A task is one class in one file. It must define `names`, `loss`, `values` and `decision`. The other methods
 have defaults, which suit a task whose main metric is the mean of one value per image. Outputs are the model's
 first output, or the result of `joined` for all of them. Methods for training get tensors and may import
 torch. The others get NumPy arrays, since reports and verification do not depend on torch. The command line
-reads tasks by name, so torch and NumPy are imported only inside the methods that compute.
+loads tasks by name, so torch and NumPy are imported only inside the methods that compute.
 """
 
 from __future__ import annotations
@@ -82,10 +82,10 @@ class Task(ABC):
     Attributes:
         names: names of metrics, decisions and outputs; the first metric decides.
         augmentations: the values of `data.augment` that keep the targets valid; None: all of them.
-        maps: targets are maps of labels, which are transformed like their images: a target stands for the map
-            that the dataset's `label_map(target)` returns, and a batch of them is int64 [N, height, width].
-        boxes: targets are boxes in pixels of their images and are transformed with these: a batch of them is
-            float32 [N, n, 6] (`qatkit.data.box_targets`).
+        maps: targets are maps of labels, which are transformed like their images. A target identifies the map
+            that the dataset's `label_map(target)` returns; a batch of maps is int64 [N, height, width].
+        boxes: targets are boxes in pixels of their images, which are transformed like these; a batch of them
+            is float32 [N, n, 6] (`qatkit.data.box_targets`).
         every_output: distillation covers all outputs of a model, not only the first one.
         auxiliary: names of outputs that are only for training, in models that have them in addition to "out".
     """
@@ -115,7 +115,7 @@ class Task(ABC):
 
     @property
     def rule(self) -> Callable[[Array], Array] | Alike | None:
-        """The rule by which `qatkit_verify.compare` tells whether two outputs agree; None: by the class axis."""
+        """The rule by which `qatkit_verify.compare` decides whether outputs agree; None: by the class axis."""
         return self.decision
 
     def agreement(self) -> Agreement:
@@ -172,7 +172,7 @@ class Task(ABC):
     def whole_loss(
         self, output: Tensor, auxiliary: Sequence[Tensor], targets: Tensor, schedule: ScheduleConfig
     ) -> Tensor:
-        """Returns the loss of a step: by default `loss`, plus that of each auxiliary output with a weight of 0.3.
+        """Returns the loss of a step: by default `loss` plus 0.3 times the loss of each auxiliary output.
 
         Source of the weight: Szegedy et al., "Going deeper with convolutions", 2015, section 5.
 
@@ -218,7 +218,7 @@ class Task(ABC):
     def divergence(self, exact: Array, found: Array) -> float | None:
         """Returns the divergence of outputs [rows, values] from the exact ones, summed over rows, in nats.
 
-        None for outputs that are not a distribution.
+        It is None for outputs that are not a distribution.
         """
         return None
 
@@ -263,7 +263,7 @@ class Task(ABC):
         return f"loses {lost / len(first):.3g} {self.names.main.points}".rstrip()
 
     def drawing(self) -> Drawing | None:
-        """Returns the drawing of test samples in the report; by default None: it draws none."""
+        """Returns the drawing of test samples in the report; by default None, for no drawing."""
         return None
 
     def labelled(self, classes: Sequence[str], targets: Sequence[Any]) -> bool:

@@ -28,7 +28,7 @@ _LEAST = 2  # tokens of a window: one as input, one to predict
 class CausalLM(Logits):
     """Language modelling, with perplexity and next-token accuracy; agreement by the likeliest next token.
 
-    A target holds a window's tokens as the bytes of an int32 array, which takes a seventh of a list's memory.
+    A target holds a window's tokens as the bytes of an int32 array, which needs a seventh of a list's memory.
     The judged outputs have the vocabulary on axis 1, [N, V, T], like logits of classes at several places.
     """
 
@@ -85,7 +85,7 @@ class CausalLM(Logits):
 
     def worse(self, first: Array, second: Array, sure: float) -> str:
         told = super().worse(first, second, sure)
-        return f"{told} nats a token" if told else ""
+        return f"{told} nats per token" if told else ""
 
     def labelled(self, classes: Sequence[str], targets: Sequence[Any]) -> bool:
         return True
@@ -104,7 +104,7 @@ class CausalLM(Logits):
         lengths = {len(one) // 4 for one in targets}
         if len(lengths) > 1 or min(lengths) < _LEAST:
             found = ", ".join(map(str, sorted(lengths)[:5]))
-            return f"windows of {part} must all have one length, at least {_LEAST} tokens, got {found}"
+            return f"windows of {part} must all have the same length of at least {_LEAST} tokens, but have {found}"
         return ""
 
     def collate(self, targets: Sequence[Any]) -> Tensor:

@@ -16,9 +16,9 @@ _UNLABELLED, _SAME, _OTHER = "#000000", "#d9dee5", "#c01c28"
 
 
 class ClassMaps(Drawing):
-    """A drawing of the class of each pixel in its colour; black is unlabelled."""
+    """A drawing of each pixel in the colour of its class; unlabelled pixels are black."""
 
-    measure = "of the pixels get another class than in float"
+    measure = "of the pixels have another class than in float"
 
     def differs(self, exact: Array, found: Array) -> Array:
         other: Array = (exact.argmax(1) != found.argmax(1)).mean((1, 2))

@@ -32,8 +32,7 @@ class Classification(Logits):
     def distillation(self, output: Tensor, teacher: Tensor, temperature: float) -> Tensor:
         """Returns T² times the divergence of the softmaxes at temperature T, mean over the images.
 
-        Logits are [N, classes], or [N, classes, ...] with the mean also over the places, as in the cross
-        entropy.
+        Logits are [N, classes] or [N, classes, ...]; as in cross entropy, the mean is also over the places.
 
         Source: Hinton et al., "Distilling the knowledge in a neural network", 2015.
         """
@@ -63,7 +62,7 @@ class Classification(Logits):
     def noise(self, first: Array, second: Array) -> float:
         """Returns the standard error from the images that only one of the two models classifies correctly.
 
-        One is added to their number, since none out of few images says little.
+        One is added to their number, since finding none among few images proves little.
         """
         return 100 * math.sqrt(int((first != second).sum()) + 1) / len(first)
 
@@ -86,9 +85,9 @@ class Classification(Logits):
     def check_targets(self, part: str, classes: Sequence[str], targets: Sequence[Any]) -> str:
         low, high = min(targets), max(targets)
         if not classes and (low, high) != (NO_TARGET, NO_TARGET):
-            return f"labels of {part} must be {NO_TARGET} where there are no classes, got {low}..{high}"
+            return f"labels of {part} must be {NO_TARGET} if there are no classes, but they are {low}..{high}"
         if classes and (low < 0 or high >= len(classes)):
-            return f"labels of {part} must be 0..{len(classes) - 1}, got {low}..{high}"
+            return f"labels of {part} must be 0..{len(classes) - 1}, but they are {low}..{high}"
         return ""
 
     def group(self, target: Any) -> Hashable:
@@ -108,4 +107,4 @@ class Classification(Logits):
         return tuple(shape) == (images, width)
 
     def shape_text(self, width: int | None) -> str:
-        return "[N, classes]" if width is None else f"[N, {width}], one for each class of the data"
+        return "[N, classes]" if width is None else f"[N, {width}], one value for each class of the data"

@@ -1,8 +1,8 @@
 """The task of detecting objects: corners [N, boxes, 4] in pixels of the input, scores [N, boxes, classes].
 
 The main metric is COCO's mean average precision (`average_precision.py`). It is not a mean over pictures, so
-its standard errors come from the jackknife over groups of pictures. A detector defines its own loss: the
-model has an attribute `criterion`, which is called with its training-only outputs and the labelled boxes
+its standard errors come from the jackknife over groups of pictures. A detector defines its own loss as its
+attribute `criterion`, which is called with its training-only outputs and the labelled boxes
 (`qatkit.models.detectors`).
 """
 
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 Criterion = Callable[..., Any]
 VALUES = 6  # per labelled box: class, corners, ignored or not (`average_precision`)
-_NEAR = 0.05  # of a side, by which a corner of a box may be off: the step between COCO's thresholds
-_LEAST = 1 / 512  # nearest that a score comes to 0 or 1 in a logarithm: half a step of 8 bits
-_GROUPS = 20  # groups of pictures, of which one is left out at a time
+_NEAR = 0.05  # tolerance of a corner as a share of the box's side: the step between COCO's thresholds
+_LEAST = 1 / 512  # smallest distance of a score from 0 or 1 in a logarithm: half a step of 8 bits
+_GROUPS = 20  # groups of pictures, one of which is left out at a time
 
 
 class Detection(Task):
@@ -72,8 +72,8 @@ class Detection(Task):
         if self._criterion is not None:
             return ""
         return (
-            "a detector that can be trained: one with `criterion` and `inference_outputs`, as those of "
-            "qatkit.models.detectors have; schedule.distill=1 learns from the float model alone"
+            "a detector with `criterion` and `inference_outputs`, like those of qatkit.models.detectors, which can be "
+            "trained on boxes; schedule.distill=1 learns only from the float model"
         )
 
     def trained(self, outputs: Sequence[Tensor]) -> Tensor:
@@ -100,9 +100,9 @@ class Detection(Task):
     def distillation(self, output: Tensor, teacher: Tensor, temperature: float) -> Tensor:
         """Returns the divergence of scores and corners from the teacher's, over the sum of the teacher's scores.
 
-        Scores are taken as binary decisions. Corners are taken as normal distributions with a deviation of
-        0.05 of a side, weighted by the teacher's score. Both terms are quadratic near the teacher, where the
-        gradient is small.
+        Scores are treated as probabilities of binary decisions. Corners are treated as normal distributions with
+        a standard deviation of 0.05 of a side, weighted by the teacher's score. Both terms are quadratic near the
+        teacher, where the gradient is small.
         """
         import torch
         from torch.nn import functional as F
@@ -254,7 +254,7 @@ class Detection(Task):
         try:
             found = tuple((int(one[0]), *map(float, one[1:5]), int(one[5])) for one in value)
         except (TypeError, ValueError, IndexError) as error:
-            wanted = "targets must be tuples of boxes (class, x1, y1, x2, y2, 0 or 1 where it is ignored)"
+            wanted = "targets must be tuples of boxes (class, x1, y1, x2, y2, 0 or 1 if ignored)"
             raise TypeError(wanted) from error
         return found
 
@@ -263,15 +263,14 @@ class Detection(Task):
             return ""
         for place, boxes in enumerate(targets):
             if boxes == NO_TARGET:
-                return f"image {place} of {part} has no labelled boxes: give () for a picture without objects"
+                return f"image {place} of {part} has no labelled boxes; use () for a picture without objects"
             for label, x1, y1, x2, y2, _ in boxes:
                 if not 0 <= label < len(classes):
-                    return (
-                        f"a box of image {place} of {part} has the class {label}, not 0..{len(classes) - 1}"
-                    )
+                    told = f"a box of image {place} of {part} has the class {label}"
+                    return f"{told}; classes must be 0..{len(classes) - 1}"
                 if not (x1 < x2 and y1 < y2):
-                    return f"a box of image {place} of {part} has no area: {x1:g}, {y1:g}, {x2:g}, {y2:g}"
-        return "" if any(targets) else f"no image of {part} has a box"
+                    return f"a box of image {place} of {part} has no area ({x1:g}, {y1:g}, {x2:g}, {y2:g})"
+        return "" if any(targets) else f"images of {part} must have at least one box"
 
     def group(self, target: Any) -> Any:
         """Returns the classes of a picture's boxes."""
@@ -287,10 +286,8 @@ class Detection(Task):
         return len(shape) == 3 and shape[0] == images and shape[2] == 4
 
     def shape_text(self, width: int | None) -> str:
-        scores = "classes" if width is None else width
-        return (
-            f"[N, boxes, 4], corners in pixels of the input, beside scores [N, boxes, {scores}] within 0..1"
-        )
+        scores = f"scores [N, boxes, {'classes' if width is None else width}] within 0..1"
+        return f"[N, boxes, 4], corners in pixels of the input, and {scores}"
 
 
 class _Meter:

@@ -2,8 +2,8 @@
 
     test samples ── differs ──> the few that differ most ── panels ──> report.html
 
-A task that draws returns a `Drawing` of its own, one class in one file, from `Task.drawing`. The check
-`qatkit.verify.checks.examples` chooses the samples and keeps what `panels` returns.
+A task with drawings returns its own `Drawing`, one class in one file, from `Task.drawing`. The check
+`qatkit.verify.checks.examples` chooses the samples and stores the result of `panels`.
 """
 
 from __future__ import annotations

@@ -11,14 +11,14 @@ from qatkit.tasks.drawing import Drawing, Sample, palette
 if TYPE_CHECKING:
     from qatkit.tasks.base import Array
 
-_SCORE = 0.3  # of a drawn box, as in agreement
-_SAME = 0.5  # overlap of two boxes that are the same
+_SCORE = 0.3  # minimum score of a drawn box, as for agreement
+_SAME = 0.5  # overlap (IoU) from which two boxes are the same
 
 
 class DrawnBoxes(Drawing):
     """A drawing of boxes above a score of 0.3 in the colours of their classes."""
 
-    measure = "of the boxes of float and INT8 have no match in the other"
+    measure = "of the float and INT8 boxes have no match in the other file"
 
     def differs(self, exact: Array, found: Array) -> Array:
         import numpy as np

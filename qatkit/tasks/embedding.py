@@ -2,9 +2,9 @@
 
     test samples ── model ──> vectors [N, D] ── nearest other one by cosine ──> recall@1
 
-The loss needs no head and no parameters of its own: it is a softmax over the cosines to the other samples of
-the batch, which should choose those of the same class. A batch in which no class occurs twice has no loss;
-there fine-tuning only learns from the float model (`schedule.distill`).
+The loss needs no head and no parameters: it is a softmax over the cosines to the other samples of the batch, which
+should choose those of the same class. A batch in which no class occurs twice has a loss of 0; with such data,
+fine-tuning can only learn from the float model (`schedule.distill`).
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Embedding(Vectors, Classification):
     def check_targets(self, part: str, classes: Sequence[str], targets: Sequence[Any]) -> str:
         wrong = super().check_targets(part, classes, targets)
         if not wrong and classes and len(set(targets)) == len(targets):
-            wrong = f"labels of {part} must have a class with two samples, since neighbours are looked for"
+            wrong = f"labels of {part} must have a class with two samples, since neighbours are compared"
         return wrong
 
     def width(self, classes: Sequence[str]) -> int | None:
@@ -158,7 +158,7 @@ class _SameNeighbour(Agreement):
     def remark(self) -> str:
         exact, found = self._joined
         cosines = (exact * found).sum(1)
-        return f"cosine to float {cosines.mean():.4f}, {cosines.min():.4f} at least"
+        return f"cosine to float {cosines.mean():.4f} on average, {cosines.min():.4f} at least"
 
     @property
     def _joined(self) -> tuple[Array, Array]:

@@ -1,4 +1,4 @@
-"""Tasks whose models return logits: scores of classes along axis 1, of which the largest decides."""
+"""Tasks whose models return logits: scores of classes along axis 1, where the largest one decides."""
 
 from __future__ import annotations
 

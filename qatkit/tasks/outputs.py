@@ -1,14 +1,14 @@
 """The task for outputs of any meaning, without targets: they are compared with the float model's.
 
-verify.decision=cosine          the outputs point in one direction (cosine of at least 0.99)
-argmax(AXIS)    the largest value along an axis is at the same place, everywhere
-threshold(T)    the same values are above T
-equal           the same whole numbers everywhere
-boxes           detectors: the same boxes of the same class; the figure is F1
-strings         CTC recognizers: the same text
-mask            segmentation, saliency: the same places, as mean IoU or as the share of equal classes
-DOTTED.PATH     a function from outputs [N, ...] to integers or booleans [N, ...]
-auto            the decision that the first outputs imply (`qatkit.tasks.decisions.guessed`), else cosine
+verify.decision=cosine   the outputs have the same direction (cosine of at least 0.99)
+argmax(AXIS)             the largest value along an axis is at the same place, everywhere
+threshold(T)             the same values are above T
+equal                    all whole numbers are equal
+boxes                    detectors: the same boxes of the same class; the figure is F1
+strings                  CTC recognizers: the same text
+mask                     segmentation, saliency: the same pixels, as mean IoU or as the share of equal classes
+DOTTED.PATH              a function from outputs [N, ...] to integers or booleans [N, ...]
+auto                     the decision that the first outputs imply (`qatkit.tasks.decisions.guessed`), else cosine
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Outputs(Task):
 
     Args:
         decision: a value of `verify.decision`.
-        fitted: the decision of a model whose outputs are known.
-        power: mean square of its outputs, to which errors are relative.
+        fitted: the decision for a model whose outputs are known; None: its outputs are not known yet.
+        power: mean square of the float outputs, to which errors are relative.
 
     Raises:
         ConfigError: `decision` is not a value of `verify.decision`.

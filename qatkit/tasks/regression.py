@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from qatkit.config.schema import ScheduleConfig
     from qatkit.tasks.base import Array
 
-TOLERANCE = 0.05  # of the targets' standard deviation, within which two models agree
+TOLERANCE = 0.05  # share of the targets' standard deviation within which two models agree
 
 
 class Regression(Task):
@@ -120,7 +120,7 @@ class Regression(Task):
         try:
             found = tuple(map(float, numbers)) if several else (float(numbers),)
         except (TypeError, ValueError) as error:
-            raise TypeError("targets must be numbers, or several for each sample") from error
+            raise TypeError("targets must be numbers, or lists of numbers") from error
         if not found or not all(map(math.isfinite, found)):
             raise ValueError("targets must be finite numbers")
         return found if several else found[0]
@@ -130,10 +130,11 @@ class Regression(Task):
             return ""
         kinds = {len(one) if isinstance(one, tuple) else 0 for one in targets}
         if len(kinds) > 1:
-            return f"targets of {part} must all have as many numbers, got {' and '.join(map(str, sorted(kinds)))}"
+            found = " and ".join(f"lists of {kind}" if kind else "single numbers" for kind in sorted(kinds))
+            return f"targets of {part} must all have the same number of values, but there are {found}"
         constant = [one for one in zip(*map(_tuple, targets), strict=True) if len(set(one)) == 1]
         if part == "train" and constant:
-            return f"targets of {part} must not all be the same, got {constant[0][0]:g}"
+            return f"targets of {part} must differ, but all are {constant[0][0]:g}"
         return ""
 
     def width(self, classes: Sequence[str]) -> int | None:
@@ -148,7 +149,7 @@ class Regression(Task):
         return len(shape) == 2 and shape[0] == images and width in (None, shape[1])
 
     def shape_text(self, width: int | None) -> str:
-        return "[N, values]" if width is None else f"[N, {width}], a value for each target"
+        return "[N, values]" if width is None else f"[N, {width}], one value for each target"
 
 
 def columns(values: Array) -> Array:

@@ -1,7 +1,7 @@
 """The task of classifying pixels: logits [N, classes, height, width] against label maps [N, height, width].
 
-The main metric is the mean over classes of intersection over union, summed over all images. An image
-contributes its own intersections and unions; the standard error of a difference is that of paired images.
+The main metric is the intersection over union, with both summed over all images, averaged over classes. An
+image contributes its own intersections and unions; the standard error of a difference uses paired images.
 """
 
 from __future__ import annotations
@@ -118,13 +118,12 @@ class Segmentation(ByInfluence, Logits):
     def target(self, value: Any) -> Any:
         if isinstance(value, (int, str)):
             return value
-        raise TypeError("targets must be numbers or names, of which label_map(target) makes maps")
+        raise TypeError("targets must be numbers or names that label_map(target) turns into maps")
 
     def check_targets(self, part: str, classes: Sequence[str], targets: Sequence[Any]) -> str:
-        alone = [one for one in targets if one == NO_TARGET]
-        return (
-            f"images of {part} must all have labels, or none" if alone and len(alone) < len(targets) else ""
-        )
+        without = [one for one in targets if one == NO_TARGET]
+        mixed = 0 < len(without) < len(targets)
+        return f"either all images of {part} or none of them must have labels" if mixed else ""
 
     def width(self, classes: Sequence[str]) -> int | None:
         return len(classes) or None
@@ -147,9 +146,7 @@ def _fitting(outputs: Any, maps: Any) -> Any:
     """
     own, wanted = (" x ".join(map(str, one.shape[-2:])) for one in (outputs, maps))
     if own != wanted:
-        allowed = (
-            f"a model that gives logits of its input's height and width ({wanted}); this one gives {own}"
-        )
+        allowed = f"a model whose logits have its input's height and width ({wanted}); this one returns {own}"
         raise ConfigError("model.name", "segmentation", allowed)
     return maps
 

@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from qatkit.tasks.base import Array
     from qatkit_verify.sound import SoundPreprocess
 
-# "magma" of matplotlib at nine places (CC0), between which colours are mixed.
+# matplotlib's "magma" (CC0) at nine places, between which colours are interpolated.
 _LOUDNESS = ("000004", "1c1044", "4f127b", "812581", "b5367a", "e55064", "fb8761", "fec287", "fcfdbf")
 _TICK, _TEXT, _RIGHT, _OTHER = "#9a9aa5", "#e6e6ea", "#2e9e5b", "#5b7fbf"
-_RANGE = 60.0 / 4.342944819032518  # decibels below the loudest place that are drawn, in nats of power
-_WIDTH, _HEIGHT, _LEFT, _BELOW = 300, 200, 34, 18  # of a panel, and of its margins with the ticks
+_RANGE = 60.0 / 4.342944819032518  # drawn range below the loudest place: 60 dB, in nats of power
+_WIDTH, _HEIGHT, _LEFT, _BELOW = 300, 200, 34, 18  # pixels of a panel, and of its margins with the ticks
 _PITCHES = (125, 250, 500, 1000, 2000, 4000, 8000, 16000)  # Hz
 _STEPS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)  # seconds from tick to tick
-_TICKS, _APART = 6, 12  # on the axis of time, at most; pixels between two pitches, at least
+_TICKS, _APART = 6, 12  # maximum number of ticks on the time axis; minimum pixels between two pitches
 _SHOWN = 5  # classes
 _WINDOW = 0.04  # seconds, for a model that takes samples
 
@@ -27,7 +27,7 @@ _WINDOW = 0.04  # seconds, for a model that takes samples
 class Spectrograms(Drawing):
     """A drawing of a recording's log-mel bands over time, and bars of the probabilities."""
 
-    measure = "of the probability lies on other classes than in float"
+    measure = "of the probability is on other classes than in float"
     looked_at = 512
 
     def differs(self, exact: Array, found: Array) -> Array:
@@ -80,7 +80,7 @@ def _name(classes: Sequence[str], place: int) -> str:
 def _log_power(inputs: Any, told: Mapping[str, Any]) -> tuple[Array, SoundPreprocess] | None:
     """Returns ln of a recording's power [frames, bands] and its preprocessing; None for other inputs.
 
-    Samples get the usual bands; the bands of MFCCs are reconstructed from the coefficients.
+    For samples the usual bands are computed; for MFCCs the bands are reconstructed from the coefficients.
     """
     import numpy as np
 
@@ -116,7 +116,7 @@ def _spectrogram(title: str, power: Array, how: SoundPreprocess) -> Panel:
 
 
 def _times(how: SoundPreprocess, wide: int, high: int) -> list[Shape]:
-    """Returns the ticks of the axis of time; a frame lies where the middle of its window is."""
+    """Returns the ticks of the time axis; a frame is drawn at the middle of its window."""
     length = how.frames * how.hop / how.rate
     step = next((one for one in _STEPS if length / one <= _TICKS), length / _TICKS)
     first = (how.window - how.hop) / 2 / how.rate
@@ -131,7 +131,7 @@ def _times(how: SoundPreprocess, wide: int, high: int) -> list[Shape]:
 
 
 def _pitches(how: SoundPreprocess, high: int) -> list[Shape]:
-    """Returns the ticks of the axis of pitch: band k is centred at the mel k + 1 parts of those of half the rate."""
+    """Returns the ticks of the pitch axis: band k of n is centred at (k + 1) / (n + 1) of half the rate, in mel."""
     import math
 
     def mel(pitch: float) -> float:
@@ -150,7 +150,7 @@ def _pitches(how: SoundPreprocess, high: int) -> list[Shape]:
 
 
 def _bars(title: str, rows: Sequence[tuple[str, float, bool]], said: str) -> Panel:
-    """Returns the panel of an answer, with a bar for each (class, probability, is it the true class)."""
+    """Returns the panel of an answer, with a bar for each row (class, probability, whether the class is true)."""
     import numpy as np
 
     each, canvas = _HEIGHT // _SHOWN, np.zeros((_HEIGHT, _WIDTH), np.uint8)

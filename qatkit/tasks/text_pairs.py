@@ -77,15 +77,14 @@ class TextPairs(ByInfluence, Vectors):
         return found
 
     def check_targets(self, part: str, classes: Sequence[str], targets: Sequence[Any]) -> str:
-        return (
-            "" if len(set(targets)) > 1 else f"scores of {part} must not all be the same, got {targets[0]:g}"
-        )
+        same = f"scores of {part} must differ, but all are {targets[0]:g}"
+        return "" if len(set(targets)) > 1 else same
 
     def fits(self, shape: Sequence[int], images: int, width: int | None) -> bool:
         return len(shape) == 2 and shape[0] == 2 * images
 
     def shape_text(self, width: int | None) -> str:
-        return "[2 N, values], of N pairs"
+        return "[2 N, values] for N pairs"
 
 
 def cosines(outputs: Array) -> Array:
@@ -96,7 +95,7 @@ def cosines(outputs: Array) -> Array:
 
 
 def spearman(first: Array, second: Array) -> float:
-    """Returns the rank correlation of two sequences, ties by their mean rank; 0 where one of them does not vary."""
+    """Returns the rank correlation of two sequences, with mean ranks for ties; 0 if one of them does not vary."""
     if len(first) < _FEWEST:
         return 0.0
     a, b = _standardized(first), _standardized(second)

@@ -1,8 +1,8 @@
 """Boxes whose rows have no fixed place in the image: those of a two-stage detector, ordered by objectness.
 
-Rounding may move a proposal past others, and shift every row after it. Two outputs are therefore compared
-proposal by proposal, each with the one that overlaps it most. K proposals with C classes are K * C rows, of
-which row k * C + c has a score only in class c.
+Rounding may change the order of proposals and thus shift many rows. Two outputs are therefore compared proposal by
+proposal, each with the one that overlaps it most. K proposals with C classes are K * C rows; row k * C + c has a
+score only in class c.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Array = NDArray[Any]
-_SAME_OBJECT = 0.5  # overlap from which a box learns from the teacher's
+_SAME_OBJECT = 0.5  # overlap from which a box learns from a box of the teacher
 
 
 def are_unordered(scores: Array) -> bool:
-    """Returns whether each row of scores [N, boxes, classes] has a score in one class only, in turns.
+    """Returns whether row k * classes + c of scores [N, boxes, classes] has a score only in class c.
 
-    With a single class this cannot be decided: its rows count as ordered.
+    With a single class this cannot be decided, so its rows count as ordered.
     """
     boxes, classes = scores.shape[1:]
     if classes == 1 or boxes % classes:
@@ -36,7 +36,7 @@ def are_unordered(scores: Array) -> bool:
 def in_order_of(exact: Array, found: Array) -> Array:
     """Returns `found` with its proposals in the order of the proposals of `exact` that they overlap most.
 
-    The best proposals choose first, each among the remaining ones.
+    Proposals are matched in the order of their scores, each with one of the remaining ones.
 
     Args:
         exact, found: corners and the score of each class, [N, proposals * classes, 4 + classes].
@@ -61,7 +61,7 @@ def _ordered(exact: Array, found: Array, classes: int) -> Array:
 def nearest(output: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the teacher's row of the same class that overlaps each row of `output` most, and a mask.
 
-    The mask tells where the overlap is large enough (IoU 0.5) to learn from it.
+    The mask marks the rows with enough overlap (IoU 0.5) to learn from it.
 
     Args:
         output, teacher: corners and scores, [N, proposals * classes, 4 + classes].

@@ -19,7 +19,7 @@ class Vectors(Task):
     """A task with vectors [N, D] whose metric is computed from all `values` together (`Task.mean`)."""
 
     def decision(self, outputs: Array) -> Array:
-        """Returns the signs of the vectors, which is what a binary index keeps."""
+        """Returns the signs of the vectors, as a binary index stores them."""
         positive: Array = outputs > 0
         return positive
 

@@ -1,11 +1,11 @@
 """Feature distillation: a prepared graph learns from outputs of a teacher's modules (final outputs: see the task).
 
-    a feature      mean (ours - teacher's)² / mean (teacher's)²                     Romero et al., "FitNets", 2015
+    loss of a feature      mean (ours - teacher's)² / mean (teacher's)²             Romero et al., "FitNets", 2015
 
-A feature is the output of a module of the float model. The prepared graph may no longer have this module, if
-it was fused or contains others. With quantization off it computes the same values, so a feature is its first
-value that equals the module's output. This is proven on the example before any training, as are the shapes of
-both sides.
+A feature is the output of a module of the float model. The prepared graph may not have this module any more, if
+it was fused or contains others. With quantization off the graph computes the same values, so the feature is its
+first value that equals the module's output. This is checked on the example before any training, and so are the
+shapes of both sides.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Feature:
 
 
 def feature_loss(ours: Tensor, theirs: Tensor) -> Tensor:
-    """Returns the mean squared error relative to the teacher's mean square, so that all layers weigh the same."""
+    """Returns the mean squared error relative to the teacher's mean square, so that all layers count equally."""
     ours, theirs = ours.float(), theirs.float()  # out of autocast
     return F.mse_loss(ours, theirs) / theirs.square().mean().clamp(min=torch.finfo(theirs.dtype).tiny)
 
@@ -89,9 +89,9 @@ def find_features(
     """Returns the features of `pairs` ("OURS" or "OURS:THEIRS"), with their values in the prepared graph.
 
     Args:
-        graph_module: prepared from `model`; a graph of the same structure has the same names.
-        tensors, example: a batch, as the graph and as the models take it.
-        model, teacher: in inference mode.
+        graph_module: the graph prepared from `model`; a graph of the same structure has the same names.
+        tensors, example: one batch in the form of the graph and in that of the models.
+        model, teacher: the models, in inference mode.
 
     Raises:
         ConfigError: a path is not a module or its output not a tensor, the graph has no such value, or shapes
@@ -103,14 +103,15 @@ def find_features(
     theirs = _outputs(teacher, given, [path for _, path in paths], "the teacher")
     for (one, other), a, b in zip(paths, ours, theirs, strict=True):
         if a.shape != b.shape:
-            wanted = f"modules of one shape: {one} gives {_sizes(a)} and the teacher's {other} {_sizes(b)}"
+            told = f"{one} returns {_sizes(a)} and the teacher's {other} returns {_sizes(b)}"
+            wanted = f"modules whose outputs have one shape; {told}"
             raise ConfigError(KEY, f"{one}:{other}", wanted)
     names = _equal_values(graph_module, tensors, ours)
     for (path, _), name in zip(paths, names, strict=True):
         if name is None:
             wanted = (
-                "modules whose output the quantized graph computes: this one's is changed by an algorithm or "
-                "fused away; one that ends a block is not"
+                "modules whose outputs the quantized graph computes; the output of this one is changed by an "
+                "algorithm or fused away, unlike that of a module that ends a block"
             )
             raise ConfigError(KEY, path, wanted)
     return [Feature(a, b, name) for (a, b), name in zip(paths, names, strict=True) if name is not None]
@@ -144,7 +145,7 @@ def _outputs(model: nn.Module, batch: Example, paths: Sequence[str], who: str) -
         raise ConfigError(KEY, error.args[0], f"modules that {who} calls") from error
     for path, one in zip(paths, found, strict=True):
         if not isinstance(one, Tensor) or not one.is_floating_point():
-            raise ConfigError(KEY, path, f"modules of {who} that give a tensor, not {type(one).__name__}")
+            raise ConfigError(KEY, path, f"modules of {who} that return a tensor, not {type(one).__name__}")
     return found
 
 

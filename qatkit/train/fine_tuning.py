@@ -2,7 +2,7 @@
 
     before a step   phase (observe, quantize, frozen statistics) ─ learned scales aligned ─ integers counted
     the loss        targets, a teacher's outputs and features, weights pulled to the middle of their steps
-    at the end      ranges fixed, scales aligned, as `convert` will make them
+    at the end      ranges fixed, scales aligned, as in `convert`
 
 `qatkit.train.module.QATModule` creates the graph.
 """
@@ -54,7 +54,7 @@ class FineTuning(Learner):
         self._tapped: tuple[fx.GraphModule, ...] = ()
         self.features: list[Feature] = []
         self._observing = True
-        self._step = -1  # the last step that was begun
+        self._step = -1  # the last step that has begun
         self._alignment: Alignment | None = None  # of learned scales, once fine-tuning has begun
         self._variances: dict[nn.Module, Tensor] = {}  # of training BatchNorms, when the step begins
 
@@ -81,7 +81,7 @@ class FineTuning(Learner):
         except ConfigError:
             if len(inputs) != 1 or isinstance(self.example, Tensor):
                 raise
-            # one argument that holds several tensors
+            # The only argument of the example holds several tensors.
             return flatten(in_float32(like(self.example, inputs, graph_inputs(self.graph))))
 
     def kept(self, outputs: Any) -> int | None:
@@ -98,7 +98,7 @@ class FineTuning(Learner):
         schedule = self.schedule
         if not self.teacher:
             if self._distills:
-                allowed = "a model that was given to QATModule.learn_from"
+                allowed = "a teacher that was passed to QATModule.learn_from"
                 raise ConfigError("schedule.distill_teacher", schedule.distill_teacher, allowed)
             return super().loss(images, targets)
         outputs, ours = self._with_features(images)
@@ -106,9 +106,9 @@ class FineTuning(Learner):
         teacher = self.teacher[0].to(output.device)
         answer, theirs = watched(teacher, in_float32(images), [f.theirs for f in self.features])
         loss = output.new_zeros(())
-        if schedule.distill < 1:  # there may be no targets then
+        if schedule.distill < 1:  # otherwise there may be no targets
             loss = (1 - schedule.distill) * self.of_targets(output, auxiliary, targets)
-        else:  # with several processes every parameter has to have a gradient
+        else:  # with several processes every parameter must have a gradient
             loss = loss + sum(0.0 * head.sum() for head in auxiliary)
         if schedule.distill > 0:
             loss = loss + schedule.distill * self._distillation(output, outputs, answer)
@@ -118,7 +118,7 @@ class FineTuning(Learner):
         return loss
 
     def _distillation(self, output: Tensor, outputs: Any, answer: Any) -> Tensor:
-        """Returns the task's distillation loss from the teacher's answer, for the first or as mean over all outputs."""
+        """Returns the task's distillation loss for the first output, or the mean over all if the task uses them."""
         task, wanted, t = self.task, output_leaves(answer)[1], self.schedule.distill_temperature
         if not task.every_output:
             return task.distillation(output, task.trained(wanted), t)
@@ -143,7 +143,7 @@ class FineTuning(Learner):
         return found
 
     def setup(self, stage: str) -> None:
-        """Lets learned quantizers begin, before a checkpoint is loaded and the optimizer is created."""
+        """Initializes learned quantizers, before a checkpoint is loaded and the optimizer is created."""
         if stage == "fit":
             self.check_gradients()
         if self.quantize and stage == "fit":
@@ -153,25 +153,27 @@ class FineTuning(Learner):
         """Checks that the gradient of the loss reaches all weights.
 
         Raises:
-            ConfigError: it does not reach some; the error names them and the module that torch does not
+            ConfigError: it does not reach some; the message names them and the module that torch does not
                 compute.
         """
         trains = self.schedule.epochs and not self.schedule.distill_features
         if trains and (found := stopped(self.graph.graph)) is not None:
-            allowed = "0 with this model (schedule=calibrate_only): the weights of "
-            allowed += f"'{found.weights}' reach its outputs through '{found.by}' alone, which ONNX Runtime computes "
-            allowed += "and no gradient passes"
+            allowed = "0 with this model (schedule=calibrate_only), since the weights of "
+            allowed += (
+                f"'{found.weights}' reach its outputs only through '{found.by}', which ONNX Runtime computes "
+            )
+            allowed += "without a gradient"
             raise ConfigError("schedule.epochs", self.schedule.epochs, allowed)
 
     def begin(self) -> None:
-        """Starts learned scales from calibration (hook)."""
+        """Initializes learned scales from calibration (hook)."""
         begin(self.graph)
         self._align_what_is_learned()
 
     def on_train_start(self) -> None:
         super().on_train_start()
         if self.quantize and self.global_rank == 0 and (note := idle(self.graph)):
-            warnings.warn(note, stacklevel=1)  # Lightning, the caller, has its warnings filtered
+            warnings.warn(note, stacklevel=1)  # warnings of Lightning, the caller, are filtered
         self._align_what_is_learned()
 
     def _align_what_is_learned(self) -> None:
@@ -216,9 +218,8 @@ class FineTuning(Learner):
         if self.quantize and self.schedule.oscillation == "dampen":
             loss = loss + self.dampening(self._progress)
         if _ranks() > 1 and (idle := resting(self.graph)):
-            loss = (
-                loss + 0 * torch.stack([one.sum() for one in idle]).sum()
-            )  # DDP waits for a gradient of each
+            # DDP waits for a gradient of each parameter.
+            loss = loss + 0 * torch.stack([one.sum() for one in idle]).sum()
         return loss
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -233,8 +234,8 @@ class FineTuning(Learner):
     def set_phase(self, progress: float) -> None:
         """Sets what is observed, quantized and frozen after the share `progress` of all steps.
 
-        Called before each batch. The phase is a function of the step only, so that a resumed run continues in
-        the phase in which it was stopped.
+        Called before each batch. The phase is a function of the step only, so a resumed run continues in the phase in
+        which it stopped.
         """
         schedule = self.schedule
         observe = self.quantize and progress < schedule.freeze_observers

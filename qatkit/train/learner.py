@@ -25,13 +25,13 @@ from qatkit.train.weight_average import WeightAverage
 from qatkit_verify.errors import ConfigError
 
 Batch = tuple[Any, Tensor]  # the model's input, targets
-EMA = "ema"  # key in the record of a float checkpoint: the decay of the average that its weights are
+EMA = "ema"  # key in the record of a float checkpoint: the decay, if its weights are an average
 
 
 class Learner(lightning.LightningModule):
     """A Lightning module that trains `self.graph` on batches (images [N, C, H, W], targets [N, ...]).
 
-    Instead of images there may be any other input of a model (`qatkit.graph.signature.Example`); the task's
+    Instead of images, batches may hold any other input of a model (`qatkit.graph.signature.Example`); the task's
     loss takes the first output. A `ScheduleConfig` holds the settings.
 
     Checkpoints hold the state of torch's random generator, so that a run resumed in mid-epoch drops the same
@@ -39,13 +39,12 @@ class Learner(lightning.LightningModule):
     epochs so far.
 
     Raises:
-        ConfigError: a checkpoint would be written and the weights are not finite.
+        ConfigError: a checkpoint is to be written, but the weights are not finite.
 
     Attributes:
         task: the task that is learned.
         keys: prefix of the names of this training's own settings.
-        average: average of the weights, if `schedule.ema` asks for one, from the first step until
-            `take_average`.
+        average: average of the weights, if `schedule.ema` is set, from the first step until `take_average`.
         curve: figures of each evaluated epoch (`qatkit.records.tried.Epoch`).
         best: state_dict of the best epoch, where epochs are selected; None before there is one.
         finished: the weights are final.
@@ -62,10 +61,9 @@ class Learner(lightning.LightningModule):
         self.curve: list[dict[str, Any]] = []
         self.best: dict[str, Tensor] | None = None
         self.finished = False
-        self.told: list[str] = []  # of the last training, for the report
-        self._original: tuple[
-            nn.Module, ...
-        ] = ()  # the float model, whose loss a task may ask for; no submodule
+        self.told: list[str] = []  # notes on the last training, for the report
+        # The float model, whose loss a task may use, in a tuple so that it is not a submodule.
+        self._original: tuple[nn.Module, ...] = ()
         self._rng: Tensor | None = None
         self._device_rng: Tensor | None = None
         self._validated: AbstractContextManager[None] = nullcontext()
@@ -99,7 +97,7 @@ class Learner(lightning.LightningModule):
         return self.task.whole_loss(output, auxiliary, targets, self.schedule)
 
     def training_step(self, batch: Batch, _: int) -> Tensor:
-        return self.loss(*batch)  # not logged: Lightning would ask the device for its value at each step
+        return self.loss(*batch)  # not logged, since Lightning would wait for the device at each step
 
     def validation_step(self, batch: Batch, _: int) -> None:
         images, targets = batch
@@ -128,8 +126,8 @@ class Learner(lightning.LightningModule):
 
     def on_train_start(self) -> None:
         for parameter, state in self.trainer.optimizers[0].state.items():
-            # A checkpoint has the layout of its run (trainer.channels_last); fused kernels follow the memory
-            # order.
+            # A checkpoint has the memory format of its run (trainer.channels_last), and fused kernels follow the
+            # memory order.
             for key, value in state.items():
                 if isinstance(value, Tensor) and value.shape == parameter.shape:
                     state[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
@@ -153,7 +151,7 @@ class Learner(lightning.LightningModule):
     def take_average(self, stored: Mapping[str, Tensor] | None = None) -> None:
         """Replaces the weights by their average, for export, and drops the average.
 
-        After a training with `schedule.ema` by a plain Trainer, the caller has to call this.
+        After a training with `schedule.ema` by a plain Trainer, the caller must call this.
 
         Args:
             stored: the average in the checkpoint that the weights were read from; None: that of this
@@ -167,7 +165,7 @@ class Learner(lightning.LightningModule):
 
     @contextmanager
     def untouched(self) -> Iterator[None]:
-        """Restores the state of training on exit; within, the graph is in inference and may be changed freely."""
+        """Restores the training state on exit; within, the graph is in inference mode and may be changed freely."""
         average, stored = self.average, self._stored_average
         values = {} if average is None else {name: one.clone() for name, one in average.state.items()}
         weights = {name: one.clone() for name, one in self.state_dict().items()}
@@ -198,34 +196,34 @@ class Learner(lightning.LightningModule):
             self._draw_apart(batch_idx)
 
     def _draw_apart(self, batch_idx: int) -> None:
-        """Seeds random numbers that differ from rank 0's (whose state is in checkpoints), as a function of the step."""
+        """Seeds random numbers of other ranks by the step; rank 0's generator is stored in checkpoints."""
         trainer: Any = self.trainer
         seed = getattr(trainer.datamodule, "seed", 0)  # a user's own loaders have none
         torch.manual_seed(seed_of("draws", seed, self.global_rank, self.global_step, batch_idx))
 
     def check_finite(self) -> None:
-        """Raises ConfigError if training has made a weight NaN or infinite, so that no checkpoint is written."""
+        """Raises ConfigError if a trained weight is NaN or infinite, so that no checkpoint is written."""
         trained = [p.detach() for p in self.parameters() if p.requires_grad]
         if trained and not bool(torch.stack([one.isfinite().all() for one in trained]).all()):
             raise self.diverged("its weights are NaN or infinite")
 
     def diverged(self, how: str) -> ConfigError:
-        """Returns the error for a diverged training, which names the rate and what to try.
+        """Returns the error for a diverged training, with its learning rate and what to try.
 
         Args:
             how: the symptom, as a clause.
         """
         step = self.trainer.global_step
         allowed = (
-            f"a smaller value, such as {self.lr / 10:g}: by step {step} the training has diverged, {how}; a longer"
-            " schedule.warmup and trainer.gradient_clip=1 help too"
+            f"a smaller value, such as {self.lr / 10:g}, a longer schedule.warmup or trainer.gradient_clip=1;"
+            f" the training had diverged by step {step} ({how})"
         )
         return ConfigError(f"{self.keys}lr", self.lr, allowed)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.check_finite()
         checkpoint["rng_state"], checkpoint["qatkit"] = torch.get_rng_state(), self.about
-        if self.device.type == "cuda":  # dropout draws from it there
+        if self.device.type == "cuda":  # dropout on the GPU draws from its own generator
             checkpoint["device_rng_state"] = torch.cuda.get_rng_state(self.device)
         found = {"average": self.average and self.average.state, "curve": self.curve, "best": self.best}
         checkpoint |= {name: value for name, value in found.items() if value}
@@ -236,7 +234,7 @@ class Learner(lightning.LightningModule):
         self._stored_average, self.best = checkpoint.get("average"), checkpoint.get("best")
         self.curve = [with_score(row) for row in checkpoint.get("curve", [])]
         self.finished = checkpoint.get("finished", False)
-        if self._trainer is not None:  # Lightning's `load_from_checkpoint` has none, and trains nothing
+        if self._trainer is not None:  # Lightning's `load_from_checkpoint` has no trainer, and trains nothing
             _recount(checkpoint, self.trainer.accumulate_grad_batches)
 
 
@@ -245,7 +243,7 @@ def _recount(checkpoint: dict[str, Any], accumulate: int) -> None:
     before = checkpoint.get("accumulate", accumulate)
     progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
     for counts in (progress["total"], progress["current"]):
-        ready = counts["ready"]  # within a batch the others are one behind this
+        ready = counts["ready"]  # within a batch, the other counts are one less
         counts |= {name: ready * accumulate // before - (ready - count) for name, count in counts.items()}
 
 
@@ -276,10 +274,10 @@ def rate_factor(step: int, total: int, schedule: ScheduleConfig) -> float:
 
 
 def make_optimizer(model: nn.Module, schedule: ScheduleConfig, lr: float) -> torch.optim.Optimizer:
-    """Returns SGD or AdamW for the weights, with learned scales in groups of their own.
+    """Returns SGD or AdamW for the weights, with learned scales in separate groups.
 
-    Vectors (biases, norms) get no weight decay. Learned scales move by shares
-    (`qatkit.quant.learned.by_shares`); of these only PACT's clipping values decay.
+    Vectors (biases, norms) get no weight decay. Learned scales move by relative steps
+    (`qatkit.quant.learned.by_shares`); among these only PACT's clipping values decay.
     """
     learned: dict[int, bool] = {
         id(p): q.decayed
@@ -301,6 +299,6 @@ def make_optimizer(model: nn.Module, schedule: ScheduleConfig, lr: float) -> tor
             groups.append({"params": found, "weight_decay": decay, "lr": schedule.scale_lr, BY_SHARES: True})
     if schedule.optimizer == "adamw":
         adamw = AdamWAndScales if learned or relative else torch.optim.AdamW
-        return adamw(groups, lr=lr, fused=True)  # the other forms read their steps on the host
+        return adamw(groups, lr=lr, fused=True)  # the other implementations read their steps on the host
     sgd = SGDAndScales if learned else torch.optim.SGD
     return sgd(groups, lr=lr, momentum=schedule.momentum)

@@ -65,27 +65,27 @@ class QATModule(FineTuning):
     """A prepared model.
 
     Args:
-        model: the float model; not changed. A model captured with the same example is traced and proven once
-            for all modules made from it. A model of another type than float32 is quantized from a float32
-            copy, and its inputs are converted too.
+        model: the float model, which is not changed. A model captured with the same example is traced and
+            proven once for all modules made from it. A model of another type than float32 is quantized from a
+            float32 copy, and its inputs are converted too.
         example: an input of the real shapes: images [N, C, H, W], a tuple of positional arguments or a
             mapping of keyword arguments, with tensors anywhere in them (`qatkit.graph.signature`).
-        schedule: fine-tuning; BatchNorm mode and milestones.
-        backend: says what is quantized and how.
+        schedule: settings of fine-tuning, such as the BatchNorm mode and the milestones.
+        backend: defines what is quantized and how.
         overrides: overrides by pattern (`qatkit.graph.overrides`).
         quantizers: factories of the quantizers of activations and weights, and of the observers.
         algorithms: corrections without labels, each at its stage, in this order.
-        quantize: False makes the control: the same graph and schedule in float.
+        quantize: False makes the control, which has the same graph and schedule in float.
         task: the loss and the metric of epochs.
 
     Attributes:
         graph: the prepared GraphModule, called with the example's tensors as positional arguments.
         example: a batch of one, in the same form; if the model takes only one batch size, that size.
         skipped: (site, reason) of everything left float, over all hooks.
-        notes: (site, reason) of everything the corrections left unchanged, and of dead channels.
-        mixed_scales: "float" or "report", the response of `calibrate` to tensors that one scale cannot hold.
+        notes: (site, reason) of everything that the corrections left unchanged, and of dead channels.
+        mixed_scales: "float" or "report", the response of `calibrate` to tensors that one scale cannot represent.
         mixed: the tensors of this kind that it found.
-        floats: sites of the operators that it left float for them.
+        floats: sites of the operators that it left float because of them.
         progress: progress bars are shown.
         mean_shifts: "correct" or "report", the response of `calibrate` to outputs shifted by rounded weights.
         shifted: the operators for which it found such a shift.
@@ -122,9 +122,9 @@ class QATModule(FineTuning):
         self.backend, self.overrides = backend, dict(overrides or {})
         self.quantizers, self.algorithms = quantizers, tuple(algorithms)
         types = (str(dtype).removeprefix("torch.") for dtype in given)
-        self._about_model = [("model", f"is {one}: it is quantized from float32") for one in types]
-        # In a tuple, so not a submodule. An already traced graph is changed in place and can be prepared only
-        # once.
+        self._about_model = [("model", f"is {one} and is quantized from a float32 copy") for one in types]
+        # In a tuple, so that it is not a submodule. An already traced graph is changed in place and can be
+        # prepared only once.
         self._made_of: tuple[nn.Module | Captured, ...] = (
             () if is_traced(model) else (model if captured is None else captured,)
         )
@@ -139,8 +139,8 @@ class QATModule(FineTuning):
         """Returns the prepared graph of a float model, and sets `skipped` and `notes`.
 
         Args:
-            model: in single precision.
-            example: input of the equivalence proof; None: no proof again.
+            model: the float model in single precision.
+            example: input of the proof of equivalence; None: it is not repeated.
         """
         captured = model if isinstance(model, Captured) else None
         given = model if captured is None else captured.graph(share=self._shares_weights())
@@ -166,7 +166,7 @@ class QATModule(FineTuning):
         return graph
 
     def opened(self, model: nn.Module | Captured) -> fx.GraphModule:
-        """Returns the graph that `prepare_qat` was given, rebuilt from the float model, for questions of placement."""
+        """Returns the input graph of `prepare_qat`, rebuilt from the float model, to decide on placements."""
         captured = self._captured(model)
         model = model.model if isinstance(model, Captured) else model
         shares = self._shares_weights()
@@ -182,15 +182,14 @@ class QATModule(FineTuning):
         schedule = self.schedule
         # Without training, merged weights are plain ones, which the algorithms may change.
         branches = schedule.branches if schedule.epochs else "merged"
-        depthwise = (
-            not self.backend.weights_alone
-        )  # their scales would take more space than a BatchNorm's weights
+        # With quantized weights only, the scales of depthwise weights would take more space than a BatchNorm.
+        depthwise = not self.backend.weights_alone
         return fuse(model, self.example, schedule.batch_norm, depthwise=depthwise, branches=branches)
 
     def _shares_weights(self) -> bool:
-        """Returns whether nothing will write into the weights, so that they can be shared with the float model.
+        """Returns whether nothing changes the weights, so that they can be shared with the float model.
 
-        A second copy would be half of the memory of a large model.
+        A second copy would take half of the memory for a large model.
         """
         writes = bool(self.schedule.epochs) or any(one.changes_weights for one in self.algorithms)
         return type(self) is QATModule and not writes
@@ -198,13 +197,13 @@ class QATModule(FineTuning):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Loads parameters and buffers; where the weights differ, the float model keeps its own."""
+        """Loads parameters and buffers; if shared weights differ, the float model keeps its own."""
         if self._shares_weights():
             own_unlike(self, state_dict)
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
     def _captured(self, model: nn.Module | Captured) -> Captured | None:
-        """Returns the capture that `fuse` gets its graph from; None where `fuse` is overridden: it gets the model."""
+        """Returns the capture whose graph `fuse` gets; None if `fuse` is overridden and gets the model itself."""
         return model if isinstance(model, Captured) and type(self).fuse is QATModule.fuse else None
 
     def stub(self, model: nn.Module) -> PassResult:
@@ -241,9 +240,9 @@ class QATModule(FineTuning):
 
     @property
     def left_float(self) -> list[str]:
-        """The sites that are float in the file for a good reason: an override, or no int8 kernel exists.
+        """The sites that are float in the file for a good reason: an override, or a missing int8 kernel.
 
-        There is no kernel for a Linear with a float bias whose result is float. The audit handles all else
+        There is no kernel for a Linear with a float bias whose result is float. The audit checks everything else
         that was skipped.
         """
         found = [
@@ -266,14 +265,14 @@ class QATModule(FineTuning):
     def calibrate(self, batches: Iterable[Any]) -> int:
         """Finds the ranges from `batches` of the example's form and returns the number of images.
 
-        The first images are searched for tensors that one scale cannot hold. Unless `mixed_scales` is
+        The first images are searched for tensors that one scale cannot represent. Unless `mixed_scales` is
         "report", the operators that produce them are left float (`qatkit.calibration.mixed_scales`), in a new
         `graph`. Shifts of means by rounded weights (`qatkit.algorithms.shifted_means`) are corrected in the
         biases, unless `mean_shifts` is "report".
         """
         sample = Sample(self.graph)
         images = calibrate(self.graph, sample.of(map(self.tensors, batches)))
-        if self.quantize and not self.backend.simulated:  # both concern evenly spaced steps
+        if self.quantize and not self.backend.simulated:  # both only apply to evenly spaced steps
             if fake_quantizers(self.graph):
                 self._find_mixed_scales(sample)
             correct = self.mean_shifts == "correct"
@@ -300,7 +299,7 @@ class QATModule(FineTuning):
 
         Args:
             sites: sites of the operators.
-            batches: give ranges to tensors that were not quantized before.
+            batches: batches that calibrate tensors that were not quantized before.
 
         Raises:
             ConfigError: nothing is left to quantize.
@@ -334,20 +333,18 @@ class QATModule(FineTuning):
 
     def _with_images(self, chosen: list[Algorithm], batches: Iterable[Any]) -> None:
         given = batches if isinstance(self.example, Tensor) else map(self.tensors, batches)
-        seen = given if len(chosen) < 2 else list(given)  # a generator serves only one of them
+        seen = given if len(chosen) < 2 else list(given)  # a generator would serve only one of them
         done = self.run_algorithms(chosen, self.graph, seen)
         idle = [name for name, reason in done.skipped if reason == NOTHING]
-        self.about[IDLE] = [
-            *self.about.get(IDLE, ()),
-            *idle,
-        ]  # in the checkpoint: a resumed run calls none of them
+        # Stored in the checkpoint, since a resumed run does not call the algorithms again.
+        self.about[IDLE] = [*self.about.get(IDLE, ()), *idle]
 
     def learn_from(self, model: nn.Module, teacher: nn.Module | None = None) -> None:
         """Sets the teacher, and finds `schedule.distill_features` in model and teacher.
 
         Args:
             model: the float model of this module.
-            teacher: None: the model itself.
+            teacher: the teacher; None: the model itself.
 
         Raises:
             ConfigError: one of them lacks a feature, or its shapes differ.
@@ -357,7 +354,7 @@ class QATModule(FineTuning):
         other = model if teacher is None else in_single_precision(teacher)[0].cpu().eval()
         self.teacher, self._tapped = (other,), ()
         if pairs and self.of_stage(OBSERVED):
-            allowed = "[] with an algorithm that divides the channels which would be compared (smooth_quant)"
+            allowed = "[] with an algorithm that rescales the compared channels (smooth_quant)"
             raise ConfigError("schedule.distill_features", ", ".join(pairs), allowed)
         if pairs:
             probe = with_drawn_norms(model)
@@ -369,7 +366,7 @@ class QATModule(FineTuning):
 
 
 def _of_one(graph: fx.GraphModule, example: Example) -> Example:
-    """Returns a copy of `example` with one row along the batch axes, or as few as the graph takes."""
+    """Returns a copy of `example` with one row along the batch axes, or the smallest number that the graph takes."""
     tensors = flatten(example)
     return unflatten(
         example, [t.clone() for t in resized(tensors, batch_multiple(graph), graph_axes(graph, tensors))]

@@ -1,6 +1,6 @@
 """Quantization in parts, for models that cannot be traced as a whole.
 
-The box logic of a detector depends on data, so torch.fx cannot trace it. It can trace the backbone and the
+The box logic of a detector depends on data, so torch.fx cannot trace it, but it can trace the backbone and the
 convolutions of the heads. Each named submodule is passed through fuse, stub and prepare_qat and put back into
 the model. The model is then calibrated, fine-tuned and evaluated by its own code:
 
@@ -10,7 +10,7 @@ the model. The model is then calibrated, fine-tuned and evaluated by its own cod
     converted = parts.convert()         # the model with int8 parts, in PyTorch
     files = parts.export(folder)        # one ONNX file per part
 
-The input sizes of the files are those that the example gave each part, with a dynamic batch.
+The input sizes of a file are those of its part's inputs for the example, with a dynamic batch.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Part(nn.Module):
         result = self.graph(*like(self.seen.example, given, graph_inputs(self.graph)))
         found = (result,) if isinstance(result, Tensor) else result
         if len(found) != len(flatten((self.seen.result,))):
-            return result  # without its auxiliary head
+            return result  # the graph has no auxiliary head
         return unflatten(self.seen.result, found)
 
 
@@ -90,9 +90,9 @@ class Parts:
 
     Args:
         model: the float model; not changed.
-        scope: paths of the submodules to quantize. Each takes one or more tensors, the same ones at every
+        scope: paths of the submodules to quantize. Each takes one or more tensors, in the same form at every
             call. A submodule that is called several times (a head over a pyramid's levels) has one range for
-            all calls; `calibrate` warns if these are far apart.
+            all calls; `calibrate` warns if the inputs of these differ too much.
         example: one input of `model`.
         backend: as in `QATModule`.
         batch_norm: as in `QATModule`.
@@ -101,7 +101,7 @@ class Parts:
         overrides: overrides by part, then by pattern within it.
 
     Attributes:
-        model: the copy that holds the parts; calibrate it, train it, evaluate it.
+        model: the copy that holds the parts, to calibrate, train and evaluate.
         inputs: the arguments of each part, by path.
         skipped: (site, reason) of everything left unchanged.
 
@@ -194,7 +194,7 @@ class _Calls:
             found, call = self.largest[path], self.done[path]
             found.extend([0.0] * (call + 1 - len(found)))
             for tensor in (t for t in flatten((*args, kwargs)) if t.is_floating_point()):
-                if tensor.numel():  # a head may be given no box at all
+                if tensor.numel():  # a head may get no box at all
                     found[call] = max(found[call], float(tensor.abs().max()))
             self.done[path] += 1
 
@@ -210,15 +210,15 @@ class _Calls:
         return run
 
     def far_apart(self) -> Iterable[tuple[str, str]]:
-        """Yields (path, reason) of the parts with a call that gets fewer than 32 of the 256 steps."""
+        """Yields (path, reason) of the parts with a call that uses fewer than 32 of the 256 steps."""
         for path, found in self.largest.items():
             ends = [value for value in found if value > 0]
             if ends and max(ends) > _FAR_APART * min(ends):
                 yield (
                     path,
-                    f"one range for {len(found)} calls whose inputs differ {max(ends) / min(ends):.0f}-fold "
-                    f"({min(ends):.3g} to {max(ends):.3g}): the smallest is left few of the 256 steps; "
-                    "normalize them, or name submodules that each serve one call",
+                    f"one range serves {len(found)} calls whose inputs differ {max(ends) / min(ends):.0f}-fold "
+                    f"({min(ends):.3g} to {max(ends):.3g}), so the smallest uses few of the 256 steps; "
+                    "normalize them, or name submodules that are called only once",
                 )
 
     def __enter__(self) -> _Calls:
@@ -268,7 +268,7 @@ def _first_calls(model: nn.Module, scope: Sequence[str], example: Any) -> dict[s
             handle.remove()
     for path in scope:
         if path not in seen:
-            raise ConfigError("model.scope", path, reason="it is never called for this example")
+            raise ConfigError("model.scope", path, reason="the model never calls it for this example")
         if not flatten(seen[path].example):
             kinds = ", ".join(type(value).__name__ for value in arguments_of(seen[path].example)[0])
             raise ConfigError("model.scope", path, f"a module that takes at least one tensor, not ({kinds})")
@@ -276,7 +276,7 @@ def _first_calls(model: nn.Module, scope: Sequence[str], example: Any) -> dict[s
 
 
 def _valueless(seen: Seen) -> Seen:
-    """Returns the containers with tensors without data, because a part is copied with its model."""
+    """Returns the containers with empty tensors, so that copies of a part do not copy values."""
     return Seen(*unflatten(tuple(seen), [tensor.to("meta") for tensor in flatten(tuple(seen))]))
 
 
@@ -287,4 +287,4 @@ def _advice(reason: str, example: Example) -> str:
     if all(isinstance(value, Tensor) for value in values):
         return reason
     kinds = ", ".join(type(value).__name__ for value in values)
-    return f"a part should take one tensor, not ({kinds}); name submodules of it ({reason})"
+    return f"a part must take only tensors, not ({kinds}); name its submodules instead ({reason})"

@@ -1,13 +1,13 @@
 """BatchNorm over the batches of all ranks, on any device (torch.nn.SyncBatchNorm only has kernels for GPUs).
 
 Each rank's mean, variance and count are gathered and combined (Chan, Golub and LeVeque, "Updating formulae
-and a pairwise algorithm for computing sample variances", 1979), so there is no cancellation as in E[x²] -
-E[x]². The backward pass is that of one device with the summed batch (Ioffe and Szegedy, "Batch
+and a pairwise algorithm for computing sample variances", 1979), which avoids the cancellation in E[x²] -
+E[x]². The backward pass is that of one device with the joined batch (Ioffe and Szegedy, "Batch
 normalization", 2015, section 3):
 
     dx = w/σ · (dy - mean(dy) - x̂·mean(dy·x̂))        means over all ranks
 
-The modules are not replaced: every pass and checkpoint finds the types, names and state that it knows.
+The modules are not replaced, so passes and checkpoints find the types, names and state that they know.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Normalize(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, inverse: Tensor, count: Tensor
     ) -> Tensor:
         ctx.save_for_backward(x, weight, mean, inverse, count)
-        # In the order of torch's kernel for one process: another rounding could move a value to another
+        # In the order of torch's kernel for one process, because another rounding could move a value to another
         # integer.
         slope = inverse * weight
         return torch.addcmul(_along(torch.addcmul(bias, mean, slope, value=-1), x), x, _along(slope, x))
@@ -104,8 +104,8 @@ def _own_forward(norm: _BatchNorm, *given: Any, **named: Any) -> Any:
         result = own(norm, *given, **named)
     if not mode.called:
         warnings.warn(
-            f"{type(norm).__name__} computes its statistics without torch.nn.functional.batch_norm: those of each"
-            " process are its own",
+            f"{type(norm).__name__} computes its statistics without torch.nn.functional.batch_norm, so each process"
+            " uses only its own images",
             stacklevel=2,
         )
     return result
@@ -159,8 +159,7 @@ def _follow(running: tuple[Tensor, ...], seen: tuple[Tensor, ...], share: float 
 def synchronized(model: nn.Module | None) -> Iterator[None]:
     """Makes every training BatchNorm of `model` normalize by the statistics of all ranks; does nothing for None.
 
-    A BatchNorm whose own forward does not use F.batch_norm keeps its process's statistics, and a warning says
-    so.
+    A BatchNorm whose own forward does not use F.batch_norm keeps the statistics of its process, with a warning.
     """
     found = [m for m in (model.modules() if model else ()) if isinstance(m, _BatchNorm)]
     found = [norm for norm in found if not isinstance(norm, nn.SyncBatchNorm)]  # synchronizes by itself

@@ -2,10 +2,10 @@
 
     after step t:  average ← d·average + (1 - d)·weights,   d = min(decay, (1 + t) / (10 + t))
 
-Without the rising d, the average of a short run would be little more than its initial weights. The average
-covers the trained parameters (including learned scales), the statistics of BatchNorms, and the weight scales
-that an algorithm found, which follow the weights. Ranges stay as observed. d is a function of the step, so a
-resumed run needs only the average.
+Without the rising d, the average of a short run would be close to its initial weights. The average covers the
+trained parameters (including learned scales), the statistics of BatchNorms, and the weight scales that an
+algorithm found, which follow the weights. Ranges stay as observed. d is a function of the step, so a resumed run
+needs only the average.
 
 Source: Polyak and Juditsky, "Acceleration of stochastic approximation by averaging", 1992; the rising d is that of
 TensorFlow's `tf.train.ExponentialMovingAverage(num_updates=...)`.
@@ -32,11 +32,11 @@ class WeightAverage:
     """The average of a module's weights.
 
     Args:
-        module: on the device that it trains on. Its tensors are looked up at every call, because a move to
+        module: the module, on its training device. Its tensors are looked up at every call, because a move to
             another device or memory format between calls replaces them.
-        decay: from 0 to below 1.
-        stored: `state` of an earlier average to continue; None: the current weights, also for tensors it
-            lacks.
+        decay: the decay, at least 0 and below 1.
+        stored: `state` of an earlier average to continue; for None, and for tensors that it lacks, the average
+            starts from the current weights.
     """
 
     def __init__(self, module: nn.Module, decay: float, stored: Mapping[str, Tensor] | None = None) -> None:
@@ -48,7 +48,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Takes in the weights after the optimizer step number `step`, counted from 1."""
+        """Adds the weights after the optimizer step number `step`, counted from 1, to the average."""
         share = 1 - decay_at(step, self.decay)
         live = averaged(self._module)
         torch._foreach_lerp_(list(self.state.values()), [live[name] for name in self.state], share)

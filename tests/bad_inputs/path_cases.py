@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 import forked
@@ -69,8 +68,7 @@ def typed(key: str, path: str) -> Case:
     if key == "export.publish":
         return Case((*TINY, "export.bundle=true", f"{key}={value}"), f"{key}={shown}")
     if key == "hf":
-        said = "model.kwargs=" if "://" in path and find_spec("transformers") else "model.name=hf/"
-        return Case((*TINY, f"model.name='hf/{path}'"), said)
+        return Case((*TINY, f"model.name='hf/{path}'"), "model.name=hf/")
     if key == "checkpoint":
         return Case((f"checkpoint={value}",), f"checkpoint={shown}", "export.py")
     if key == "onnx":

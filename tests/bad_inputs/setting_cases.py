@@ -78,13 +78,13 @@ _TRAINING = [
         ("verify.every=0", "verify.every=0: expected an integer of at least 1"),
         ("verify.every=1", "verify.held_out=0", "verify.held_out=0: expected an integer of at least 1"),
         ("verify.every=1", "verify.held_out=5000", "verify.held_out=5000: "
-         "expected fewer than the 1437 training images"),
-        ("verify.every=1", "verify.held_out=1430", "data.batch_size=32: expected at most the 7 training images"),
+         "expected a number below 1437, the number of training images"),
+        ("verify.every=1", "verify.held_out=1430", "data.batch_size=32: expected at most 7, the number of training"),
         ("schedule.batch_norm=train", "schedule.batch_norm_images=1", "schedule.batch_norm_images=1: expected 0, or 2"),
         ("schedule.distill_features=[conv]", "schedule.distill_features=conv: "
          "expected modules of the model (did you mean conv"),
         ("schedule.distill_features=[fc:conv1]", "schedule.distill_features=fc:conv1: "
-         "expected modules of one shape: fc gives"),
+         "expected modules whose outputs have one shape; fc returns"),
         ("schedule.distill_features=[fc]", "algorithm=smooth_quant", "schedule.distill_features=fc: "
          "expected [] with an"),
         ("schedule.distill_features=[fc]", "algorithm=auto", "schedule.distill_features=fc: "

@@ -278,7 +278,7 @@ def test_a_training_that_runs_away_is_one_line_with_what_to_try(kind: str, tmp_p
     """Of a fine-tuning that is judged as a file, and of one that is judged in PyTorch."""
     with pytest.raises(
         ConfigError,
-        match=r"schedule.lr=1e\+25: expected a smaller value, such as 1e\+24: by step \d+ the training has",
+        match=r"schedule.lr=1e\+25: expected a smaller value, such as 1e\+24, .*; the training had diverged by",
     ):
         _trained(_config(tmp_path / "run", lr=1e25), quantize=kind == "QAT")
     assert not list((tmp_path / "run").glob("*.ckpt"))

@@ -94,14 +94,23 @@ def test_a_model_without_a_batch_axis_takes_one_sample_at_a_time(tmp_path: Path)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"state": None}, "has ids; the model takes ids, state: state is missing"),
-        ({"ids": np.ones((1, 4), np.float32)}, r"\['ids'\] is floating point; the model takes int32"),
+        (
+            {"state": None},
+            r"state is missing in train\[0\], which has the arrays ids; the model takes ids, state",
+        ),
+        (
+            {"ids": np.ones((1, 4), np.float32)},
+            r"\['ids'\] holds floating-point numbers; the model takes int32",
+        ),
         (
             {"ids": np.ones((1, 5), np.int32)},
-            r"\['ids'\] is \[1, 5\]; the model takes \[1, 4\] of one sample",
+            r"\['ids'\] has the shape \[1, 5\]; the model takes \[1, 4\] for one sample",
         ),
-        ({"state": np.ones((2, 3), np.float32)}, r"\['state'\] is \[2, 3\]; the model takes \[2, 1, 3\]"),
-        ({"ids": np.full((1, 4), 2**40)}, r"\['ids'\] holds numbers beyond int32"),
+        (
+            {"state": np.ones((2, 3), np.float32)},
+            r"\['state'\] has the shape \[2, 3\]; the model takes \[2, 1, 3\]",
+        ),
+        ({"ids": np.full((1, 4), 2**40)}, r"\['ids'\] holds numbers that int32 cannot represent"),
     ],
 )
 def test_what_an_input_can_not_take_is_named(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -138,7 +147,9 @@ def test_files_that_hold_no_arrays_are_named(name: str, content: bytes, message:
 
 def test_texts_and_objects_are_refused(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", x=np.array(["a", "b"]))
-    with pytest.raises(ConfigError, match=r"a\.npz has 'x' of <U1; expected numbers or booleans"):
+    with pytest.raises(
+        ConfigError, match=r"a\.npz has the array 'x' of type <U1; expected numbers or booleans"
+    ):
         arrays(str(tmp_path), False, 0)
 
 

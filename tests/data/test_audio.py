@@ -60,7 +60,8 @@ def test_every_other_file_verifies_as_a_whole(tmp_path: Path) -> None:
     np.testing.assert_array_equal(np.concatenate(_frames(data, "test")), b[:16].reshape(2, 8))
     assert "2 audio files (0.0 s) to calibrate and train, 1 audio file" in data.notes[0]
     assert (
-        "frames of 8 samples for 'x', one every 8, at 16000 Hz (assumed; data.rate sets it)" in data.notes[0]
+        "frames of 8 samples for 'x', one every 8 samples, at 16000 Hz (assumed; data.rate sets it)"
+        in data.notes[0]
     )
     assert len(data.notes) == 1 and data.notes[0] in data.notes
 
@@ -71,7 +72,7 @@ def test_folders_train_and_test_are_the_splits(tmp_path: Path) -> None:
     data = _data(tmp_path)
     np.testing.assert_array_equal(np.concatenate(_frames(data, "train")), a.reshape(2, 8))
     np.testing.assert_array_equal(np.concatenate(_frames(data, "test")), b.reshape(3, 8))
-    assert "1 of 1 files that verify have the samples" not in " ".join(data.notes)
+    assert "verification files with the same samples" not in " ".join(data.notes)
 
 
 def test_frames_overlap_by_the_hop(tmp_path: Path) -> None:
@@ -140,7 +141,10 @@ def test_integers_have_the_numbers_of_the_file(tmp_path: Path) -> None:
     data = _data(tmp_path, scale="int16")
     np.testing.assert_array_equal(_frames(data, "train")[0][0], sound.astype(np.float32))
     assert "in -32768..32767" in data.notes[0]
-    assert "1 of 1 files that verify have the samples of one that calibrates: b.wav is a.wav" in data.notes[1]
+    assert (
+        "verification files with the same samples as a calibration file: 1 of 1, b.wav equals a.wav"
+        in data.notes[1]
+    )
 
 
 def test_samples_beyond_full_scale_are_clipped_to_integers(tmp_path: Path) -> None:
@@ -244,33 +248,33 @@ def test_files_that_cannot_be_used_are_listed(tmp_path: Path) -> None:
     _spoiled(tmp_path)
     listed = re.escape(
         "5 of 7 audio files can't be used: cut.wav (cut off after 36 of 40 bytes of samples), empty.wav (empty), "
-        "prime.wav (1000003 Hz, which can't be resampled to 16000 Hz), short.wav (7 samples at 16000 Hz, fewer than "
+        "prime.wav (1000003 Hz cannot be resampled to 16000 Hz), short.wav (7 samples at 16000 Hz, fewer than "
         "a frame of 8), silent.wav (silent)"
     )
-    with pytest.raises(ConfigError, match=f"{listed}; data.bad=skip leaves them out"):
+    with pytest.raises(ConfigError, match=f"{listed}; set data.bad=skip to leave them out"):
         _data(tmp_path)
     data = _data(tmp_path, bad="skip")
     assert len(_frames(data, "train")) == 2 and len(_frames(data, "test")) == 2
     assert re.search(f"data.bad=skip: {listed}", data.notes[1])
-    assert data.notes[2] == "left out by their names, files and folders: 1 (notes.txt)"
+    assert data.notes[2] == "files and folders left out by name: 1 (notes.txt)"
 
 
 @pytest.mark.parametrize(
     ("names", "settings", "message"),
     [
         ((), {}, "a folder with WAV or FLAC files; .* has none$"),
-        (("a.mp3", "b.ogg"), {}, r"has none \(.mp3, .ogg are no such files\)"),
+        (("a.mp3", "b.ogg"), {}, r"has none \(it has .mp3, .ogg\)"),
         (
             ("a.wav",),
             {},
-            "at least two usable WAV or FLAC files, since no file may calibrate and verify; it has 1",
+            "at least two usable WAV or FLAC files, since no file may both calibrate and verify; it has 1",
         ),
         (("a.wav",), {"root": "/no/such"}, "a folder with WAV or FLAC files; there is no such folder"),
-        (("a.wav", "b.wav"), {"frame": 9}, r"data.frame=9: expected null or 8, for the input 'x' \[N, 8\]"),
+        (("a.wav", "b.wav"), {"frame": 9}, r"data.frame=9: expected null or 8 for the input 'x' \[N, 8\]"),
         (
             ("a.wav", "b.wav"),
             {"axes": "n1t"},
-            r"data.axes=n1t: expected null, or axes of the input 'x' \[N, 8\]",
+            r"data.axes=n1t: expected null, or the axes of the input 'x' \[N, 8\]",
         ),
         (("a.wav", "b.wav"), {"frame": 0}, "data.frame=0: expected an integer of at least 1"),
         (("a.wav", "b.wav"), {"axes": "tn"}, "data.axes=tn: expected one of nt, n1t, nt1, t"),
@@ -278,7 +282,7 @@ def test_files_that_cannot_be_used_are_listed(tmp_path: Path) -> None:
         (
             ("a.wav", "b.wav"),
             {"count": 9},
-            f"data.count=9: expected null with data.source={AUDIO}; data=drawn reads",
+            f"data.count=9: expected null with data.source={AUDIO}; only data=drawn reads",
         ),
         (("a.wav", "b.wav"), {"image_size": 9}, "data.image_size=9: expected null"),
     ],
@@ -297,16 +301,16 @@ def test_a_folder_or_setting_that_does_not_fit_is_refused(
     [
         (
             Port("x", "float32", (None, 76, 32, 1), 0),
-            r"'x' \[N, 76, 32, 1\] has 2 axes that may be time, and a wave has",
+            r"'x' \[N, 76, 32, 1\] has 2 axes that may be time, but a wave has",
         ),
         (
             Port("x", "float32", (None, None, None), 0),
-            "2 axes that may be time.* or say by data.axes which axis is time",
+            "2 axes that may be time.* or set the time axis with data.axes",
         ),
-        (Port("x", "float32", (None, 1), 0), r"'x' \[N, 1\] has a single number"),
+        (Port("x", "float32", (None, 1), 0), r"'x' \[N, 1\] has no axis that may be time"),
         (
             Port("x", "float32", (1, 1, 257), 0),
-            "257 values, which are the spectrum of 512 samples rather than samples",
+            "257 values, the size of a spectrum of 512 samples rather than of a wave",
         ),
         (
             Port("x", "float32", (None, None), 0),
@@ -314,9 +318,9 @@ def test_a_folder_or_setting_that_does_not_fit_is_refused(
         ),
         (
             Port("x", "uint8", (None, 8), 0),
-            r"'x' \[N, 8\] is uint8, and samples of a wave are floats or integers of 16",
+            r"'x' \[N, 8\] is uint8, but samples of a wave must be floats or integers of at least 16",
         ),
-        (Port("x", "bool", (None, 8), 0), "is bool, and samples of a wave"),
+        (Port("x", "bool", (None, 8), 0), "is bool, but samples of a wave"),
     ],
 )
 def test_an_input_that_takes_no_wave_is_refused(port: Port, message: str, tmp_path: Path) -> None:
@@ -333,7 +337,7 @@ def test_a_frame_as_long_as_a_spectrum_may_be_named_a_wave(tmp_path: Path) -> No
 
 def test_integers_in_unit_scale_are_refused(tmp_path: Path) -> None:
     _files(tmp_path, 16, 16)
-    with pytest.raises(ConfigError, match=r"data.scale=unit: expected null or int16, for the input"):
+    with pytest.raises(ConfigError, match=r"data.scale=unit: expected null or int16 for the input"):
         _data(tmp_path, Port("x", "int16", (None, 8), 0), scale="unit")
 
 
@@ -341,7 +345,7 @@ def test_other_inputs_have_to_be_fixed_or_states(tmp_path: Path) -> None:
     _files(tmp_path, 16, 16)
     ports = (X, Port("sr", "int64", (), None))
     with pytest.raises(
-        ConfigError, match=r"the model takes x, sr, and audio files give one input: in model.kwargs fix"
+        ConfigError, match=r"the model takes x, sr, but audio files give only one input; fix the others"
     ):
         DataModule(_config(tmp_path), audio, 0, task=task_of("outputs"), ports=ports)
 
@@ -351,6 +355,6 @@ def test_flac_without_its_extra_says_what_to_install(tmp_path: Path, monkeypatch
     (tmp_path / "b.flac").write_bytes(b"fLaC and more")
     monkeypatch.setitem(sys.modules, "soundfile", None)
     with pytest.raises(
-        ConfigError, match=r"b.flac is FLAC, which needs the extra audio: pip install 'qatkit\[audio\]'"
+        ConfigError, match=r"b.flac is a FLAC file and needs the extra audio: pip install 'qatkit\[audio\]'"
     ):
         _data(tmp_path, bad="skip")

@@ -105,19 +105,19 @@ def rewritten(root: Path, name: str, old: str, new: str) -> None:
 MISTAKES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no area": (
         lambda root: rewritten(root, "train000", r"<xmax>\d+</xmax>", "<xmax>0</xmax>"),
-        r"boxes with an area within their pictures; 1 are not: train000.png \(.* has no area\)",
+        r"boxes with an area inside their pictures; 1 wrong: train000.png \(box .* has no area\)",
     ),
     "outside": (
         lambda root: rewritten(root, "test001", r"<xmax>\d+</xmax>", "<xmax>90</xmax>"),
-        r"1 are not: test001.png \(.*, 90, .* is outside of 64 x 48\)",
+        r"1 wrong: test001.png \(box .*, 90, .* exceeds 64 x 48 pixels\)",
     ),
     "missing picture": (
         lambda root: (root / "JPEGImages" / "train003.png").unlink(),
-        r"a picture for each annotation; 1 are missing: train003.jpg",
+        r"a picture for each annotation; 1 missing: train003.jpg",
     ),
     "another size": (
         lambda root: rewritten(root, "train002", r"<width>\d+</width>", "<width>63</width>"),
-        r"train002.png has 64 x 48 pixels, its annotation says 63 x 48",
+        r"train002.png has 64 x 48 pixels, but its annotation says 63 x 48",
     ),
     "no number": (
         lambda root: rewritten(root, "train002", r"<xmin>\d+</xmin>", "<xmin>left</xmin>"),
@@ -133,7 +133,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "no test list": (
         lambda root: (root / "ImageSets" / "Main" / "test.txt").unlink(),
-        r"there is no test or val among ImageSets/Main",
+        r"ImageSets/Main has no list for test or val",
     ),
 }
 
@@ -150,7 +150,7 @@ def test_wrong_boxes_can_be_left_out(tmp_path: Path) -> None:
     root = voc_folder(tmp_path / "d", 6, 4)
     MISTAKES["no area"][0](root)
     data = loaded(root, bad="skip")
-    assert any("1 boxes are left out: train000.png" in note for note in data.notes)
+    assert any("boxes left out: 1, train000.png" in note for note in data.notes)
     counts = [int((boxes[..., 0] >= 0).sum()) for _, boxes in data.image_batches(range(6), 6)]
     assert counts == [11]
 
@@ -161,7 +161,9 @@ def test_categories_have_to_be_the_same(tmp_path: Path) -> None:
     record = json.loads(path.read_text())
     record["categories"][1]["name"] = "tree"
     path.write_text(json.dumps(record))
-    with pytest.raises(ConfigError, match=r"the same categories in both splits; leaf, tree differs"):
+    with pytest.raises(
+        ConfigError, match=r"the same categories in both splits; only one split has leaf, tree"
+    ):
         loaded(root, COCO_BOXES)
 
 

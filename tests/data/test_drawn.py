@@ -118,9 +118,9 @@ def test_samples_of_a_model_without_a_batch_differ() -> None:
 
 def test_the_notes_say_that_nothing_is_real() -> None:
     data = _data(IDS, MASK, Port("x", "float32", (None, 5), 0), ranges={"x": [0, 0.5]})
-    assert data.notes[0] == NOTE and "no figure of accuracy or agreement says anything of real data" in NOTE
+    assert data.notes[0] == NOTE and "no figure of accuracy or agreement applies to it" in NOTE
     assert data.notes[1] == (
-        "drawn, 8 samples to calibrate and as many to verify: ids int64 [1, 64] 0..29 (rows of the table that it "
+        "samples drawn for each split: 8, with ids int64 [1, 64] 0..29 (rows of the table that it "
         "indexes); mask int64 [1, 64] 0..1 (assumed; data.ranges sets it); x float32 [1, 5] 0..0.5 (data.ranges)"
     )
     assert data.splits.drawn and not data.labelled
@@ -140,25 +140,33 @@ def test_a_model_with_states_gets_sequences(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("ports", "settings", "message"),
     [
-        ((), {}, f"data.source={DRAWN}: the model does not declare its inputs; an ONNX file does"),
+        ((), {}, f"data.source={DRAWN}: the model does not declare its inputs; use an ONNX file"),
         ((IDS,), {"root": "x"}, "data.root=x: expected null with data=drawn, which reads no files"),
         ((IDS,), {"count": 0}, "data.count=0: expected an integer of at least 1"),
         (
             (IDS,),
             {"rate": 8000},
-            f"data.rate=8000: expected null with data.source={DRAWN}; data=audio, data=spoken_digits, "
+            f"data.rate=8000: expected null with data.source={DRAWN}; only data=audio, data=spoken_digits, "
             "data=speech_commands, data=tones read it",
         ),
         ((IDS,), {"bad": "skip"}, "data.bad=skip: expected refuse"),
         ((IDS,), {"ranges": 3}, "data.ranges=3: expected {INPUT: [LOW, HIGH]}"),
         ((IDS,), {"ranges": {"id": [0, 1]}}, "data.ranges=id: expected one of ids (did you mean ids?)"),
-        ((IDS,), {"ranges": {"ids": [1]}}, "data.ranges.ids=[1]: expected [LOW, HIGH], two numbers in order"),
+        (
+            (IDS,),
+            {"ranges": {"ids": [1]}},
+            "data.ranges.ids=[1]: expected two numbers [LOW, HIGH] in ascending order",
+        ),
         (
             (IDS,),
             {"ranges": {"ids": [2, 1]}},
-            "data.ranges.ids=[2, 1]: expected [LOW, HIGH], two numbers in order",
+            "data.ranges.ids=[2, 1]: expected two numbers [LOW, HIGH] in ascending order",
         ),
-        ((IDS,), {"ranges": {"ids": [0, float("inf")]}}, "expected [LOW, HIGH], two numbers in order"),
+        (
+            (IDS,),
+            {"ranges": {"ids": [0, float("inf")]}},
+            "expected two numbers [LOW, HIGH] in ascending order",
+        ),
         (
             (IDS,),
             {"ranges": {"ids": [0, 0.5]}},
@@ -167,7 +175,7 @@ def test_a_model_with_states_gets_sequences(tmp_path: Path) -> None:
         (
             (Port("m", "bool", (None, 4), 0),),
             {"ranges": {"m": [0, 2]}},
-            "two whole numbers from 0 to 1, of an input",
+            "two whole numbers from 0 to 1 for an input",
         ),
         (
             (IDS,),
@@ -179,17 +187,17 @@ def test_a_model_with_states_gets_sequences(tmp_path: Path) -> None:
         (
             (IDS,),
             {"sizes": {"sequence": [3]}},
-            "data.sizes.sequence=[3]: expected a positive integer, the size of an",
+            "data.sizes.sequence=[3]: expected a positive integer as the size of an",
         ),
         (
             (PICTURE,),
             {"sizes": {"picture": [3]}},
-            "data.sizes.picture=[3]: expected 2 sizes, of the open axes of",
+            "data.sizes.picture=[3]: expected one size per open axis of the input 'picture' except the batch (2)",
         ),
         (
             (Port("t", "object", (None,), 0),),
             {},
-            "the input 't' takes object, which can't be drawn: give it by model.",
+            "the input 't' takes object, which cannot be drawn; fix it with model.kwargs.fix",
         ),
     ],
 )

@@ -136,23 +136,23 @@ def save(root: Path, name: str, labels: np.ndarray) -> None:
 MISTAKES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no labels": (
         lambda root: shutil.rmtree(root / "test_labels"),
-        "there is no test or val with labels",
+        "there is no folder test or val with labels",
     ),
     "a missing one": (
         lambda root: (root / "train_labels" / "003.png").unlink(),
-        r"one label picture in train_labels for each picture in train; 1 lack it: 003.png \(none\)",
+        r"in train_labels for each picture in train; it is missing or ambiguous for 1: 003.png \(none\)",
     ),
     "another size": (
         lambda root: save(root, "005.png", np.zeros((10, 12), np.uint8)),
-        "train_labels/005.png has 12 x 10 pixels, its picture 32 x 24",
+        "train_labels/005.png has 12 x 10 pixels, but its picture has 32 x 24",
     ),
     "no class": (
         lambda root: save(root, "006.png", np.full((24, 32), 7, np.uint8)),
-        r"numbers 0 to 2, the lines of classes.txt; 7 occurs \(data.ignored leaves numbers out\)",
+        r"numbers from 0 to 2, one for each line of classes.txt; the number 7 occurs \(data.ignored lists",
     ),
     "colours": (
         lambda root: save(root, "007.png", np.zeros((24, 32, 3), np.uint8)),
-        "007.png: expected label pictures with one number for each pixel, grey or by a palette; this one is RGB",
+        "007.png: expected label pictures with one number per pixel, grey or with a palette; this one is RGB",
     ),
     "no picture": (
         lambda root: (root / "train_labels" / "008.png").write_bytes(b"none"),

@@ -95,7 +95,7 @@ def test_folders_are_classes(tmp_path: Path, tokens: Path) -> None:
 
 
 OWN = {"labels": json.dumps(["NEGATIVE", "POSITIVE"])}
-UNKNOWN = "expected a class of the model (NEGATIVE, POSITIVE) or its number, 0 to 1"
+UNKNOWN = "expected a class of the model (NEGATIVE, POSITIVE) or a number from 0 to 1"
 
 
 @pytest.mark.parametrize(
@@ -104,16 +104,16 @@ UNKNOWN = "expected a class of the model (NEGATIVE, POSITIVE) or its number, 0 t
         ("a\tb\n1\t2\n", {}, {}, "train.tsv has the columns a, b; expected a column 'label' and one or two whose"),
         ("", {}, {}, "train.tsv has no texts"),
         ("text\tlabel\n", {}, {}, "train.tsv has no texts"),
-        ("text\tlabel\nx\ty\tz\n", {}, {}, "train.tsv has 3 columns in line 2; expected 2"),
+        ("text\tlabel\nx\ty\tz\n", {}, {}, "train.tsv has 3 instead of 2 columns in line 2"),
         ("text\tlabel\n \tgood\n", {}, {}, "train.tsv has an empty 'text' in line 2"),
         ("text\tlabel\nx\t\n", {}, {}, "train.tsv has an empty 'label' in line 2"),
         (TRAIN, {"columns": ["text", "mood"]}, {}, "data.columns=mood: expected a column of train.tsv (line 2 has"),
-        (TRAIN, {"columns": ["text"]}, {}, "expected [TEXT, LABEL] or [TEXT, SECOND, LABEL], different names"),
+        (TRAIN, {"columns": ["text"]}, {}, "expected [TEXT, LABEL] or [TEXT, SECOND, LABEL] with different names"),
         (TRAIN, {}, OWN, "train.tsv, line 2 has the label 'good'; " + UNKNOWN),
         ("text\tlabel\nthe cat\tgood\na cat\tgood\n", {}, {}, "all training texts have the label 'good'"),
-        ("text\tlabel\nthe cat\tgood\na cat\tugly\n", {}, {}, "line 2 has the label 'bad', which no training text has"),
-        ("text\ttext2\tlabel\nthe cat\ta\tgood\na cat\tb\tbad\n", {}, {}, "some files have one text a line and others"),
-        (TRAIN, {"context": 600}, {"positions": "512"}, "data.context=600: expected at most 512, the positions of the"),
+        ("text\tlabel\nthe cat\tgood\na cat\tugly\n", {}, {}, "line 2 has the label 'bad'; the training texts only"),
+        ("text\ttext2\tlabel\nthe cat\ta\tgood\na cat\tb\tbad\n", {}, {}, "files have one text per line and others"),
+        (TRAIN, {"context": 600}, {"positions": "512"}, "context=600: expected at most 512, the number of positions"),
         (TRAIN, {}, {"vocabulary": "30522"}, "the tokenizer of this model, which has 30,522 tokens; this one has 320"),
     ],
 )  # fmt: skip
@@ -129,13 +129,13 @@ def test_what_are_no_labelled_texts_is_refused(
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("{", "train.jsonl is no JSON in line 1"),
-        ("[1]", "train.jsonl has no object in line 1"),
+        ("{", "train.jsonl is not valid JSON in line 1"),
+        ("[1]", "train.jsonl has no JSON object in line 1"),
         (
             '{"text": "a", "label": null}',
-            "train.jsonl has 'label' None in line 1; expected a text or a whole number",
+            "train.jsonl has null as 'label' in line 1; expected a text or a whole number",
         ),
-        ('{"text": "a", "label": true}', "train.jsonl has 'label' True in line 1"),
+        ('{"text": "a", "label": true}', "train.jsonl has true as 'label' in line 1"),
     ],
 )
 def test_lines_that_are_no_texts_are_refused(line: str, told: str, tmp_path: Path, tokens: Path) -> None:

@@ -187,9 +187,9 @@ def test_a_killed_run_resumes_bit_for_bit(
 def test_resuming_with_another_order_of_batches_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InterruptedError):
         fit([ModelCheckpoint(tmp_path, save_last=True, every_n_train_steps=3), Kill(5)], 0)
-    with pytest.raises(
-        ConfigError, match=r"data\.batch_size=8: expected 16, as in the checkpoint that is resumed"
-    ):
+    with pytest.raises(ConfigError, match=r"data\.batch_size=8: expected 16, as in the resumed checkpoint"):
         fit([], 0, tmp_path / "last.ckpt", batch_size=8)
-    with pytest.raises(ConfigError, match=r"data\.train_images=110: expected 120, as in the checkpoint"):
+    with pytest.raises(
+        ConfigError, match=r"data\.train_images=110: expected 120, as in the resumed checkpoint"
+    ):
         fit([], 0, tmp_path / "last.ckpt", train_images=110)

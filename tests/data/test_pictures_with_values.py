@@ -38,7 +38,7 @@ def test_a_folder_of_test_pictures_verifies(tmp_path: Path) -> None:
         str(folder(tmp_path, ("test/a.png", "train/b.png", "train/c.png"))), False, 0
     )
     assert (splits.test.targets, splits.train.targets) == ([0.0], [0.5, 1.0])
-    assert splits.notes == ("pictures that no targets.csv names, left out: 1",)
+    assert splits.notes == ("pictures left out because no targets.csv names them: 1",)
 
 
 def test_each_part_may_have_a_table_of_several_numbers(tmp_path: Path) -> None:
@@ -52,12 +52,12 @@ def test_each_part_may_have_a_table_of_several_numbers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("table", "told"),
     [
-        ("name,value\na.png,1", "targets.csv has the columns name, value; expected 'file' and one of numbers"),
-        ("file\na.png", "targets.csv has the columns file; expected 'file' and one of numbers"),
-        ("file,value\na.png,1,2", "targets.csv has 3 values in line 2; expected 2, as in its first line"),
+        ("name,value\na.png,1", "targets.csv has the columns name, value; expected a column 'file' and at"),
+        ("file\na.png", "targets.csv has the columns file; expected a column 'file' and at least one other"),
+        ("file,value\na.png,1,2", "targets.csv has 3 instead of 2 values in line 2"),
         ("file,value\na.png,old", "targets.csv has 'old' as value in line 2; expected a number"),
         ("file,value\na.png,nan", "targets.csv has 'nan' as value in line 2; expected a number"),
-        ("file,value\na.png,1\nq.png,1", "targets.csv names q.png in line 3; expected a picture in "),
+        ("file,value\na.png,1\nq.png,1", "targets.csv names q.png in line 3, but there is no such picture in "),
         ("file,value\na.png,1\na.png,1", "targets.csv names a.png in line 3 again; expected each picture once"),
         ("file,value\na.png,1", "at least one picture for training and one for verification"),
     ],

@@ -151,7 +151,7 @@ def test_policies_match_torchvision_with_random_draws_per_image(policy: str, cha
 def test_a_policy_is_refused_for_images_that_it_cannot_change() -> None:
     config = DataConfig(image_size=8, mean=[0.5] * 4, std=[0.5] * 4, policy="rand_augment")
     with pytest.raises(
-        ConfigError, match=r"data\.policy=rand_augment: expected none, since .* 4 channels.* 1 or 3"
+        ConfigError, match=r"data\.policy=rand_augment: expected none, since .* 1 or 3 channels.* 4 numbers"
     ):
         resolve_preprocessing(config, None)
 
@@ -161,7 +161,10 @@ def test_a_policy_is_refused_for_images_that_it_cannot_change() -> None:
     [
         ({"image_size": 0}, r"data\.image_size=0: expected an integer of at least 1"),
         ({"resize": 20}, r"data\.resize=20: expected at least data\.image_size \(32\)"),
-        ({"std": (1.0, 1.0)}, r"data\.std=\[1\.0, 1\.0\]: expected 1 positive"),
+        (
+            {"std": (1.0, 1.0)},
+            r"data\.std=\[1\.0, 1\.0\]: expected one positive number for each number in data.mean \(1\)",
+        ),
         ({"std": (0.0,)}, r"data\.std"),
         ({"mean": (), "std": ()}, r"data\.mean=\[\]"),
         ({"interpolation": "lanczos"}, r"lanczos: expected one of nearest, bilinear, bicubic"),
@@ -275,7 +278,10 @@ def test_policies_change_colours_before_they_are_ordered(policy: str) -> None:
         ({"pad_value": 256.0}, r"data\.pad_value=256\.0: expected a number from 0 to 255"),
         ({"align": "left"}, r"data\.align=left: expected one of center, top_left"),
         ({"order": "gbr"}, r"data\.channels=gbr: expected one of rgb, bgr"),
-        ({"order": "bgr"}, r"data\.channels=bgr: expected rgb with 1 number"),
+        (
+            {"order": "bgr"},
+            r"data\.channels=bgr: expected rgb, since colours need 3 numbers in data.mean and it has 1",
+        ),
         ({"layout": "nwhc"}, r"data\.layout=nwhc: expected one of nchw, nhwc"),
         ({"pixels": "0..2"}, r"data\.pixels=0\.\.2: expected one of 0\.\.1, 0\.\.255"),
     ],
@@ -328,17 +334,20 @@ def test_settings_are_joined_with_what_is_known(
     [
         (
             {"resize": 40, "fit": "letterbox"},
-            r"data\.resize=40: expected null with data\.fit=letterbox, which cuts",
+            r"data\.resize=40: expected null with data\.fit=letterbox, which does not crop",
         ),
-        ({"pad_value": 0.0}, r"data\.pad_value=0\.0: expected null with data\.fit=crop, which fills nothing"),
+        (
+            {"pad_value": 0.0},
+            r"data\.pad_value=0\.0: expected null with data\.fit=crop, which adds no padding",
+        ),
         ({"align": "center", "fit": "resize"}, r"data\.align=center: expected null with data\.fit=resize"),
         (
             {"augment": "crop_flip", "fit": "letterbox"},
-            r"data\.augment=crop_flip: expected none, flip or scale_flip with",
+            r"data\.augment=crop_flip: expected one of none, flip, scale_flip with",
         ),
         (
             {"augment": "resized_crop", "fit": "letterbox"},
-            r"data\.augment=resized_crop: expected none, flip or scale_flip",
+            r"data\.augment=resized_crop: expected one of none, flip, scale_flip",
         ),
         ({"mean": None, "std": None}, r"data\.mean=None: expected a value, since neither"),
     ],

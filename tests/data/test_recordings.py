@@ -80,7 +80,7 @@ def test_speech_commands_are_shared_out_by_their_lists(tmp_path: Path) -> None:
         Path(n).name for n in [*names[:3], *names[40:45]]
     ]
     assert len(found.train) == 80 - 8 - 7
-    assert "7 of 80 recordings are the validation split, and left out" in data.notes
+    assert "recordings left out because they belong to the validation split: 7 of 80" in data.notes
     assert not any("hum" in one.path for one in [*found.train.files, *found.test.files])
 
 
@@ -100,7 +100,7 @@ def test_a_list_of_other_files_is_refused(tmp_path: Path) -> None:
     root = _commands(tmp_path)
     (root / "testing_list.txt").write_text("bed/nobody_nohash_0.wav\n")
     with pytest.raises(
-        ConfigError, match=r"testing_list\.txt names 1 files that are not there: bed/nobody_nohash_0"
+        ConfigError, match=r"testing_list\.txt names files that do not exist: bed/nobody_nohash_0"
     ):
         _data(COMMANDS, root)
 
@@ -164,7 +164,7 @@ def _damaged(root: Path, content: bytes) -> Path:
 def test_files_that_cannot_be_used_are_named(tmp_path: Path, content: bytes, why: str) -> None:
     with pytest.raises(ConfigError) as caught:
         _data(DIGITS_SPOKEN, _damaged(tmp_path, content))
-    told = f"1 of 6 audio files can't be used: hum_ann_5.wav ({why}); data.bad=skip leaves them out"
+    told = f"1 of 6 audio files can't be used: hum_ann_5.wav ({why}); set data.bad=skip to leave them out"
     assert str(caught.value).endswith(told)
 
 
@@ -176,7 +176,7 @@ def test_files_that_cannot_be_used_are_skipped_on_request(tmp_path: Path) -> Non
 def test_one_class_alone_is_refused(tmp_path: Path) -> None:
     for number in range(8):
         wav(tmp_path / f"yes_ann_{number}.wav", word("hum", number), 8000)
-    with pytest.raises(ConfigError, match="at least two classes; all are of yes"):
+    with pytest.raises(ConfigError, match="at least two classes; all are of the class yes"):
         _data(DIGITS_SPOKEN, tmp_path)
 
 
@@ -184,26 +184,26 @@ def test_classes_of_one_split_alone_are_refused(tmp_path: Path) -> None:
     spoken(tmp_path, 6)
     (tmp_path / "hum_ann_5.wav").unlink()
     (tmp_path / "hum_bob_5.wav").unlink()
-    with pytest.raises(ConfigError, match="the same classes in both splits: only test has hum"):
+    with pytest.raises(ConfigError, match="the same classes in both splits; only test has hum"):
         _data(DIGITS_SPOKEN, tmp_path)
 
 
 def test_a_name_without_a_number_is_refused(tmp_path: Path) -> None:
     wav(spoken(tmp_path, 6) / "noise.wav", word("hum", 0), 8000)
-    with pytest.raises(ConfigError, match=r"LABEL_SPEAKER_N.wav.*; noise.wav has another name"):
+    with pytest.raises(ConfigError, match=r"LABEL_SPEAKER_N.wav.*; noise.wav is named differently"):
         _data(DIGITS_SPOKEN, tmp_path)
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"seconds": 0.01}, "data.seconds=0.01: expected 0.04 to"),
-        ({"frame": 9000}, "data.frame=9000: expected 2 to 8192 samples of a window"),
+        ({"seconds": 0.01}, r"data.seconds=0.01: expected a number from 0.04 \(one window of 320 samples\) to"),
+        ({"frame": 9000}, "data.frame=9000: expected a window of 2 to 8192 samples"),
         ({"coefficients": 12}, "data.coefficients=12: expected null with data.features=log_mel"),
         ({"features": "mfcc", "mels": 8}, r"data.coefficients=10: expected at most data.mels \(8\)"),
         ({"mean": [0.0, 0.0, 0.0], "std": [1.0, 1.0, 1.0]}, "data.mean=.*: expected one number"),
         ({"image_size": 32}, "data.image_size=32: expected null with data.source=qatkit.data.tones.tones"),
-        ({"augment": "flip"}, "data.augment=flip: expected none | shift"),
+        ({"augment": "flip"}, "data.augment=flip: expected one of none, shift"),
         ({"cache": "ram"}, "data.cache=ram: expected none"),
     ],
 )
@@ -215,10 +215,11 @@ def test_settings_that_do_not_fit_are_refused(settings: dict[str, Any], message:
 def test_pictures_and_recordings_are_not_mixed_up() -> None:
     config = DataConfig(workers=0)
     with pytest.raises(
-        ConfigError, match=r"expected recordings \(spoken_digits, speech_commands, tones\), or arrays"
+        ConfigError,
+        match=r"expected a source of recordings \(data=spoken_digits, data=speech_commands, data=tones\) or of arrays",
     ):
         DataModule(config, _digits(), 0, task=task_of("audio_classification"))
-    with pytest.raises(ConfigError, match=r"data.augment=shift: expected none \| flip"):
+    with pytest.raises(ConfigError, match=r"data.augment=shift: expected one of none, flip"):
         DataModule(DataConfig(workers=0, augment="shift"), _digits(), 0)
     with pytest.raises(
         ConfigError, match=r"data.features=mfcc: expected null with data.source=qatkit.data.digits"

@@ -109,7 +109,7 @@ def test_states_beyond_their_memory_are_those_of_every_nth_step(
     x, h = _samples(data, "train")
     np.testing.assert_array_equal(x, a[::3])
     np.testing.assert_allclose(h, gru_run(WEIGHTS, a)[1][:-1:3], atol=1e-5)
-    assert any("every 3th step of train" in note for note in data.notes)
+    assert any("one of 3 steps of train is a sample" in note for note in data.notes)
     assert sum(len([*one.steps]) for one in data.sequences()) == 9  # free runs take all
 
 
@@ -148,7 +148,9 @@ def test_a_sequence_that_starts_in_another_shape_is_named(tmp_path: Path) -> Non
     start = np.ones((1, 5), np.float32)
     _saved(tmp_path / "data", a=sequence(3, 1), b=sequence(3, 2), c={"x": sequence(3, 3), "h": start})
     model = ModelConfig(f"onnx/{_open_state(tmp_path / 'open.onnx')}", kwargs={"states": {"h": "hN"}})
-    with pytest.raises(ConfigError, match=r"'h' starts as \[1, 1\] .*, and as \[1, 5\] in another"):
+    with pytest.raises(
+        ConfigError, match=r"'h' has the shape \[1, 1\] in the first sequence and \[1, 5\] in another"
+    ):
         _made(tmp_path / "data", model)
 
 
@@ -179,7 +181,8 @@ def test_a_state_of_open_sizes_has_to_be_given(tmp_path: Path) -> None:
     model = ModelConfig(f"onnx/{save_gru(tmp_path / 'gru.onnx', WEIGHTS)}", kwargs={"states": {"h": "hN"}})
     config = DataConfig(source="qatkit.data.arrays.arrays", root=str(root), workers=0)
     with pytest.raises(
-        ConfigError, match=r"state 'h' is \[any, any\].*expected an array 'h' in the first step"
+        ConfigError,
+        match=r"the size of the state 'h' \[any, any\] is unknown; add an array 'h' to the first step",
     ):
         DataModule(config, arrays, 0, task=task_of("outputs"), ports=ports, states=models.states(model))
 
@@ -219,7 +222,7 @@ def test_a_users_dataset_of_sequences_is_taken(tmp_path: Path) -> None:
 
 def test_pictures_are_refused_for_a_model_with_states(tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"model\.kwargs\.states=h: hN: data\.source=.* gives images; .* takes arrays"
+        ConfigError, match=r"model\.kwargs\.states=h: hN: data\.source=.* gives images, but .* takes arrays"
     ):
         _data(_saved(tmp_path / "data"), synthetic)
 

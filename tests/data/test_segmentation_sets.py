@@ -102,9 +102,9 @@ def test_cityscapes_ids_become_those_of_training(tmp_path: Path) -> None:
     ("source", "made", "told"),
     [
         (voc_segmentation, None, r"VOC2012 \(fetch https://.*VOCtrainval_11-May-2012.tar and unpack it into "),
-        (cityscapes, None, r"\(fetch leftImg8bit_\w+.zip and gtFine_\w+.zip of .* and put them there"),
-        (voc_segmentation, lambda root: voc(root, 21), r"label pictures with numbers up to 20; 21 occurs"),
-        (cityscapes, lambda root: city(root, 34), r"label pictures with numbers up to 33; 34 occurs"),
+        (cityscapes, None, r"\(download leftImg8bit_\w+.zip and gtFine_\w+.zip from .* and unpack them there"),
+        (voc_segmentation, lambda root: voc(root, 21), r"label pictures with numbers up to 20; the number 21 occurs"),
+        (cityscapes, lambda root: city(root, 34), r"label pictures with numbers up to 33; the number 34 occurs"),
     ],
 )  # fmt: skip
 def test_what_is_missing_or_wrong_is_said(

@@ -65,9 +65,9 @@ def test_long_sentences_are_cut(tmp_path: Path, tokens: Path) -> None:
     ("text", "told"),
     [
         ("a\tb\tc\n1\t2\t3\n", "a.tsv has the columns a, b, c; expected two columns whose names begin with"),
-        ("", "a.tsv has the columns of no name"),
+        ("", "a.tsv has no named columns"),
         ("sentence1\tsentence2\tscore\n", "a.tsv has no pairs below its first line"),
-        ("sentence1\tsentence2\tscore\nx\ty\n", "a.tsv has 2 columns in line 2; expected 3"),
+        ("sentence1\tsentence2\tscore\nx\ty\n", "a.tsv has 2 instead of 3 columns in line 2"),
         ("sentence1\tsentence2\tscore\nx\ty\tgood\n", "a.tsv has 'good' in line 2; expected a number as the score"),
     ],
 )  # fmt: skip
@@ -81,9 +81,9 @@ def test_files_without_pairs_are_refused(text: str, told: str, tmp_path: Path, t
 
 def test_both_kinds_of_files_are_needed(tmp_path: Path, tokens: Path) -> None:
     (tmp_path / "test.tsv").write_text(TEST)
-    with pytest.raises(ConfigError, match="it has 0 and 1"):
+    with pytest.raises(ConfigError, match="it has 0 to calibrate and 1 to verify"):
         read(tmp_path, tokens)
     (tmp_path / "test.tsv").write_bytes(b"sentence1\tsentence2\tscore\ncaf\xe9\tb\t1\n")
     (tmp_path / "train.tsv").write_text(TRAIN)
-    with pytest.raises(ConfigError, match=r"test\.tsv is no UTF-8 \(byte 29\)"):
+    with pytest.raises(ConfigError, match=r"test\.tsv is not UTF-8 \(byte 29\)"):
         read(tmp_path, tokens)

@@ -109,9 +109,9 @@ def test_image_folder_names_what_is_wrong(tmp_path: Path) -> None:
     assert "no such folder" in message(tmp_path / "absent")
     assert "it has none of them" in message(tmp_path)
     (tmp_path / "train").mkdir()
-    assert "it has train" in message(tmp_path)
+    assert "it has only train" in message(tmp_path)
     (tmp_path / "val").mkdir()
-    assert "train has no folder" in message(tmp_path)
+    assert "train has no class folder" in message(tmp_path)
     (tmp_path / "train" / "cat").mkdir()
     assert "only train has cat" in message(tmp_path)
     (tmp_path / "val" / "cat").mkdir()
@@ -119,7 +119,7 @@ def test_image_folder_names_what_is_wrong(tmp_path: Path) -> None:
     names = [f"class{i}" for i in range(7)]
     write_folder(tmp_path / "other", {"train": ["cat", *names], "test": ["cat", "dog"]})
     text = message(tmp_path / "other")
-    assert "only train has class0, class1, class2, class3, class4 and 2 more; only val has dog" in text
+    assert "only train has class0, class1, class2, class3, class4 and 2 more, and only val has dog" in text
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -204,7 +204,7 @@ def test_missing_files_are_named_with_their_place(
     with pytest.raises(ConfigError) as caught:
         source(str(tmp_path), download, 0)
     text = str(caught.value)
-    assert text.startswith(f"data.root={tmp_path}: files are missing and cannot be fetched (")
+    assert text.startswith(f"data.root={tmp_path}: the files are missing and cannot be fetched (")
     assert file in text.split("put ")[1]
     assert str(tmp_path) in text.split("put ")[1]
     assert "\n" not in text

@@ -91,7 +91,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "socket": (_socket, "a socket"),
     "device": (lambda path: path.symlink_to("/dev/zero"), "a device"),
     "link to itself": (lambda path: path.symlink_to(path.name), "a link to itself"),
-    "link to nothing": (lambda path: path.symlink_to("gone.jpg"), "a link to nothing"),
+    "link to nothing": (lambda path: path.symlink_to("gone.jpg"), "a link to a missing file"),
 }
 
 
@@ -146,7 +146,7 @@ def test_bad_files_are_refused_by_name_or_skipped_with_a_note(tmp_path: Path) ->
         "3 of 13 files can't be read as images: train/cat/0.png (empty), train/dog/pipe.jpg (a named pipe), "
         "val/dog/2.png (Pillow does not know its format)"
     )
-    assert str(raised.value) == f"data.root={root}: {listed}; data.bad=skip leaves them out"
+    assert str(raised.value) == f"data.root={root}: {listed}; set data.bad=skip to leave them out"
 
     data = data_of(root, bad="skip")
     assert data.notes == (f"data.bad=skip: {listed}",)
@@ -195,7 +195,7 @@ def test_classes_and_files_match_torchvision_less_system_files(tmp_path: Path) -
     assert [part.samples for part in (splits.train, splits.test)] == [part.samples for part in plain]  # type: ignore[attr-defined]
     assert list(splits.train.targets) == plain[0].targets
     (note,) = splits.notes
-    assert note == "left out by their names, files and folders: 4 (._A.JPG, README.txt, Thumbs.db, loop)"
+    assert note == "files and folders left out by name: 4 (._A.JPG, README.txt, Thumbs.db, loop)"
 
 
 def test_images_of_both_splits_are_told(tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def test_images_of_both_splits_are_told(tmp_path: Path) -> None:
     (root / "val/dog/2.png").write_bytes((root / "train/cat/1.png").read_bytes())
     (note,) = data_of(root).notes
     assert note == (
-        "2 of 8 test images are training images too, byte by byte: "
+        "test images that are identical to training images: 2 of 8, "
         "val/dog/2.png (train/cat/1.png), val/dog/large.bmp (train/cat/large.bmp)"
     )
 

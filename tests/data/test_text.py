@@ -71,7 +71,7 @@ def test_what_is_no_text_is_refused(tmp_path: Path, tokens: Path) -> None:
     assert "it has no .txt file" in refused(tmp_path / "empty", tokens)
     (tmp_path / "bytes").mkdir()
     (tmp_path / "bytes" / "a.txt").write_bytes(b"caf\xe9")
-    assert "a.txt is no UTF-8 (byte 3)" in refused(tmp_path / "bytes", tokens)
+    assert "a.txt is not UTF-8 (byte 3)" in refused(tmp_path / "bytes", tokens)
     (tmp_path / "short").mkdir()
     (tmp_path / "short" / "a.txt").write_text("the cat sat")
     assert "data.context=64: expected at most" in refused(tmp_path / "short", tokens, context=64)
@@ -79,7 +79,7 @@ def test_what_is_no_text_is_refused(tmp_path: Path, tokens: Path) -> None:
 
 def test_a_context_beyond_the_model_is_refused(tmp_path: Path, tokens: Path) -> None:
     told = refused(texts(tmp_path / "texts"), tokens, {"positions": "128"}, context=129)
-    assert told == "data.context=129: expected at most 128, the positions of the model"
+    assert told == "data.context=129: expected at most 128, the number of positions of the model"
 
 
 def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path, tokens: Path) -> None:
@@ -91,5 +91,5 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path, tokens: Path) -
     broken = tmp_path / "tokenizer.json"
     broken.write_text("{}")
     assert "a folder with a tokenizer.json (" in refused(root, broken)
-    with pytest.raises(ConfigError, match="since the model has none"):
+    with pytest.raises(ConfigError, match="since the model comes without one"):
         source(str(root), False, 0, Request(DataConfig(root=str(root))))

@@ -109,7 +109,7 @@ def test_what_is_no_folder_of_pictures_is_one_line(tmp_path: Path) -> None:
     line = _refusal(tmp_path)
     assert line == (
         f"data.root={tmp_path}: 1 of 2 files can't be read as images: b.jpg (Pillow does not know its format); "
-        "data.bad=skip leaves them out"
+        "set data.bad=skip to leave them out"
     )
     (tmp_path / "b.jpg").write_bytes(b"")
     assert "b.jpg (empty)" in _refusal(tmp_path)
@@ -148,6 +148,6 @@ def test_a_source_of_ones_own_has_all_labels_or_none() -> None:
 
     assert not made(NO_LABEL, NO_LABEL, NO_LABEL, NO_LABEL).labelled
     with pytest.raises(
-        ConfigError, match=r"labels of train must be -1 where there are no classes, got -1\.\.3"
+        ConfigError, match=r"labels of train must be -1 if there are no classes, but they are -1\.\.3"
     ):
         made(NO_LABEL, 3, 0, 0)

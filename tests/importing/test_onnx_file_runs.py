@@ -234,7 +234,7 @@ def test_a_run_leaves_what_pytorch_lacks_in_the_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (("schedule=qat_adamw",), "the weights of '/first/Conv' reach its outputs through '/inverse' alone"),
+        (("schedule=qat_adamw",), "the weights of '/first/Conv' reach its outputs only through '/inverse'"),
         (
             ("schedule=calibrate_only", "export.dynamic_batch=false"),
             "export.dynamic_batch=False: it needs a new export, which is not possible for '/inverse'",

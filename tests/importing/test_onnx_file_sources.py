@@ -111,7 +111,9 @@ def test_a_file_is_quantized_from_drawn_samples(tmp_path: Path, capsys: pytest.C
     file = _file(tmp_path / "two.onnx", shapes)
     said = _train(tmp_path, f"onnx={file}", "data=drawn", "data.sizes={samples:64,tokens:5}", "data.count=40",
                   "data.ranges={wave:[-1,1]}")  # fmt: skip
-    told = "note: the data were drawn at random (data=drawn): ranges fit no real data, and no figure"
+    told = (
+        "note: the data were drawn at random (data=drawn), so the ranges do not fit real data and no figure"
+    )
     assert told in said
     assert "wave float32 [1, 64] -1..1 (data.ranges); ids int64 [1, 5] 0..19 (rows of the table" in said
     bundle = tmp_path / "run" / "bundle"

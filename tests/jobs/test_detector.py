@@ -63,7 +63,7 @@ def test_the_report_draws_boxes(made: tuple[Path, Path]) -> None:
     for row in examples["rows"]:
         assert [panel["title"] for panel in row["panels"]] == ["truth", "float", "INT8"]
         assert len(row["panels"][0]["shapes"]) == 2
-    assert "of the boxes of float and INT8 have no match" in (made[0] / "report.html").read_text()
+    assert "of the float and INT8 boxes have no match" in (made[0] / "report.html").read_text()
 
 
 def test_suppression_in_the_file_is_torchvisions(made: tuple[Path, Path]) -> None:

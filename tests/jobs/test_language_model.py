@@ -264,7 +264,7 @@ def test_what_can_be_no_decoder_is_refused_early(made: tuple[Path, Path, Path], 
     told = refused(asked(tmp_path / "b", model, root, "data.context=17"))
     assert told == "data.context=17: expected at least 18 with export.decoder=true"
     told = refused(asked(tmp_path / "c", model, root, "data.context=129"))
-    assert told == "data.context=129: expected at most 128, the positions of the model"
+    assert told == "data.context=129: expected at most 128, the number of positions of the model"
     told = refused(
         asked(tmp_path / "e", model, root, "export.mode=dynamic", "backend=fbgemm", "algorithm=none")
     )
@@ -287,4 +287,6 @@ def test_weights_of_another_head_are_refused(tmp_path: Path) -> None:
     config = transformers.AutoConfig.from_pretrained(folder, tie_word_embeddings=False)
     transformers.LlamaModel(config).save_pretrained(folder)
     told = refused(asked(tmp_path / "run", folder, root))
-    assert told.startswith("model.weights=DEFAULT: expected weights of this model: lm_head.weight missing")
+    assert told.startswith(
+        "model.weights=DEFAULT: expected weights that fit this model; missing or of another shape: lm_head.weight"
+    )

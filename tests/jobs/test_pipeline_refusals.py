@@ -97,16 +97,16 @@ MISTAKES = {
     "no images": (_with(calibration={"images": 0}), "calibration.images=0: "),
     "fewer images than a batch": (
         _with(calibration={"images": 32, "batch_size": 64}),
-        "calibration.batch_size=64: expected at most the 32 calibration images",
+        "calibration.batch_size=64: expected at most 32, the number of calibration images",
     ),
     "less data than a batch": (
         _with(data={"train_images": 40, "batch_size": 8}, calibration={"images": 512, "batch_size": 64}),
-        "calibration.batch_size=64: expected at most the 40 training images",
+        "calibration.batch_size=64: expected at most 40, the number of training images",
     ),
     "one channel for a model of three": (
         _with(data={"mean": [0.5], "std": [0.5]}),
         r"model.name=tiny_run.Net: "
-        r"expected a model that accepts images \[N, 1, 8, 8\], as data.image_size and data.mean say \(.*channels",
+        r"expected a model that accepts images \[N, 1, 8, 8\], as data.image_size and data.mean define them \(.*channels",
     ),
     "weights": (
         _with(calibration={"weights": "kl"}),
@@ -143,7 +143,7 @@ MISTAKES = {
                 "observer": "qatkit.quant.observers.MSEObserver",
             }
         ),
-        "calibration.images=20: expected at least 32 for a tournament",
+        "calibration.images=20: expected at least 32, since some of them are held out",
     ),
     "percentile beside a search": (
         _with(
@@ -187,7 +187,7 @@ MISTAKES = {
     ),
     "batch": (
         _with(data={"batch_size": 5000}),
-        "data.batch_size=5000: expected at most the 1437 training images",
+        "data.batch_size=5000: expected at most 1437, the number of training images",
     ),
     "override": (
         _with(backend={"overrides": {"layer9": OverrideConfig(float=True)}}),

@@ -168,7 +168,7 @@ BAD_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "channels": (made_with(shape=["N", 8, 8, 3]),
                  f"{INPUT}; the input 'input' is float32 [?, 8, 8, 3] (data.layout=nhwc supports it)"),
     "bytes": (made_with(kind=TensorProto.UINT8), f"{INPUT}; the input 'input' is uint8 [?, 3, 8, 8]"),
-    "classes": (made_with(classes=7), "logits [N, 10], one for each class of the data; it returned [2, 7]"),
+    "classes": (made_with(classes=7), "logits [N, 10], one value for each class of the data; it returned [2, 7]"),
 }  # fmt: skip
 
 
@@ -244,7 +244,7 @@ BAD_SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "fewer images than the batch": (
         {"shape": [100, 3, 8, 8]},
         {"verify": {"latency_batch": 100}, "data": {"train_images": 50, "image_size": 8, "batch_size": 10}},
-        "calibration.batch_size=100: expected at most the 50 training images",
+        "calibration.batch_size=100: expected at most 50, the number of training images",
     ),
     "reduced range of floats": (
         {},

@@ -155,7 +155,9 @@ def test_auxiliary_outputs_that_cannot_train_are_refused(model: str, told: str, 
 def test_labels_are_read_before_anything_long(tmp_path: Path) -> None:
     root = folder(tmp_path / "pictures", 8, 4)
     (root / "classes.txt").write_text("ground\nbrick\n")
-    with pytest.raises(ConfigError, match=r"numbers 0 to 1, the lines of classes.txt; 2 occurs"):
+    with pytest.raises(
+        ConfigError, match=r"numbers from 0 to 1, one for each line of classes.txt; the number 2 occurs"
+    ):
         pipeline.train(asked(tmp_path / "run", root))
     assert not (tmp_path / "run").exists()
 
@@ -170,7 +172,7 @@ class Coarse(TinySegmenter):
 def test_logits_of_another_size_are_refused_early(tmp_path: Path) -> None:
     config = asked(tmp_path / "run", folder(tmp_path / "pictures", 8, 4), f"model.name={__name__}.Coarse")
     with pytest.raises(
-        ConfigError, match=r"its input's height and width \(24 x 32\); this one gives 12 x 16"
+        ConfigError, match=r"its input's height and width \(24 x 32\); this one returns 12 x 16"
     ):
         pipeline.train(config)
 

@@ -206,7 +206,7 @@ REFUSED = {
     "a control": (_groups(verify={"control": True}), "verify.control=True: expected false with data.source"),
     "few pictures": (
         _groups(calibration={"batch_size": 100, "images": 512}),
-        f"calibration.batch_size=100: expected at most the {COUNT // 2} training images",
+        f"calibration.batch_size=100: expected at most {COUNT // 2}, the number of training images",
     ),
     "no size": (_groups(data={"image_size": None}), "data.image_size=None: expected a value, since neither"),
     "no check of a bound": (

@@ -58,7 +58,7 @@ def test_values_are_compared_window_by_window(text: tuple[torch.Tensor, torch.Te
     difference = second - first
     error = math.exp(second.mean()) * difference.std() / math.sqrt(WINDOWS)
     assert task.noise(first, second) == pytest.approx(error)
-    assert task.worse(first, first + 0.5, 2.0) == "loses 0.5 nats a token"
+    assert task.worse(first, first + 0.5, 2.0) == "loses 0.5 nats per token"
     assert task.worse(first, first - 0.5, 2.0) == ""
 
 
@@ -101,8 +101,8 @@ def test_targets_are_the_tokens_of_windows() -> None:
     assert task.target(targets[1]) == targets[1]
     assert task.check_targets("train", (), targets) == ""
     uneven = [*targets, task.target([1, 2])]
-    assert "one length, at least 2 tokens, got 2, 3" in task.check_targets("train", (), uneven)
-    assert "got 1" in task.check_targets("test", (), [task.target([1])])
+    assert "the same length of at least 2 tokens, but have 2, 3" in task.check_targets("train", (), uneven)
+    assert "but have 1" in task.check_targets("test", (), [task.target([1])])
     for wrong in (3, "text", [0.5, 1.0], [[1, 2]]):
         with pytest.raises(TypeError, match="the tokens of a window"):
             task.target(wrong)

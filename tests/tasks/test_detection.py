@@ -149,9 +149,9 @@ def test_models_agree_by_matched_boxes(pictures: tuple[Array, Array]) -> None:
 @pytest.mark.parametrize(
     ("boxes", "told"),
     [
-        ([(3, 0, 0, 4, 4, 0)], "has the class 3, not 0..2"),
-        ([(0, 4, 0, 4, 4, 0)], "has no area: 4, 0, 4, 4"),
-        (-1, r"has no labelled boxes: give \(\)"),
+        ([(3, 0, 0, 4, 4, 0)], "has the class 3; classes must be 0..2"),
+        ([(0, 4, 0, 4, 4, 0)], r"has no area \(4, 0, 4, 4\)"),
+        (-1, r"has no labelled boxes; use \(\)"),
     ],
 )
 def test_wrong_boxes_are_told(boxes: Any, told: str) -> None:
@@ -164,7 +164,7 @@ def test_wrong_boxes_are_told(boxes: Any, told: str) -> None:
 
 def test_a_model_without_a_loss_is_refused() -> None:
     rows = torch.zeros(1, 2, 7)
-    with pytest.raises(ConfigError, match="a detector that can be trained"):
+    with pytest.raises(ConfigError, match="a detector with `criterion`"):
         Detection().of_model(torch.nn.Identity()).whole_loss(rows, (), rows, ScheduleConfig())
 
 

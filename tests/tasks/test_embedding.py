@@ -59,7 +59,7 @@ def test_agreement_is_the_same_nearest_neighbour(vectors: Vectors) -> None:
     assert counted.share == pytest.approx((nearest(exact) == nearest(near)).mean()) and counted.share < 0.95
     norms = [np.linalg.norm(one.astype(np.float64), axis=1) for one in (exact, near)]
     cosines = (exact.astype(np.float64) * near).sum(1) / norms[0] / norms[1]
-    assert counted.remark == f"cosine to float {cosines.mean():.4f}, {cosines.min():.4f} at least"
+    assert counted.remark == f"cosine to float {cosines.mean():.4f} on average, {cosines.min():.4f} at least"
 
 
 def test_the_error_of_a_difference_counts_samples(vectors: Vectors) -> None:
@@ -118,4 +118,4 @@ def test_labels_need_a_class_with_two_samples() -> None:
         "labels of test must have a class with two"
     )
     assert task.check_targets("test", ("a", "b"), [0, 1, 1]) == "" == task.check_targets("test", (), [-1, -1])
-    assert task.check_targets("test", ("a", "b"), [0, 2]) == "labels of test must be 0..1, got 0..2"
+    assert task.check_targets("test", ("a", "b"), [0, 2]) == "labels of test must be 0..1, but they are 0..2"

@@ -66,9 +66,9 @@ def test_a_decision_is_guessed_where_there_is_no_doubt(outputs: NDArray[np.float
         ("softmax", r"expected auto, argmax\(AXIS\), threshold"),
         (
             "argmax(4)",
-            r"expected an axis 1 of .*; of 2 samples the model gives 'scores' \[2, 3\], which argmax",
+            r"expected axis 1 of .*; the model returns 'scores' \[2, 3\] for a batch of 2, which suits argmax",
         ),
-        ("argmax(0)", "expected an axis 1"),
+        ("argmax(0)", "expected axis 1"),
         ("argmax(x)", "expected a whole number for axis"),
         ("argmax(1.5)", "expected a whole number for axis"),
         ("argmax(1,2)", r"expected argmax\(AXIS\) with each of axis at most once"),
@@ -85,7 +85,7 @@ def test_a_decision_is_guessed_where_there_is_no_doubt(outputs: NDArray[np.float
         ("boxes", r"expected outputs \[N, boxes, 4 \+ 1 \+ classes\]"),
         ("strings", r"expected a first output \[N, steps, classes\]"),
         ("mask", r"expected a first output \[N, H, W\]"),
-        ("tasks.test_outputs.too_few", r"gives int64 \[1\]"),
+        ("tasks.test_outputs.too_few", r"returns int64 \[1\]"),
         ("no.such.function", "verify.decision=no.such.function"),
     ],
 )

@@ -89,9 +89,12 @@ def test_two_ways_to_compute_a_value_are_held_to_a_step() -> None:
 @pytest.mark.parametrize(
     ("targets", "told"),
     [
-        ([1.0, 1.0], "targets of train must not all be the same, got 1"),
-        ([(1.0, 2.0), (1.5, 2.0)], "targets of train must not all be the same, got 2"),
-        ([(1.0, 2.0), 3.0], "targets of train must all have as many numbers, got 0 and 2"),
+        ([1.0, 1.0], "targets of train must differ, but all are 1"),
+        ([(1.0, 2.0), (1.5, 2.0)], "targets of train must differ, but all are 2"),
+        (
+            [(1.0, 2.0), 3.0],
+            "targets of train must all have the same number of values, but there are single numbers and lists of 2",
+        ),
         ([1.0, 2.0], ""),
         ([-1, -1], ""),  # without targets
     ],

@@ -126,7 +126,7 @@ def test_empty_masks_say_nothing() -> None:
     nothing = np.zeros((2, 1, 4, 4), np.float32)
     count = suited("mask", nothing, 2).agreement()
     count.add(nothing, nothing)
-    assert count.share == 1 and "all pixels of all samples are alike" in count.doubt
+    assert count.share == 1 and "all pixels of all samples have the same value" in count.doubt
 
 
 @pytest.mark.parametrize(
@@ -151,10 +151,14 @@ def test_masks_are_guessed_where_there_is_no_doubt(outputs: NDArray[np.float64],
 @pytest.mark.parametrize(
     ("decision", "shape", "message"),
     [
-        ("strings(9)", (2, 5, 4), r"expected a blank from 0 to 3 .*'y' \[2, 5, 4\], which argmax\(AXIS\)"),
+        (
+            "strings(9)",
+            (2, 5, 4),
+            r"expected a blank from 0 to 3 .*'y' \[2, 5, 4\] .*, which suits argmax\(AXIS\)",
+        ),
         ("strings", (3, 4), r"expected a first output \[N, steps, classes\]"),
-        ("mask(axis=2)", (2, 3, 8, 8), "expected 1 or -1 for axis"),
-        ("mask", (2, 8), r"which argmax\(AXIS\), threshold\(VALUE\), cosine\(LEAST\) take"),
+        ("mask(axis=2)", (2, 3, 8, 8), "expected axis=1 or axis=-1"),
+        ("mask", (2, 8), r"which suits argmax\(AXIS\), threshold\(VALUE\), cosine\(LEAST\)$"),
     ],
 )
 def test_shapes_that_do_not_fit_are_named(decision: str, shape: tuple[int, ...], message: str) -> None:

@@ -33,7 +33,7 @@ def test_a_task_is_named_by_a_word_or_a_dotted_path() -> None:
     for name, allowed in (
         ("clasification", "did you mean classification"),
         ("angle_task.load", "a class derived from"),
-        ("qatkit.tasks.base.Task", "a task that has decision, loss, values, names"),
+        ("qatkit.tasks.base.Task", "a task that implements decision, loss, values, names"),
         ("angle_task.Nothing", "a name in angle_task"),
     ):
         with pytest.raises(ConfigError, match=allowed):

@@ -109,7 +109,7 @@ def test_two_embeddings_agree_by_their_cosine() -> None:
 def test_what_are_no_pairs_is_refused() -> None:
     task = TextPairs()
     assert task.fits((8, 16), 4, None) and not task.fits((4, 16), 4, None)
-    assert "must not all be the same, got 0.5" in task.check_targets("test", (), [0.5, 0.5])
+    assert "must differ, but all are 0.5" in task.check_targets("test", (), [0.5, 0.5])
     with pytest.raises(ValueError, match="finite scores"):
         task.target("nan")
 
@@ -136,8 +136,8 @@ def test_a_pooling_that_is_not_known_is_refused(tmp_path: Path) -> None:
     (tmp_path / "1_Pooling").mkdir()
     file = tmp_path / "1_Pooling" / "config.json"
     for text, told in (
-        ('{"pooling_mode_lasttoken": true}', "got lasttoken"),
-        ('{"pooling_mode_cls_token": true, "pooling_mode_max_tokens": true}', "got cls_token, max_tokens"),
+        ('{"pooling_mode_lasttoken": true}', "it has lasttoken"),
+        ('{"pooling_mode_cls_token": true, "pooling_mode_max_tokens": true}', "it has cls_token, max_tokens"),
         ("{", "a readable "),
     ):
         file.write_text(text)

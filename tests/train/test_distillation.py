@@ -185,7 +185,7 @@ def test_float_features_cost_nothing_with_quantization_off(name: str, paths: lis
 def test_a_module_that_was_given_no_teacher_says_so() -> None:
     module = _module(ScheduleConfig(distill=0.5, distill_teacher="resnet50"))
     with pytest.raises(
-        ConfigError, match=r"schedule.distill_teacher=resnet50: expected a model that was given to"
+        ConfigError, match=r"schedule.distill_teacher=resnet50: expected a teacher that was passed to"
     ):
         module.loss(IMAGES, LABELS)
 
@@ -197,9 +197,9 @@ def test_a_module_that_was_given_no_teacher_says_so() -> None:
         ("block:bdy", r"bdy: expected modules of the teacher \(did you mean body"),
         (
             "fc:body",
-            r"fc:body: expected modules of one shape: fc gives \[4\] and the teacher's body \[8, 10, 10\]",
+            r"fc:body: expected modules whose outputs have one shape; fc returns \[4\] and the teacher's body returns",
         ),
-        ("stem.0", "stem.0: expected modules whose output the quantized graph computes"),
+        ("stem.0", "stem.0: expected modules whose outputs the quantized graph computes"),
         ("idle", "idle: expected modules that the model calls"),
     ],
 )
@@ -218,7 +218,7 @@ def test_a_folded_conv_is_refused_as_a_feature_before_training(batch_norm: str) 
     """The norms of an untrained model change nothing, so its Conv and its norm give the same."""
     schedule = ScheduleConfig(distill_features=["stem.0"], batch_norm=batch_norm)
     with pytest.raises(
-        ConfigError, match=r"stem.0: expected modules whose output the quantized graph computes"
+        ConfigError, match=r"stem.0: expected modules whose outputs the quantized graph computes"
     ):
         QATModule(Student().eval(), noise(2, 3, 12, 12), schedule)
     module = QATModule(Student().eval(), noise(2, 3, 12, 12), replace(schedule, distill_features=["stem.1"]))

@@ -207,7 +207,8 @@ def test_a_diverged_training_saves_nothing_and_names_its_rate(kind: str, key: st
     module: Learner = qat(lr=1e30) if kind == "QAT" else FloatModule(Small(), ScheduleConfig(float_lr=1e30))
     trainer = train(module, 4)
     with pytest.raises(
-        ConfigError, match=rf"{key}=1e\+30: expected a smaller value, such as 1e\+29: by step 4 the"
+        ConfigError,
+        match=rf"{key}=1e\+30: expected a smaller value, such as 1e\+29, .*; the training had diverged by step 4 ",
     ):
         trainer.save_checkpoint(tmp_path / "last.ckpt")
     assert not list(tmp_path.iterdir())

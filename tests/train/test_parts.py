@@ -116,7 +116,7 @@ class TwoLevels(nn.Module):
 def test_calls_with_ranges_far_apart_are_told() -> None:
     parts = Parts(TwoLevels(100.0), ["head"], noise(2, 3, 8, 8))
     assert parts.skipped == []
-    with pytest.warns(UserWarning, match="head: one range for 2 calls whose inputs differ 100-fold"):
+    with pytest.warns(UserWarning, match="head: one range serves 2 calls whose inputs differ 100-fold"):
         parts.calibrate([noise(2, 3, 8, 8), noise(2, 3, 8, 8, seed=1)])
     assert [path for path, _ in parts.skipped] == ["head"]
 
@@ -144,8 +144,8 @@ def test_parts_train_in_their_places() -> None:
         ([], "at least one"),
         (["backbon"], "did you mean backbone"),
         (["backbone", "backbone.stem"], "lies inside 'backbone'"),
-        (["head.unused"], "never called"),
-        (["head"], r"one tensor, not \(list\)"),
+        (["head.unused"], "the model never calls it for this example"),
+        (["head"], r"must take only tensors, not \(list\)"),
     ],
 )
 def test_scopes_that_cannot_be(scope: list[str], message: str) -> None:

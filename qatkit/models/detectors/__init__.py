@@ -1,6 +1,7 @@
-"""Detectors: pixels in, boxes and scores out, with the arithmetic of boxes in the graph.
+"""Detectors from pixels to boxes and scores, with the arithmetic of boxes in the graph.
 
-detector.py             `Detector`: the outputs and the loss of a detector of task=detection
+detector.py               `Detector`: the outputs and the loss of a detector for task=detection
 torchvision_detectors.py  torchvision's SSD, SSDlite, RetinaNet and FCOS, with their own losses
-yolox.py                YOLOX by the names of its own checkpoints; yolox_loss.py assigns boxes to its cells
+two_stages.py             torchvision's Faster R-CNN, with its own losses
+yolox.py                  YOLOX with the names of its own checkpoints; yolox_loss.py assigns boxes to its cells
 """

@@ -28,7 +28,7 @@ class Detector(nn.Module):
     @property
     @abstractmethod
     def criterion(self) -> Callable[[Sequence[Tensor], Tensor], Tensor]:
-        """The loss: (further outputs, labelled boxes [N, n, 6] as `qatkit.data.box_targets` has them) to a scalar."""
+        """The loss: (further outputs, labelled boxes [N, n, 6] of `qatkit.data.box_targets`) to a scalar."""
 
 
 def boxes_of(targets: Tensor) -> list[tuple[Tensor, Tensor]]:

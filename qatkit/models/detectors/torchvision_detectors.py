@@ -1,7 +1,7 @@
 """torchvision's one-stage detectors as graphs: SSD, SSDlite, RetinaNet and FCOS, with their own losses.
 
-torchvision's models normalise and resize pictures and choose boxes in Python. Here the network and the arithmetic of
-boxes are one graph of tensors; pictures are prepared by the data, and boxes are chosen by non-maximum suppression
+torchvision's models normalise and resize pictures and select boxes in Python. Here the network and the arithmetic of
+boxes are one graph of tensors. Pictures are prepared by the data, and boxes are selected by non-maximum suppression
 after the graph. Parameters keep torchvision's names, so that its checkpoints load.
 """
 
@@ -23,7 +23,9 @@ from torchvision.ops import box_iou
 from qatkit.models.detectors.detector import Detector, boxes_of
 from qatkit_verify.errors import ConfigError
 
-_LARGEST_LOG = math.log(1000.0 / 16)  # of a side in those of its anchor, as torchvision's coder has it
+_LARGEST_LOG = math.log(
+    1000.0 / 16
+)  # maximum logarithm of a side relative to its anchor's, as in torchvision's coder
 _HEADS = ("cls_logits", "bbox_regression", "bbox_ctrness")
 
 
@@ -36,13 +38,13 @@ class TorchvisionDetector(Detector):
             own.
 
     Raises:
-        ConfigError: the model is of another kind.
+        ConfigError: the model is not a detector of one stage.
     """
 
     def __init__(self, model: nn.Module, ratios: Sequence[float] | None = None) -> None:
         super().__init__()
         if not isinstance(model, (SSD, RetinaNet, FCOS)):
-            allowed = "a detector of one stage (ssd..., ssdlite..., retinanet..., fcos...)"
+            allowed = "a one-stage detector (ssd..., ssdlite..., retinanet..., fcos...)"
             raise ConfigError("model.name", type(model).__name__, allowed)
         if ratios is not None:
             shapes = model.anchor_generator.aspect_ratios
@@ -118,7 +120,7 @@ def check_ratios(model: nn.Module, ratios: Sequence[float]) -> None:
     if not isinstance(model, SSD):
         raise ConfigError("model.kwargs", {"anchor_ratios": list(ratios)}, "an SSD for anchor_ratios")
     if len(ratios) != 2 or not 0 < ratios[0] < ratios[1] <= 1:
-        allowed = "[SMALLEST, LARGEST] sides of anchors as shares of the input's, in 0..1"
+        allowed = "[SMALLEST, LARGEST], the sides of anchors as ascending shares of the input's side, up to 1"
         raise ConfigError("model.kwargs", {"anchor_ratios": list(ratios)}, allowed)
 
 

@@ -3,9 +3,9 @@
     features ── rpn.head ──> boxes of all anchors ── best of each level ── suppression ── TopK ──> K proposals
     features, proposals ── RoIAlign ──> [N * K, C, 7, 7] ── roi_heads ──> K * classes boxes, each with one score
 
-torchvision's proposals are lists whose length depends on values. Here there are always K, torchvision's
-`rpn_post_nms_top_n_test`; unused rows hold a box without area, whose scores are 0. Parameters keep
-torchvision's names, so that its checkpoints load.
+The length of torchvision's lists of proposals depends on values. Here there are always K proposals, torchvision's
+`rpn_post_nms_top_n_test`; unused rows hold a box without area and scores of 0. Parameters keep torchvision's names,
+so that its checkpoints load.
 
 Source: Ren et al., "Faster R-CNN: Towards Real-Time Object Detection with Region Proposal Networks", 2015; Lin et al.,
 "Feature Pyramid Networks for Object Detection", 2017.
@@ -27,16 +27,18 @@ from qatkit.graph.suppress import DROPPED, suppress
 from qatkit.models.detectors.detector import Detector, boxes_of
 from qatkit_verify.errors import ConfigError
 
-_LARGEST_LOG = math.log(1000.0 / 16)  # of a side relative to its proposal's, as in torchvision's coder
-_SMALLEST = 1e-2  # side of a box, in pixels
+_LARGEST_LOG = math.log(
+    1000.0 / 16
+)  # maximum logarithm of a side relative to its proposal's, as in torchvision's coder
+_SMALLEST = 1e-2  # minimum side of a box, in pixels
 _ABOVE = 1e-6  # added before a level is rounded down, as torchvision's mapper does
 
 
 class TwoStageDetector(Detector):
     """A Faster R-CNN of torchvision.
 
-    K proposals with C classes make K * C boxes, of which row k * C + c has a score only in class c. Training samples
-    among the same K proposals, without the labelled boxes that torchvision adds to its own.
+    K proposals with C classes make K * C boxes; row k * C + c has a score only in class c. Training samples among the
+    same K proposals, without the labelled boxes that torchvision adds to its own.
 
     Args:
         model: torchvision's model, whose `backbone`, `rpn` and `roi_heads` this one uses.
@@ -50,7 +52,7 @@ class TwoStageDetector(Detector):
     def __init__(self, model: FasterRCNN) -> None:
         super().__init__()
         if model.roi_heads.has_mask() or model.roi_heads.has_keypoint():
-            allowed = "a detector of boxes alone (ssd..., ssdlite..., retinanet..., fcos..., fasterrcnn...)"
+            allowed = "a detector that only predicts boxes (ssd..., ssdlite..., retinanet..., fcos..., fasterrcnn...)"
             raise ConfigError("model.name", type(model).__name__, allowed)
         self.backbone, self.rpn, self.roi_heads = model.backbone, model.rpn, model.roi_heads
         self._known: dict[int, Tensor] = {}  # anchors by their number
@@ -95,7 +97,7 @@ class TwoStageDetector(Detector):
     def _proposals(
         self, objectness: Tensor, offsets: Tensor, anchors: Tensor, sizes: list[int], images: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Returns corners [N, K, 4] of the best boxes of the first stage, and 1 for each used row, else 0, [N, K]."""
+        """Returns corners [N, K, 4] of the first stage's best boxes, and a mask [N, K]: 1 for used rows, else 0."""
         rpn = self.rpn
         objectness, offsets = objectness.detach().float(), offsets.detach().float()
         boxes = _within(_moved(offsets, anchors, rpn.box_coder.weights), images)
@@ -136,7 +138,7 @@ class TwoStageDetector(Detector):
     def _decoded(
         self, logits: Tensor, shifts: Tensor, proposals: Tensor, there: Tensor, images: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Returns corners [N, K * classes, 4] and scores [N, K * classes, classes], each row with that of its class."""
+        """Returns corners [N, K * classes, 4] and scores [N, K * classes, classes], nonzero only in a row's class."""
         boxes = _moved(shifts[:, :, 1:].float(), proposals.unsqueeze(2), self.roi_heads.box_coder.weights)
         boxes = _within(boxes, images)
         large = ((boxes[..., 2:] - boxes[..., :2]).amin(3) >= _SMALLEST).to(boxes.dtype)

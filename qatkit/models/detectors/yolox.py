@@ -1,9 +1,9 @@
 """YOLOX: an anchor-free detector with separate heads for classes and boxes, and the original parameter names.
 
-Source: Ge et al., "YOLOX: Exceeding YOLO Series in 2021", 2021. Modules and parameters are called as in Megvii's code
+Source: Ge et al., "YOLOX: Exceeding YOLO Series in 2021", 2021. Modules and parameters have the names of Megvii's code
 (Apache-2.0), so that its checkpoints load (`model.checkpoint=yolox_nano.pth`, with activation silu and 80 classes; it
-takes BGR pixels in 0..255, letterboxed to the top left). With ReLU, activations are part of the quantized ranges and
-cost nothing, which SiLUs do.
+takes BGR pixels in 0..255, letterboxed to the top left). Quantization absorbs a ReLU into the range of its input, so
+it costs no time, unlike a SiLU.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from qatkit_verify.errors import ConfigError
 
 _ACTIVATIONS = {"silu": nn.SiLU, "relu": nn.ReLU, "relu6": nn.ReLU6, "hardswish": nn.Hardswish}
 _STRIDES, _CHANNELS = (8, 16, 32), (256, 512, 1024)
-_PRIOR = 0.01  # score of every cell at the start
-_LARGEST_LOG = 10.0  # of a side in strides: beyond any picture
+_PRIOR = 0.01  # initial score of every cell
+_LARGEST_LOG = 10.0  # maximum logarithm of a side in strides, larger than in any picture
 Conv = Callable[..., nn.Module]
 
 
@@ -46,7 +46,7 @@ class Yolox(Detector):
         depthwise: 3x3 convolutions are depthwise, followed by a 1x1 convolution.
 
     Raises:
-        ConfigError: the activation is another one.
+        ConfigError: the activation is unknown.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Yolox(Detector):
     ) -> None:
         super().__init__()
         if activation not in _ACTIVATIONS:
-            allowed = f"activation one of {', '.join(_ACTIVATIONS)}"
+            allowed = f"one of {', '.join(_ACTIVATIONS)} for activation"
             raise ConfigError("model.kwargs", {"activation": activation}, allowed)
         act = _ACTIVATIONS[activation]
         self.backbone = _Pyramid(depth, width, act, depthwise)
@@ -76,7 +76,7 @@ class Yolox(Detector):
         """Returns boxes and scores, followed by the logits and offsets that the loss takes."""
         if images.shape[2] % _STRIDES[-1] or images.shape[3] % _STRIDES[-1]:
             told = [int(images.shape[2]), int(images.shape[3])]
-            raise ConfigError("data.image_size", told, f"multiples of {_STRIDES[-1]} for YOLOX")
+            raise ConfigError("data.image_size", told, f"a multiple of {_STRIDES[-1]} on each side for YOLOX")
         levels = self.head(self.backbone(images))
         sizes = [(int(one[0].shape[2]), int(one[0].shape[3])) for one in levels]
         logits, objectness, offsets = (
@@ -155,7 +155,7 @@ class _Bottleneck(nn.Module):
 
 
 class _CSPLayer(nn.Module):
-    """A block in which half of the channels takes a shortcut."""
+    """A block in which half of the channels take a shortcut."""
 
     def __init__(
         self,

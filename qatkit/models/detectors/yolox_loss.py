@@ -12,8 +12,8 @@ from torchvision.ops import box_iou
 
 from qatkit.models.detectors.detector import boxes_of
 
-_RADIUS = 1.5  # strides around the centre of a box in which cells may find it
-_OVERLAPS = 10  # of a box, whose sum is the number of its cells
+_RADIUS = 1.5  # strides around the centre of a box within which cells may be assigned to it
+_OVERLAPS = 10  # largest overlaps of a box, whose sum is the number of its cells
 _OUTSIDE = 1e6  # cost of a cell that is not near a box's centre
 _IOU_COST, _BOX_WEIGHT = 3.0, 5.0
 

@@ -1,11 +1,10 @@
 """Decisions, the rules by which the outputs of two models agree: values of `verify.decision`.
 
-base.py             `Request` and `Decision`, and the parser of requests
-plain.py            argmax, threshold, equal, cosine, a user's function
-strings.py          texts of CTC recognizers
-masks.py            masks and maps of classes
-boxes.py            boxes of detectors; box_layouts.py and find_boxes.py read them, matched_boxes.py compares
-them
+base.py       `Request` and `Decision`, and the parser of requests
+plain.py      argmax, threshold, equal, cosine, a user's function
+strings.py    texts of CTC recognizers
+masks.py      masks and class maps
+boxes.py      boxes of detectors; box_layouts.py and find_boxes.py read them, matched_boxes.py compares them
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from qatkit_verify.dotted import resolve
 from qatkit_verify.errors import ConfigError
 
 AUTO = "auto"
-_ONE = 1e-3  # how near to 1 the probabilities of a row add up
+_ONE = 1e-3  # tolerance of the sum of a row's probabilities
 DECISIONS: dict[str, type[Request]] = {
     kind.name: kind for kind in (Argmax, Threshold, Equal, Cosine, BoxRequest, Strings, Mask)
 }
@@ -40,7 +39,7 @@ __all__ = [
 
 
 def request_of(asked: str) -> Request:
-    """Returns the decision that a value of `verify.decision` asks for; for `auto`, the cosine.
+    """Returns the decision that a value of `verify.decision` requests; for `auto`, the cosine.
 
     Raises:
         ConfigError: the word is unknown, arguments are not allowed, or a path leads to no function.
@@ -62,7 +61,7 @@ def fit(asked: str, seen: Seen) -> Decision:
         return request.fitted(seen)
     except MisfitError as error:
         fitting = ", ".join(kind.call for kind in DECISIONS.values() if kind.takes(seen))
-        given = f"of {seen.samples} samples the model gives {seen}, which {fitting} take"
+        given = f"the model returns {seen} for a batch of {seen.samples}, which suits {fitting}"
         raise ConfigError(KEY, asked, f"{error}; {given}") from error
 
 

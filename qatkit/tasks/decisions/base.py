@@ -2,9 +2,8 @@
 
     Request ── fitted(first outputs of the float model) ──> Decision ── joined, agree, agreement ──> figures
 
-`joined` takes all outputs of a model, so a decision may cover several of them. Every later check stores,
-compares and counts its result. NumPy is only imported by functions that compute, since the command line reads
-decisions.
+`joined` takes all outputs of a model, so a decision may cover several of them. All later checks store, compare
+and count its result. Only functions that compute import NumPy, since the command line parses decisions.
 """
 
 from __future__ import annotations
@@ -130,13 +129,13 @@ class Decision(ABC):
     def rule(self) -> Callable[[Array], Any] | None:
         """The rule for `Task.rule`.
 
-        Without a decision of the first output, two outputs agree where values are less than a step apart.
+        If there is no decision on the first output, outputs agree if their values are less than a step apart.
         """
         return self.decide if self.decides else undecided
 
 
 def undecided(output: Array) -> None:
-    """Decides nothing, in the form that `qatkit_verify.compare` accepts."""
+    """Decides nothing: the rule for `qatkit_verify.compare` if outputs have no decision."""
 
 
 class MisfitError(ValueError):
@@ -144,7 +143,7 @@ class MisfitError(ValueError):
 
 
 def parsed(asked: str, known: Mapping[str, type[Request]]) -> Request | None:
-    """Returns the decision that a text asks for; None if it is neither a word nor a call.
+    """Returns the decision that a text requests; None if it is neither a word nor a call.
 
     Raises:
         ConfigError: a word or an argument is unknown, or its value is not allowed.

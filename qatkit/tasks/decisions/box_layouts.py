@@ -21,7 +21,7 @@ from qatkit.tasks.decisions.matched_boxes import Boxes, suppressed
 
 Array = NDArray[Any]
 CENTER, CORNERS = "center", "corners"
-_LARGEST_LOG = 10.0  # of a side in strides: beyond any picture
+_LARGEST_LOG = 10.0  # maximum logarithm of a side in strides, larger than in any picture
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Layout:
         places: indices of the outputs: that of the rows, or for "pair" those of the boxes and of the scores.
         transposed: the boxes are on the last axis.
         form: "center" (x, y, width, height) or "corners" (x1, y1, x2, y2).
-        grids: (stride, columns, rows) of the cells that boxes are offsets from, in order; () without offsets.
+        grids: (stride, columns, rows) of the cells whose offsets the boxes are, in order; () without offsets.
         background: the class for background, if there is one.
         scores: conversion of scores to probabilities: "as_they_are", "sigmoid" or "softmax".
     """
@@ -56,9 +56,9 @@ class Layout:
         """Returns the boxes of one picture, rows [boxes, values], by descending score.
 
         Args:
-            rows: of `rows`.
-            least: score of a box that counts.
-            overlap: by which a box of the same class suppresses a worse one.
+            rows: the rows of one picture, from `rows`.
+            least: score that a box must exceed to count.
+            overlap: overlap above which a box suppresses a worse one of the same class.
         """
         values = np.asarray(rows, np.float64)
         if self.kind == "final":
@@ -105,7 +105,7 @@ def _probabilities(values: Array, how: str) -> Array:
 
 
 def _cells(grids: Sequence[tuple[int, int, int]]) -> tuple[Array, Array]:
-    """Returns column and row of each cell, [boxes, 2], and its stride, [boxes, 1], row by row, grid by grid."""
+    """Returns column and row [boxes, 2] and stride [boxes, 1] of each cell, grid by grid and row by row."""
     cells, strides = [], []
     for stride, columns, rows in grids:
         y, x = np.mgrid[:rows, :columns]
@@ -135,9 +135,9 @@ def square(strides: Sequence[int], boxes: int) -> tuple[tuple[int, int, int], ..
 
 
 def offsets(rows: Array, grids: Sequence[tuple[int, int, int]]) -> bool:
-    """Returns whether the centres of rows [N, boxes, values] are offsets from cells, rather than pixels.
+    """Returns whether the centres of rows [N, boxes, values] are offsets from cells rather than pixels.
 
-    The interpretation that lies nearer to the cells is chosen.
+    They are offsets if the median distance from the cells is smaller than in the other interpretation.
     """
     cells, strides = _cells(grids)
     centers = np.asarray(rows[..., :2], np.float64)

@@ -1,7 +1,7 @@
 """The decision on boxes of detectors: two models agree if non-maximum suppression leaves the same boxes.
 
-The figure is F1 over all samples, twice the matched boxes over the boxes of both models; a sample in which
-neither has a box adds nothing to it. A single sample agrees if all its boxes are matched.
+The figure is F1 over all samples: twice the number of matches over the number of boxes of both models. A sample
+without boxes does not count. A single sample agrees if all its boxes are matched.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class BoxRequest(Request):
 
     name: ClassVar[str] = "boxes"
     call: ClassVar[str] = "boxes(SCORE)"
-    score: float = setting(0.3, "above which a box counts", FRACTION)
+    score: float = setting(0.3, "score above which a box counts", FRACTION)
     iou: float = setting(0.5, "overlap from which two boxes are the same", Range(0, 1, above=True))
     nms: float = setting(
         0.45, "overlap from which the worse one of two boxes of a class is dropped", FRACTION
@@ -62,20 +62,20 @@ class BoxRequest(Request):
     )
     strides: str = setting(
         "auto",
-        "of the cells that boxes are offsets from",
+        "strides of the cells whose offsets the boxes are",
         Pattern(r"auto|none|[1-9]\d*(/[1-9]\d*)*", "auto, none or strides, such as 8/16/32"),
     )
     size: str = setting(
         "auto",
-        "of the picture, for strides",
+        "size of the picture, needed for strides",
         Pattern(r"auto|[1-9]\d*(x[1-9]\d*)?", "auto, SIDE or HEIGHTxWIDTH in pixels"),
     )
     scores: str = setting(
-        "as_they_are", "what makes them probabilities", Choices(("as_they_are", "sigmoid", "softmax"))
+        "as_they_are", "conversion to probabilities", Choices(("as_they_are", "sigmoid", "softmax"))
     )
     background: str = setting(
         "auto",
-        "class that stands for nothing",
+        "class of the background",
         Pattern(r"auto|none|-?\d+", "auto, none or the number of a class"),
     )
 
@@ -169,8 +169,8 @@ class _F1(Agreement):
 
     @property
     def remark(self) -> str:
-        return f"{self._matched} matched of {self._all} in both files"
+        return f"{2 * self._matched} of {self._all} boxes of both files match"
 
     @property
     def doubt(self) -> str:
-        return "" if self._all else f"no box has a score above {self._boxes.asked.score:g}, in either file"
+        return "" if self._all else f"no box has a score above {self._boxes.asked.score:g} in either file"

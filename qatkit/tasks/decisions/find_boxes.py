@@ -1,6 +1,6 @@
 """The search for a detector's boxes in its outputs, by typed arguments, and by shapes and values for the rest.
 
-If anything stays ambiguous, an error asks for it; `sure` tells whether nothing is ambiguous.
+If anything remains ambiguous, an error asks for it; `sure` returns whether nothing is ambiguous.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 Array = NDArray[Any]
 _STRIDES = (8, 16, 32)
 _TAKES = (
-    "outputs [N, boxes, 4 + 1 + classes], [N, 4 + classes, boxes], [N, boxes, 6], or scores [N, boxes, classes] beside "
+    "outputs [N, boxes, 4 + 1 + classes], [N, 4 + classes, boxes], [N, boxes, 6], or scores [N, boxes, classes] and "
     "boxes [N, boxes, 4]"
 )
-_SLACK = 1e-3  # beyond 0 and 1, of a probability
+_SLACK = 1e-3  # by which a probability may exceed 0..1
 _FEWEST = 10  # number of boxes from which values are conclusive
 _BOXES, _SCORES = ("box",), ("score", "conf", "class", "prob", "cls")  # in the names of outputs
 
@@ -43,27 +43,27 @@ def found(asked: BoxRequest, seen: Seen) -> Layout:
     _check_scores(layout, rows)
     if layout.form == CENTER and not layout.grids and (rows[..., 2:4] < 0).mean() > 0.01:
         raise MisfitError(
-            "strides=8/16/32,size=HEIGHTxWIDTH where widths and heights below 0 are offsets from cells, or"
-            f" form={CORNERS}"
+            "strides=8/16/32,size=HEIGHTxWIDTH if the negative widths and heights are offsets from cells, or"
+            f" form={CORNERS} if they are corners"
         )
     return replace(layout, background=_background(asked, layout, rows))
 
 
 def possible(seen: Seen) -> bool:
-    """Returns whether some layout has outputs of these shapes."""
+    """Returns whether outputs of these shapes fit some layout."""
     return bool(_singles(seen) or _pairs(seen))
 
 
 def sure(seen: Seen) -> bool:
     """Returns whether the outputs are clearly boxes in a clear layout.
 
-    This takes a shape of a detector, scores within 0..1, and for
+    This requires a shape of a detector, scores within 0..1, and depending on the layout:
 
-    "pair"        corners in order in all of many rows, which are not sorted values; or an output of positive values
-                  that is named like boxes
+    "pair"        many rows that all hold ordered corners but are not just sorted values; or an output of positive
+                  values that is named like boxes
     "final"       the same corners, and a class that is a whole number
-    "classes"     boxes on the last axis, as many as a picture has cells, of positive sizes in pixels
-    "objectness"  as many boxes as a square picture has cells: offsets from these, or three times as many in pixels
+    "classes"     boxes on the last axis, as many as a picture has cells, with positive sizes in pixels
+    "objectness"  as many boxes as a square picture has cells, as offsets from these; or three times as many, in pixels
     """
     pairs = _pairs(seen)
     if pairs:
@@ -98,9 +98,8 @@ def _placed(asked: BoxRequest, seen: Seen) -> Layout:
     kind = asked.layout if asked.layout != "auto" else _kind(rows, transposed)
     least = {"final": 6, "objectness": 6}.get(kind, 5)
     if rows.shape[2] < least or (kind == "final" and rows.shape[2] != least):
-        raise MisfitError(
-            f"layout={kind} of " + ("6" if kind == "final" else f"{least} or more") + " values a box"
-        )
+        number = "6" if kind == "final" else f"at least {least}"
+        raise MisfitError(f"outputs with {number} values per box for layout={kind}")
     return Layout(kind, (singles[0],), transposed)
 
 
@@ -113,7 +112,7 @@ def _kind(rows: Array, transposed: bool) -> str:
         return "classes"
     if _raw(rows) or _three_anchors(rows):
         return "objectness"
-    raise MisfitError("layout=objectness or layout=classes (whether the fifth value is an objectness)")
+    raise MisfitError("layout=objectness if the fifth value is an objectness, else layout=classes")
 
 
 def _singles(seen: Seen) -> list[int]:
@@ -126,7 +125,7 @@ def _singles(seen: Seen) -> list[int]:
 
 
 def _pairs(seen: Seen) -> list[tuple[int, int]]:
-    """Returns the pairs of outputs that may be boxes and their scores; of several, those with fitting names."""
+    """Returns the pairs of outputs that may be boxes and their scores; among several, those with fitting names."""
     fitting = [
         place for place, one in enumerate(seen.outputs) if one.ndim == 3 and one.shape[0] == seen.samples
     ]
@@ -146,7 +145,7 @@ def _named(seen: Seen, place: int, words: Sequence[str]) -> bool:
 
 
 def _oriented(output: Array) -> tuple[Array, bool]:
-    """Returns [N, boxes, values], and whether the boxes were on the last axis (there are more boxes than values)."""
+    """Returns [N, boxes, values], and whether the boxes were on the last axis, since there are more than values."""
     transposed = output.shape[2] > output.shape[1] >= 5
     return (output.swapaxes(1, 2) if transposed else output), transposed
 
@@ -157,7 +156,7 @@ def _within(values: Array) -> bool:
 
 
 def _ordered(boxes: Array) -> bool:
-    """Returns whether all rows are corners in order."""
+    """Returns whether all rows are ordered corners."""
     return bool((boxes[..., 2:4] >= boxes[..., :2]).all())
 
 
@@ -204,7 +203,7 @@ def _form(asked: BoxRequest, layout: Layout, rows: Array) -> str:
 
 
 def _grids(asked: BoxRequest, layout: Layout, rows: Array) -> tuple[tuple[int, int, int], ...]:
-    """Returns the grids of cells that boxes are offsets from."""
+    """Returns the grids of cells whose offsets the boxes are; () if the boxes are not offsets."""
     boxes, strides = rows.shape[1], asked.cells or _STRIDES
     if asked.strides == "none" or layout.kind == "final":
         return ()
@@ -221,14 +220,15 @@ def _grids(asked: BoxRequest, layout: Layout, rows: Array) -> tuple[tuple[int, i
 def _check_scores(layout: Layout, rows: Array) -> None:
     scores = rows[..., 4:5] if layout.kind == "final" else rows[..., 4:]
     if layout.scores == "as_they_are" and not _within(scores):
-        ends = f"{scores.min():.3g} to {scores.max():.3g}"
-        raise MisfitError(
-            f"scores within 0..1 (scores=sigmoid or softmax makes them of others; they are {ends})"
-        )
+        told = f"they are {scores.min():.3g} to {scores.max():.3g}"
+        raise MisfitError(f"scores within 0..1, but {told} (scores=sigmoid or scores=softmax converts them)")
 
 
 def _background(asked: BoxRequest, layout: Layout, rows: Array) -> int | None:
-    """Returns the background class: with probabilities that sum to 1, the first or last class if most boxes have it."""
+    """Returns the background class; None if there is none.
+
+    If probabilities sum to 1, it is the first or the last class if that has the largest mean.
+    """
     if asked.background == "none" or layout.kind == "final":
         return None
     by_class = rows[..., 5 if layout.kind == "objectness" else 4 :]

@@ -1,7 +1,7 @@
 """The decision on masks of segmentation and saliency: values above a threshold, or classes of places.
 
-[N, 1, H, W], [N, H, W], [N, H, W, 1]   above a threshold; masks agree by their intersection over union
-[N, C, H, W] (axis=-1: [N, H, W, C])    the class of each pixel; the share of pixels of the same class
+[N, 1, H, W], [N, H, W], [N, H, W, 1]   pixels above a threshold; the figure is their intersection over union
+[N, C, H, W] (axis=-1: [N, H, W, C])    the class of each pixel; the figure is the share of equal pixels
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from qatkit.tasks.decisions.base import Array
 
 _END = 0.05  # largest distance of a decided pixel from 0 or 1, and largest share of pixels in between
-_SOME = 0.01  # of the pixels, at either end
-_ONE = 1e-3  # tolerance of the sum of probabilities at a place
+_SOME = 0.01  # minimum share of pixels at either end
+_ONE = 1e-3  # tolerance of the sum of probabilities at a pixel
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Mask(Request):
 
     name: ClassVar[str] = "mask"
     call: ClassVar[str] = "mask(THRESHOLD)"
-    threshold: float = setting(0.5, "above which a value belongs to a mask of one channel")
-    axis: int = setting(1, "of the classes, where there are several channels: 1 or -1")
+    threshold: float = setting(0.5, "value above which a pixel belongs to a mask of one channel")
+    axis: int = setting(1, "axis of the classes if there are several channels: 1 or -1")
     same: float = setting(0.9, "IoU or share of pixels from which two masks count as the same", FRACTION)
 
     @property
@@ -50,7 +50,7 @@ class Mask(Request):
         if len(shape) == 3 or 1 in (shape[1], shape[3]):
             return _OneChannel(self.same, self.threshold)
         if self.axis not in (1, -1):
-            raise MisfitError("1 or -1 for axis, that of the classes")
+            raise MisfitError("axis=1 or axis=-1, the axis of the classes")
         return _Classes(self.same, self.axis)
 
 
@@ -144,7 +144,7 @@ class _MeanLikeness(Agreement):
     def doubt(self) -> str:
         if len(self._values) > 1:
             return ""
-        return "all pixels of all samples are alike, in both files"
+        return "all pixels of all samples have the same value in both files"
 
 
 def class_maps(outputs: Sequence[Array]) -> bool:
@@ -160,7 +160,7 @@ def class_maps(outputs: Sequence[Array]) -> bool:
 def one_mask(outputs: Sequence[Array]) -> bool:
     """Returns whether the first output is clearly a mask [N, 1, H, W].
 
-    Its values are within 0..1, nearly all of them at the ends and some at both.
+    That is: its values are within 0..1, nearly all of them near 0 or 1, and some near each.
     """
     first = outputs[0]
     if first.ndim != 4 or first.shape[1] != 1 or min(first.shape[2:]) < 2:

@@ -56,9 +56,9 @@ def suppressed(boxes: Boxes, most: float) -> Boxes:
 
 
 def matches(exact: Boxes, found: Boxes, least: float) -> int:
-    """Returns the number of boxes that are the same: of one class, with an overlap of at least `least`.
+    """Returns the number of matching boxes: pairs of one class with an overlap of at least `least`.
 
-    Boxes with the best scores choose first, each the nearest free box.
+    Boxes are matched in the order of their scores, each with the free box that it overlaps most.
     """
     near = overlap(found.corners, exact.corners)
     near[found.classes[:, None] != exact.classes[None]] = -1

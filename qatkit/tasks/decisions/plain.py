@@ -23,7 +23,7 @@ class Argmax(Request, Decision):
     name: ClassVar[str] = "argmax"
     call: ClassVar[str] = "argmax(AXIS)"
     decides: ClassVar[bool] = True
-    axis: int = setting(-1, "of the classes; negative ones count from the end")
+    axis: int = setting(-1, "axis of the classes; negative ones count from the end")
 
     @property
     def title(self) -> str:
@@ -39,8 +39,11 @@ class Argmax(Request, Decision):
         axes = seen.first.ndim
         axis = self.axis if self.axis >= 0 else self.axis + axes
         if not 0 < axis < axes:
-            last = f" from 1 to {axes - 1}" if axes > 2 else " 1" if axes == 2 else ", which it has none,"
-            raise MisfitError(f"an axis{last} of the first output behind its samples")
+            if axes < 2:
+                raise MisfitError("a first output with an axis after that of the samples")
+            raise MisfitError(
+                f"{f'an axis from 1 to {axes - 1}' if axes > 2 else 'axis 1'} of the first output"
+            )
         by_class = axis == class_axis(axes) and seen.first.shape[axis] > 1
         return _ClassArgmax(self.axis) if by_class else self
 
@@ -65,7 +68,7 @@ class Threshold(Request, Decision):
     name: ClassVar[str] = "threshold"
     call: ClassVar[str] = "threshold(VALUE)"
     decides: ClassVar[bool] = True
-    limit: float = setting(0.5, "above which a value is a yes")
+    limit: float = setting(0.5, "value above which the decision is yes")
 
     @property
     def title(self) -> str:
@@ -140,11 +143,13 @@ class Function(Request, Decision):
         try:
             found = np.asarray(self.function(seen.first))
         except (ValueError, TypeError, IndexError) as error:
-            allowed = f"a decision on outputs {shape} ({first_line(error)})"
+            allowed = f"a function that accepts outputs {shape} ({first_line(error)})"
             raise ConfigError(KEY, self.path, allowed) from error
         if found.dtype.kind not in "iub" or found.shape[:1] != seen.first.shape[:1]:
-            allowed = "a function that gives integers or booleans [N, ...] of outputs [N, ...]; of "
-            raise ConfigError(KEY, self.path, f"{allowed}{shape} it gives {found.dtype} {list(found.shape)}")
+            allowed = "a function that returns integers or booleans [N, ...] for outputs [N, ...]; for "
+            raise ConfigError(
+                KEY, self.path, f"{allowed}{shape} it returns {found.dtype} {list(found.shape)}"
+            )
         return self
 
     def decide(self, output: Array) -> Array:

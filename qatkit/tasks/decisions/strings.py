@@ -27,7 +27,7 @@ class Strings(Request, Decision):
     name: ClassVar[str] = "strings"
     call: ClassVar[str] = "strings(BLANK)"
     decides: ClassVar[bool] = True
-    blank: int = setting(0, "class that stands for no character; -1: the last one")
+    blank: int = setting(0, "class of the blank, which stands for no character; -1: the last class")
 
     @property
     def title(self) -> str:
@@ -116,7 +116,7 @@ class _Texts(Agreement):
 
     @property
     def doubt(self) -> str:
-        return "" if self._characters else "no string has a character, in either file"
+        return "" if self._characters else "no string has a character in either file"
 
 
 def similarity(first: Sequence[int], second: Sequence[int]) -> float:

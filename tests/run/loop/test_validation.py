@@ -80,6 +80,7 @@ def test_more_than_there_is_is_refused(tmp_path: Path) -> None:
     config = calibrate_only(tmp_path / "run")
     config.verify.validation, config.verify.held_out = True, 1437
     with pytest.raises(
-        ConfigError, match=r"verify\.held_out=1437: expected fewer than the 1437 training images"
+        ConfigError,
+        match=r"verify\.held_out=1437: expected a number below 1437, the number of training images",
     ):
         pipeline.train(config)
