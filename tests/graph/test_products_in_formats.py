@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,7 +34,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.q(x), self.k(x), self.v(x)
-        return torch.softmax(q @ k.transpose(1, 2), -1) @ v
+        found: Tensor = torch.softmax(q @ k.transpose(1, 2), -1) @ v
+        return found
 
 
 class Squares(nn.Module):
@@ -46,7 +48,8 @@ class Squares(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.fc(x)
-        return self.mixed @ (y @ y)
+        found: Tensor = self.mixed @ (y @ y)
+        return found
 
 
 def last(x: Tensor) -> Tensor:
@@ -68,11 +71,11 @@ def module_of(
     x: Tensor,
     dtype: str = "mxfp4",
     backend: Backend = SIMULATED_PRODUCTS,
-    **settings: OverrideConfig,
+    overrides: Mapping[str, OverrideConfig] | None = None,
 ) -> QATModule:
     activation, weight = (replace(one, dtype=dtype) for one in (backend.activation, backend.weight))
     backend = replace(backend, activation=activation, weight=weight)
-    module = QATModule(model.eval(), x, backend=backend, overrides=settings)
+    module = QATModule(model.eval(), x, backend=backend, overrides=overrides)
     module.calibrate([x])
     set_phase(module.graph, observe=False, quantize=True)
     return module.eval()
@@ -123,6 +126,6 @@ def test_products_stay_float_without_the_rule_or_by_override() -> None:
     model, x = Attention(), noise(3, 10, 40)
     q, k, v = (linear(layer, x) for layer in (model.q, model.k, model.v))
     expected = torch.softmax(q @ k.mT, -1) @ v
-    by_override = module_of(model, x, **{"op/matmul": OverrideConfig(float=True)})
+    by_override = module_of(model, x, overrides={"op/matmul": OverrideConfig(float=True)})
     for module in (module_of(model, x, backend=SIMULATED), by_override):
         torch.testing.assert_close(module.graph(x), expected, rtol=1e-5, atol=1e-5)
