@@ -106,7 +106,7 @@ def test_a_file_that_holds_something_else_is_refused(text: str, said: str, tmp_p
         ),
         (["+backend.overrides={conv1:{activation_range:[3,-3]}}"], "activation_range=.*LOW < HIGH"),
         (["+backend.subgraphs={head:{from:[a]}}"], "backend.subgraphs.head=.*expected {from"),
-        (["backend.exclude=[conv1,7]"], "backend.exclude=7: expected a name, .*in quotes"),
+        (["backend.exclude=[conv1,7]"], "backend.exclude=7: expected a name, .*with quotes"),
     ],
 )
 def test_mistakes_are_told_before_a_model_is_built(typed: list[str], said: str) -> None:

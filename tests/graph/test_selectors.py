@@ -90,7 +90,7 @@ def test_scales_stand_through_calibration_and_training() -> None:
         ({"exclude": ["re/cnov1"]}, r"matches no operator \(did you mean conv1"),
         ({"exclude": ["op/Conv"]}, r"matches no operator \(did you mean op/conv"),
         ({"exclude": ["re/conv("]}, "the regular expression is invalid .*position 4"),
-        ({"exclude": [3]}, "expected a name, a glob, .*in quotes"),
+        ({"exclude": [3]}, "expected a name, a glob, .*with quotes"),
         ({"exclude": ["tensor/conv1"]}, "only backend.overrides selects tensors"),
         ({"exclude": ["subgraph/haed"], "subgraphs": {"head": {"from": "a", "to": "b"}}},
          r"backend.subgraphs has no haed \(did you mean subgraph/head"),

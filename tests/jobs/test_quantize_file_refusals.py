@@ -168,7 +168,8 @@ BAD_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "channels": (made_with(shape=["N", 8, 8, 3]),
                  f"{INPUT}; the input 'input' is float32 [?, 8, 8, 3] (data.layout=nhwc supports it)"),
     "bytes": (made_with(kind=TensorProto.UINT8), f"{INPUT}; the input 'input' is uint8 [?, 3, 8, 8]"),
-    "classes": (made_with(classes=7), "logits [N, 10], one value for each class of the data; it returned [2, 7]"),
+    "classes": (made_with(classes=7),
+                "a model that returns logits [N, 10], one value for each class of the data; it returned [2, 7]"),
 }  # fmt: skip
 
 
@@ -224,7 +225,7 @@ BAD_SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         "data.image_size=[9, 20]: expected null or [8, 20], the input size of ",
     ),
     "layout": ({}, {"data": {"layout": "nhwc"}}, "onnx="),
-    "channels": ({}, {"data": {"mean": [0.5], "std": [0.5]}}, "data.mean=[0.5]: expected 3 numbers: "),
+    "channels": ({}, {"data": {"mean": [0.5], "std": [0.5]}}, "data.mean=[0.5]: expected 3 numbers, since "),
     "mode": ({}, {"mode": "int4"}, "mode=int4: expected one of dynamic, static, float16, weight_only"),
     "no images": (
         {},

@@ -108,7 +108,8 @@ def test_a_run_resumes_with_moved_images_but_not_with_others(tmp_path: Path) -> 
     config = replace(config, resume=str(folder / "last.ckpt"))
     config.data.root = _digits_folder(tmp_path / "changed", brighter=1)
     with pytest.raises(
-        ConfigError, match=r"data\.root=.*changed: expected the training images, .* began with; resume=null"
+        ConfigError,
+        match=r"data\.root=.*changed: expected the same training images, .* began with .resume=null",
     ):
         pipeline.train(config)
     assert sha256(folder / "last.ckpt") == before and not (folder / "report.json").exists()
