@@ -146,7 +146,7 @@ def _check_names(names: TensorNames, given: Mapping[str, Encoding], file: object
         near = difflib.get_close_matches(name, free, n=3, cutoff=_TYPO)
         if near:
             reason = (
-                f"the model has no tensor '{name}', which the file names (did you mean {', '.join(near)}?)"
+                f"the model has no tensor '{name}' (did you mean {', '.join(near)}?)"
             )
             raise ConfigError(KEY, file, reason=reason)
 

@@ -208,7 +208,7 @@ def one(dtype: str = "uint8", zero: int = 0, scale: Any = 0.05) -> Encoding:
         ({"nothing": one(), "else": one()}, "the file names no tensor of the model (did you mean "),
         (
             {"input": one(), "features/relu:1": one()},
-            "the model has no tensor 'features/relu:1', which the file names (did you mean features/relu:0",
+            "the model has no tensor 'features/relu:1' (did you mean features/relu:0",
         ),
         (
             {"input": one("uint16"), "features/relu:0": one("uint16")},
