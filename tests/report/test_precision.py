@@ -45,7 +45,7 @@ def test_page_names_every_point_and_draws_those_with_an_error() -> None:
 
 def test_the_terminal_says_the_same() -> None:
     lines = plain_report(RESULTS).splitlines()
-    start = next(i for i, line in enumerate(lines) if line.startswith("precision: 3 of 7 files"))
+    start = next(i for i, line in enumerate(lines) if line.startswith("precision: 3 of 7 measured files"))
     assert lines[start + 2].split() == [
         *("0", "0", "of", "3", "1.000", "1.000", "4.00x", "70.00", "90.00", "20.0"),
         *("precision.front=/runs/a", "precision.point=0"),

@@ -237,5 +237,5 @@ def test_layer_norm_left_in_pieces(
     result = audit(graph.save(tmp_path / "bad.onnx", build(graph), shape, 3))
     assert "SimplifiedLayerNormalization" in result.ops
     assert result.problems == (
-        f"LayerNorm at 'ln/sub' not fused: it became a SimplifiedLayerNormalization; {blocker}",
+        f"LayerNorm at 'ln/sub' is not fused: it became a SimplifiedLayerNormalization; {blocker}",
     )

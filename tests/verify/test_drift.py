@@ -111,7 +111,7 @@ def test_the_fix_of_drift_is_float_recurrent_weights(free_db: float, named: bool
     )
     (short,) = FidelityCheck().shortfalls(VerifyConfig(min_float_sqnr=45.0), results)
     assert short.fix.startswith("'+backend.overrides={lstm.inner:{float:true}}'") == named
-    assert ("29.0 with its own" in short.fix) == named
+    assert ("29.0 dB with its own" in short.fix) == named
 
 
 def test_without_states_nothing_is_said(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def test_a_run_tells_cosine_and_distance(tmp_path: Path, capfd: pytest.CaptureFi
     files = (tmp_path / "run" / name for name in ("model.float.onnx", "model.int8.onnx"))
     exact, found = (logits(file, images) for file in files)
     check(told, exact, found)
-    line = f"cosine {told['cosine']:.5f} (least {told['least_cosine']:.5f})"
+    line = f"cosine {told['cosine']:.5f} (minimum {told['least_cosine']:.5f})"
     assert line in capfd.readouterr().out and line in (tmp_path / "run" / "report.html").read_text()
 
 

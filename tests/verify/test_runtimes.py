@@ -137,7 +137,7 @@ def _told(divergence: Divergence) -> Shortfall:
     assert first is not None
     least = "verify.min_agreement=0.99: other agrees with ONNX Runtime on 90.00 % of 24 images"
     assert told.line == f"{least}; the first tensor that differs is '{first.name}'"
-    assert any(f"is '{first.name}', of '{divergence.operator}'" in line for line in notes(results))
+    assert any(f"is '{first.name}' of operator '{divergence.operator}'" in line for line in notes(results))
     return told
 
 

@@ -134,7 +134,7 @@ def at_least(top1: float) -> Callable[[PrecisionPoint], bool]:
         (77.05, None, 2, "no point meets"),
         (77.0, 2.0, 1, "the most accurate"),
         (77.0, 1.1, 2, "the most accurate"),
-        (0.0, 9.0, 0, r"min_speedup=9: no point reaches it; the fastest one \(4.00 times"),
+        (0.0, 9.0, 0, "min_speedup=9: no point reaches it; the fastest one (4.00 times"),
     ],
 )
 def test_the_target_decides(top1: float, speed: float | None, number: int, why: str) -> None:
