@@ -331,12 +331,8 @@ _PLACES = [
     *(bad(f"export.publish=there{more}", "export.publish=there") for more in ("/\u0007", "/" + "n" * 250)),
     *(Case((*TINY, "export.bundle=true", "export.publish=there", f"export.version={name}"), f"export.version={name}: ")
       for name in ("a/b", "..", ".hidden", "-x")),
-<<<<<<< HEAD
     Case((*TINY, "export.bundle=true", "export.publish=there", "name='a b'"),
          "name=a b: expected a folder name with export.publish: letters"),
-=======
-    Case((*TINY, "export.bundle=true", "export.publish=there", "name='a b'"), "name=a b: expected a folder name"),
->>>>>>> b_m4
     bad("trainer.mlflow=nothing"),
     bad("trainer.mlflow=ftp://host"),
     bad("trainer.mlflow=file:///nowhere", "trainer.mlflow=file:///nowhere: "),
