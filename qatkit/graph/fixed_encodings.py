@@ -145,9 +145,7 @@ def _check_names(names: TensorNames, given: Mapping[str, Encoding], file: object
     for name in unknown:
         near = difflib.get_close_matches(name, free, n=3, cutoff=_TYPO)
         if near:
-            reason = (
-                f"the model has no tensor '{name}' (did you mean {', '.join(near)}?)"
-            )
+            reason = f"the model has no tensor '{name}' (did you mean {', '.join(near)}?)"
             raise ConfigError(KEY, file, reason=reason)
 
 
