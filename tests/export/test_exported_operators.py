@@ -200,7 +200,7 @@ BOXES = torch.tensor([[0, 1.0, 1, 6, 6], [1, 0, 0, 4, 4]])
 # What needs a newer opset than 13: its shape, what is said of it, and the lowest opset that has it.
 NEWER: dict[str, tuple[Function, tuple[int, ...], str, int]] = {
     "grid_sample": (lambda x: F.grid_sample(x, grid(x), align_corners=False), IMAGE, "this GridSample", 16),
-    "roi_align": (lambda x: roi_align(x, BOXES, 3, aligned=True), IMAGE, "centres of pixels", 16),
+    "roi_align": (lambda x: roi_align(x, BOXES, 3, aligned=True), IMAGE, "pixel centres", 16),
     "scatter_add": (lambda x: torch.zeros_like(x).scatter_add(1, x.argmax(1, keepdim=True), x[:, :1]), IMAGE,
                     "reduces while it scatters", 16),
     "fft": (lambda x: fft.rfft2(x).abs(), IMAGE, "this DFT", 17),

@@ -93,7 +93,7 @@ def test_a_mistake_is_one_line_and_leaves_nothing(case: str, tmp_path: Path) -> 
 def test_blocks_are_refused_where_int8_kernels_multiply(tmp_path: Path) -> None:
     config = tiny(tmp_path / "run", backend=BackendConfig(weight_granularity={"block": 32}))
     with pytest.raises(
-        ConfigError, match=r"granularity=\{block: 32\}: expected .*backend=weight_only has blocks"
+        ConfigError, match=r"granularity=\{block: 32\}: expected .*backend=weight_only allows blocks"
     ):
         pipeline.train(config)
 

@@ -45,7 +45,7 @@ def test_heads_of_training_are_named() -> None:
     head = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1))
     graph = same(auxiliary(head=head), X)
     ((name, reason),) = graph.meta["notes"]
-    assert name == "head" and "training mode alone" in reason and "\n" not in reason
+    assert name == "head" and "only in the model's training mode" in reason and "\n" not in reason
     assert trainable(graph) == {"conv.weight", "conv.bias"}
 
 
