@@ -106,9 +106,8 @@ def bundle_line(path: Path) -> str:
     if path.name == SEALED_BUNDLE:
         opened = f"python -m qatkit.encryption.command open {path} KEYFILE bundle.zip"
         return f"bundle: {path}  (to decrypt: {opened})"
-    return (
-        f"bundle: {path}  (to check it on the target: pip install qatkit-verify && qatkit-verify {path.name})"
-    )
+    check = f"pip install qatkit_verify-*.whl && qatkit-verify {path.name}"
+    return f"bundle: {path}  (to check it on the target: {check})"
 
 
 def same_file(asked: ExportConfig, reported: ExportConfig) -> dict[str, object]:
