@@ -24,7 +24,13 @@ from page_commands import PAGES, ROOT, Command, commands, files, label
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
-_RUN = ("trainer=cpu", "trainer.progress=false", "data.workers=0", "verify.latency_runs=3", "verify.max_drop=null")
+_RUN = (
+    "trainer=cpu",
+    "trainer.progress=false",
+    "data.workers=0",
+    "verify.latency_runs=3",
+    "verify.max_drop=null",
+)
 _FEW = (*_RUN, "calibration.images=64", "data.test_images=64")
 _CALIBRATED = (*_FEW, "schedule=calibrate_only")
 _TINY = ("model.name=tiny_run.Net", "data.image_size=8")
@@ -72,9 +78,7 @@ def _run(command: Command, step: list[str], finished: Path, folder: Path) -> Non
         done = run_script(program, *arguments, cwd=folder, env=environment, timeout=1000)
     else:
         words = ["bash", "-c", command.text] if program == "eval" else [program, *arguments]
-        done = subprocess.run(
-            words, cwd=folder, env=environment, capture_output=True, text=True, check=False
-        )
+        done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{command.text}\n{done.stdout}\n{done.stderr}"
 
 

@@ -178,7 +178,11 @@ def _first_line(key: str, found: Sequence[Group]) -> str:
 
 def _page(key: str, found: Sequence[Group]) -> str:
     """Returns the page of all groups whose keys begin with `key`."""
-    lines = [f"# `{key}`", "", "Written by `uv run scripts/configuration.py`; [all keys](../configuration.md)."]
+    lines = [
+        f"# `{key}`",
+        "",
+        "Written by `uv run scripts/configuration.py`; [all keys](../configuration.md).",
+    ]
     for one in found:
         if one.key != key:
             lines += ["", f"## `{one.key}`"]
