@@ -101,7 +101,9 @@ def _refusal(root: Path | None) -> str:
 
 def test_what_is_no_folder_of_pictures_is_one_line(tmp_path: Path) -> None:
     assert "data.root=None" in _refusal(None)
-    assert f"data.root={tmp_path / 'absent'}: expected a folder of pictures" in _refusal(tmp_path / "absent")
+    assert f"data.root={tmp_path / 'absent'}: expected a folder with at least two pictures" in _refusal(
+        tmp_path / "absent"
+    )
     assert _refusal(tmp_path).endswith("in it or in its subfolders; it has 0")
     Image.fromarray(RED).save(tmp_path / "a.png")
     assert _refusal(tmp_path).endswith("it has 1")
