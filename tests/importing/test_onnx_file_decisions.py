@@ -111,7 +111,7 @@ def test_no_boxes_are_a_note(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     notes = json.loads((tmp_path / "run" / "report.json").read_text())["notes"]
     (note,) = [one for one in notes if "boxes" in one]
-    assert "says nothing of these 48 images, since no box has a score above 1" in note
+    assert "says nothing about these 48 images, since no box has a score above 1" in note
 
 
 def test_a_decision_that_does_not_fit_ends_before_calibration(tmp_path: Path) -> None:

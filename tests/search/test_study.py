@@ -226,7 +226,7 @@ def test_a_study_begins_where_there_are_no_trials_of_another(
         first.complete(figures_of(0), TESTED)
     for _ in range(2):
         with pytest.raises(
-            ConfigError, match=r"output_dir=.*: expected a folder without trials of another study"
+            ConfigError, match=r"output_dir=.*: expected a folder without trials, since the study"
         ):
             begins(tmp_path)
     if begins is not _a_lost_storage:
