@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 
-from qatkit.calibration.mixed_scales import SAMPLE, mixed_scales
+from qatkit.calibration.mixed_scales import AT_ONCE, SAMPLE, mixed_scales
 from qatkit.calibration.observe import calibrate
 from qatkit.config.schema import Config
 from qatkit.data import DataModule
@@ -236,10 +236,23 @@ class Pace:
             calibrate(module.graph, batches())
             once = clocks().less(now[2])
             if module.quantize and not module.backend.simulated and fake_quantizers(module.graph):
-                sample = [module.tensors(few)]
-                searched = self._timed(lambda: mixed_scales(module.graph, sample)).times(SAMPLE / 2)
+                searched = self._search(module)
                 once = Span(once.wall + searched.wall, once.work + searched.work)
         return module, now[2].less(now[1]).times(1 / self._count), once
+
+    def _search(self, module: QATModule) -> Span:
+        """Returns the time of the search for mixed scales, whose passes cost something even without samples."""
+
+        def taken(samples: int) -> Span:
+            given = [module.tensors(self.data.first_batch(samples))]
+            return self._timed(lambda: mixed_scales(module.graph, given))
+
+        if self.data.rows(2) == 1:
+            return taken(1).times(SAMPLE)
+        one, two = taken(1), taken(2)
+        each = two.less(one)
+        once = one.less(each).times(SAMPLE / AT_ONCE)
+        return Span(once.wall + SAMPLE * each.wall, once.work + SAMPLE * each.work)
 
     def _steps(self, learner: Learner, lr: float) -> tuple[Span, Span]:
         """Returns the time per sample and once of a step, from two sizes, on a copy whose weights they change."""
