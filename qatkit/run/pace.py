@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import fx, nn
@@ -224,7 +224,7 @@ class Pace:
         with self._measuring("calibration"):
             module = copy.copy(self._module)
             module._modules = dict(self._module._modules)
-            module.graph, module._tapped = copy_of(self._module.graph), ()
+            module.graph, module._tapped = cast(fx.GraphModule, copy_of(self._module.graph)), ()
             few, now = self.data.first_batch(2), list[Span]()
 
             def batches() -> Iterator[Any]:
@@ -309,9 +309,7 @@ class Pace:
         except Unknown as error:
             self._failed[what] = str(error)
             raise
-        except (
-            Exception
-        ) as error:  # a model of the user's may raise anything; the stage itself then reports it
+        except Exception as error:  # of a user's model, too; the stage itself will report it
             self._failed[what] = f"the {what} could not be timed"
             raise Unknown(self._failed[what]) from error
 
@@ -326,7 +324,7 @@ def of_first_file(
     try:
         fitting = max(2, min(_MOST, 4 * _VALUES // max(1, inputs.bytes)))
         batch = inputs.example(fitting if config.export.dynamic_batch else examples(config))
-        runs = {"converted": partial(ConvertedReference(converted), batch)}
+        runs: dict[str, Callable[[], Any]] = {"converted": partial(ConvertedReference(converted), batch)}
         for name, optimize in (("int8", True), ("unoptimized", False)):
             session = open_session(path, threads=all_cores(), options=options, optimize=optimize)
             runs[name] = partial(run_outputs, session, batch)
