@@ -94,7 +94,7 @@ class _Stage:
 
     def __init__(self, stage: Any, peaks: Peaks) -> None:
         self._stage, self._peaks = stage, peaks
-        self.done, self.restore = stage.done, stage.restore
+        self.done, self.restore, self.planned = stage.done, stage.restore, stage.planned
 
     def run(self, state: Any) -> Any:
         with self._peaks.stage(type(self._stage).__name__):

@@ -46,7 +46,7 @@ CHANNEL, TOTAL = 10.0, 18.0
 # Least number of values per channel: with fewer, the channel's variation is chance.
 _LEAST = 16
 _WIDEST = 65536  # channels along an axis
-SAMPLE, _AT_ONCE = 16, 8  # images of a sample, and how many of them are run together
+SAMPLE, AT_ONCE = 16, 8  # images of a sample, and how many of them are run together
 _KEPT = 2**24  # largest number of input values in a sample; the first image is always kept
 _VALUES = 2**20  # approximate number of input values that go through the graph together
 
@@ -113,7 +113,7 @@ class Sample:
             count = batch_size(batch, axes)
             values = max(1, sum(one.numel() for one in batch) // count)
             fitting = room // values if self._kept else max(1, room // values)
-            wanted, at_once = max(0, min(left, count, fitting)), max(1, min(_AT_ONCE, _VALUES // values))
+            wanted, at_once = max(0, min(left, count, fitting)), max(1, min(AT_ONCE, _VALUES // values))
             multiple = batch_multiple(self._graph)
             wanted, at_once = wanted // multiple * multiple, max(1, at_once // multiple) * multiple
             if all(axis is None for axis in axes):

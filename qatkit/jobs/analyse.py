@@ -68,21 +68,20 @@ def planned_analysis(state: State, pace: Pace) -> Sequence[Planned]:
     images = min(asked.images, state.data.test_count)
     sites = switches(state.prepared.graph, asked.layers)
     measured = len(sites) if asked.top is None else min(asked.top, len(sites))
-    parts = {
-        "isolation": (asked.isolation, lambda: 4 * pace.simulated + pace.file("int8")),
-        "estimate": (
-            asked.sensitivity != "none",
-            lambda: 4 * pace.simulated,
-        ),  # forward, backward, and each error
-        f"{measured} sites": (asked.sensitivity == "exact", lambda: (1 + 2 * measured / 2) * pace.simulated),
+    passes = {  # of the simulation: four sides; forward, backward and each error; the graph, and half of it twice
+        "isolation": 4.0 if asked.isolation else 0.0,
+        "estimate": 4.0 if asked.sensitivity != "none" else 0.0,
+        f"{measured} sites": 1.0 + measured if asked.sensitivity == "exact" else 0.0,
     }
-    wanted = {name: cost for name, (is_wanted, cost) in parts.items() if is_wanted}
-    told = [*wanted, *([f"tensors of {asked.tensors:,}"] if asked.tensors else [])]
+    told = [name for name, count in passes.items() if count]
+    told += [f"tensors of {asked.tensors:,}"] if asked.tensors else []
     about = f"{images:,} {state.data.task.names.samples}: {', '.join(told)}"
 
     def seconds() -> float:
         one_by_one = asked.tensors * (pace.simulated + pace.file("unoptimized") + pace.file("converted"))
-        return images * sum(cost() + pace.load for cost in wanted.values()) + one_by_one
+        file = pace.file("int8") if asked.isolation else 0.0
+        loads = sum(count > 0 for count in passes.values()) * pace.load
+        return images * (sum(passes.values()) * pace.simulated + file + loads) + one_by_one
 
     return (stage("analysis", about, seconds),)
 

@@ -52,15 +52,12 @@ class TrainFloat(Conditional):
             return ()
         training = Length(state, FLOAT_CHECKPOINT, epochs, None)
         done = state.stored is not None or training.finished
-        judging = (lambda: training.judged * pace.forward) if epochs > 1 else (lambda: 0.0)
-        return (
-            stage(
-                "float_training",
-                training.text,
-                lambda: training.seconds(pace.float_step, pace.load) + judging(),
-                done=done,
-            ),
-        )
+
+        def seconds() -> float:
+            judging = training.judged * pace.forward if epochs > 1 else 0.0
+            return training.seconds(pace.float_step, pace.load) + judging
+
+        return (stage("float_training", training.text, seconds, done=done),)
 
     def run(self, state: State) -> State:
         train_float(state.run, state.model, state.data)
@@ -142,7 +139,7 @@ class Length:
 
     @property
     def _share(self) -> float:
-        return max(0.0, 1 - self._stored.get("global_step", 0) / max(1, self.steps))
+        return max(0.0, 1 - int(self._stored.get("global_step", 0)) / max(1, self.steps))
 
     @property
     def _images(self) -> int:

@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import fx, nn
 
-from qatkit.calibration.mixed_scales import SAMPLE, mixed_scales
+from qatkit.calibration.mixed_scales import AT_ONCE, SAMPLE, mixed_scales
 from qatkit.calibration.observe import calibrate
 from qatkit.config.schema import Config
 from qatkit.data import DataModule
@@ -224,7 +224,7 @@ class Pace:
         with self._measuring("calibration"):
             module = copy.copy(self._module)
             module._modules = dict(self._module._modules)
-            module.graph, module._tapped = copy_of(self._module.graph), ()
+            module.graph, module._tapped = cast(fx.GraphModule, copy_of(self._module.graph)), ()
             few, now = self.data.first_batch(2), list[Span]()
 
             def batches() -> Iterator[Any]:
@@ -236,10 +236,23 @@ class Pace:
             calibrate(module.graph, batches())
             once = clocks().less(now[2])
             if module.quantize and not module.backend.simulated and fake_quantizers(module.graph):
-                sample = [module.tensors(few)]
-                searched = self._timed(lambda: mixed_scales(module.graph, sample)).times(SAMPLE / 2)
+                searched = self._search(module)
                 once = Span(once.wall + searched.wall, once.work + searched.work)
         return module, now[2].less(now[1]).times(1 / self._count), once
+
+    def _search(self, module: QATModule) -> Span:
+        """Returns the time of the search for mixed scales, whose passes cost something even without samples."""
+
+        def taken(samples: int) -> Span:
+            given = [module.tensors(self.data.first_batch(samples))]
+            return self._timed(lambda: mixed_scales(module.graph, given))
+
+        if self.data.rows(2) == 1:
+            return taken(1).times(SAMPLE)
+        one, two = taken(1), taken(2)
+        each = two.less(one)
+        once = one.less(each).times(SAMPLE / AT_ONCE)
+        return Span(once.wall + SAMPLE * each.wall, once.work + SAMPLE * each.work)
 
     def _steps(self, learner: Learner, lr: float) -> tuple[Span, Span]:
         """Returns the time per sample and once of a step, from two sizes, on a copy whose weights they change."""
@@ -296,9 +309,7 @@ class Pace:
         except Unknown as error:
             self._failed[what] = str(error)
             raise
-        except (
-            Exception
-        ) as error:  # a model of the user's may raise anything; the stage itself then reports it
+        except Exception as error:  # of a user's model, too; the stage itself will report it
             self._failed[what] = f"the {what} could not be timed"
             raise Unknown(self._failed[what]) from error
 
@@ -313,7 +324,7 @@ def of_first_file(
     try:
         fitting = max(2, min(_MOST, 4 * _VALUES // max(1, inputs.bytes)))
         batch = inputs.example(fitting if config.export.dynamic_batch else examples(config))
-        runs = {"converted": partial(ConvertedReference(converted), batch)}
+        runs: dict[str, Callable[[], Any]] = {"converted": partial(ConvertedReference(converted), batch)}
         for name, optimize in (("int8", True), ("unoptimized", False)):
             session = open_session(path, threads=all_cores(), options=options, optimize=optimize)
             runs[name] = partial(run_outputs, session, batch)
