@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from qatkit.config.schema import DataConfig
 from qatkit.data.preprocessing import KEYS, Preprocessing
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.fitting import LEVELS
+
+# What every picture needs, with the values that ImageNet's models use.
+_EXAMPLES = {"image_size": "224", "mean": "[0.485,0.456,0.406]", "std": "[0.229,0.224,0.225]"}
 
 
 def resolve_preprocessing(config: DataConfig, base: Preprocessing | None) -> Preprocessing:
@@ -21,11 +25,7 @@ def resolve_preprocessing(config: DataConfig, base: Preprocessing | None) -> Pre
         own = getattr(config, key)
         chosen[name] = getattr(base or Preprocessing, name) if own is None else own
     chosen |= _normalisation(config, base, chosen["pixels"], chosen["order"])
-    for key in ("image_size", "mean", "std"):
-        if chosen[key] is None:
-            raise ConfigError(
-                f"data.{key}", None, "a value, since neither model.weights nor the source has one"
-            )
+    _check_complete(chosen)
     _check_fit(config, chosen["fit"])
     if config.policy != "none" and len(chosen["mean"]) not in (1, 3):
         allowed = f"none, since data.mean says that images have {len(chosen['mean'])} channels; policies take 1 or 3"
@@ -37,6 +37,15 @@ def resolve_preprocessing(config: DataConfig, base: Preprocessing | None) -> Pre
         resize = chosen["image_size"]
     interpolation = base.interpolation if base else "bilinear"
     return Preprocessing(resize=resize, interpolation=interpolation, **chosen)
+
+
+def _check_complete(chosen: Mapping[str, Any]) -> None:
+    """Raises ConfigError that names every missing key, with a value to type."""
+    missing = [key for key in _EXAMPLES if chosen[key] is None]
+    if missing:
+        typed = " ".join(f"'data.{key}={_EXAMPLES[key]}'" for key in missing)
+        allowed = f"a value, since neither model.weights nor the source has one; for example {typed}"
+        raise ConfigError(f"data.{missing[0]}", None, allowed)
 
 
 def _normalisation(

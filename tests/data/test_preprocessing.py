@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shlex
 from typing import Any
 
 import numpy as np
@@ -347,6 +348,19 @@ def test_settings_without_a_use_are_refused(given: dict[str, Any], message: str)
     config = DataConfig(**(usual | given))
     with pytest.raises(ConfigError, match=message):
         resolve_preprocessing(config, None)
+
+
+@pytest.mark.parametrize(
+    ("given", "typed"),
+    [
+        ({}, ["data.image_size=224", "data.mean=[0.485,0.456,0.406]", "data.std=[0.229,0.224,0.225]"]),
+        ({"image_size": 32, "mean": [0.5]}, ["data.std=[0.229,0.224,0.225]"]),
+    ],
+)
+def test_one_message_names_every_missing_key(given: dict[str, Any], typed: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve_preprocessing(DataConfig(**given), None)
+    assert shlex.split(str(caught.value).partition("for example ")[2]) == typed
 
 
 def test_noise_for_a_model_of_0_to_255_is_pixels() -> None:
