@@ -16,6 +16,7 @@ from importlib import metadata, util
 from pathlib import Path
 
 from qatkit_verify.hardware import installed_versions, this_hardware
+from qatkit_verify.installed import in_checkout, install_extra
 
 _NEEDED = ("torch", "torchvision", "onnx", "onnxruntime", "lightning", "hydra")
 # The extras of the package, each with a module that shows that it is installed.
@@ -33,6 +34,8 @@ _EXTRAS = {
     "sign": "cryptography",
 }
 _VNNI = ("avx512_vnni", "avx_vnni", "asimddp")
+_QUICKSTART = "uv run train.py" if in_checkout() else "qatkit train recipe=quickstart"
+_REINSTALL = "uv sync" if in_checkout() else "install the wheel of qatkit with its dependencies"
 _ROOM = 2e9  # bytes that the checkpoints and files of an ordinary run may take
 
 
@@ -55,7 +58,7 @@ def main() -> int:
         print(f"{'  ' if one.works else '! '}{one.name:{width}}  {one.found}{advice}")
     broken = [one.name for one in findings if not one.works]
     print(
-        f"does not work here: {', '.join(broken)}" if broken else "ready: uv run train.py runs the quickstart"
+        f"does not work here: {', '.join(broken)}" if broken else f"ready: {_QUICKSTART} runs the quickstart"
     )
     return 1 if broken else 0
 
@@ -65,7 +68,7 @@ def _packages() -> Iterator[Finding]:
     yield Finding("python", versions["python"])
     for name in _NEEDED:
         if not _is_installed(name):
-            yield Finding(name, "missing", "uv sync", works=False)
+            yield Finding(name, "missing", _REINSTALL, works=False)
         elif name in versions:
             yield Finding(name, versions[name])
 
@@ -114,7 +117,7 @@ def _extras() -> Iterator[Finding]:
         yield Finding(
             f"extra {extra}",
             "installed" if found else "not installed",
-            "" if found else f"uv sync --extra {extra}",
+            "" if found else install_extra(extra),
         )
 
 

@@ -31,6 +31,7 @@ from hydra.core.utils import JobStatus
 from qatkit.config.sweep import Outcome, add
 from qatkit_verify import stopping
 from qatkit_verify.errors import ConfigError, first_line
+from qatkit_verify.installed import install_extra
 
 LAUNCHER = "launcher=slurm"
 _PLUGIN = "hydra_plugins.hydra_submitit_launcher"
@@ -75,7 +76,8 @@ def take_over(asked: str, multirun: bool) -> None:
     if not multirun:
         raise ConfigError(key, value, f"-m in front of it (train.py -m {asked} ...)")
     if importlib.util.find_spec("hydra_plugins") is None or importlib.util.find_spec(_PLUGIN) is None:
-        raise ConfigError(key, value, "local without the extra slurm (install it with uv sync --extra slurm)")
+        allowed = f"local without the extra slurm (install it with {install_extra('slurm')})"
+        raise ConfigError(key, value, allowed)
     missing = [name for name in ("sbatch", "srun", "squeue", "scontrol") if shutil.which(name) is None]
     if missing:
         allowed = (

@@ -16,6 +16,7 @@ import numpy as np
 from qatkit.data.image_files import printable
 from qatkit.data.resampling import resampled
 from qatkit_verify.errors import ConfigError, one_line
+from qatkit_verify.installed import install_extra
 from qatkit_verify.sound_files import Samples, read_sound
 
 KEPT = 2**29  # bytes of samples in memory; those of other files are decoded again when they are asked for
@@ -93,7 +94,9 @@ class SoundSurvey:
                 )
         except ImportError as error:
             name = printable(os.path.relpath(path, self.root))
-            told = f"{name} is FLAC, which needs the extra audio: pip install 'qatkit[audio]' ({one_line(error)})"
+            told = (
+                f"{name} is FLAC, which needs the extra audio: {install_extra('audio')} ({one_line(error)})"
+            )
             raise ConfigError("data.root", self.root, reason=told) from error
         except Exception as error:  # of the disk, and whatever bytes make of decoders
             strerror = error.strerror if isinstance(error, OSError) else None

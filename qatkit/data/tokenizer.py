@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from qatkit_verify.errors import ConfigError, first_line
 from qatkit_verify.files import write_text
+from qatkit_verify.installed import install_extra
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -59,7 +60,7 @@ def _read(place: str) -> Tokenizer:
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
-        reason = f"text needs the extra transformers: pip install 'qatkit[transformers]' ({error})"
+        reason = f"text needs the extra transformers: {install_extra('transformers')} ({error})"
         raise ConfigError(KEY, place, reason=reason) from error
     file = Path(place, "tokenizer.json") if Path(place).is_dir() else Path(place)
     try:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from qatkit_verify.errors import ConfigError, first_line
+from qatkit_verify.installed import install_extra
 
 KEY_SETTING = "export.encrypt"
 KEY_BYTES = 32
@@ -59,9 +60,8 @@ def read_key(path: str) -> bytes:
         "a file with a key, 64 hexadecimal digits or 32 bytes: python -m qatkit.encryption.command key FILE"
     )
     if importlib.util.find_spec("cryptography") is None:
-        raise ConfigError(
-            KEY_SETTING, path, "null without the extra sign (install it with uv sync --extra sign)"
-        )
+        without = f"null without the extra sign (install it with {install_extra('sign')})"
+        raise ConfigError(KEY_SETTING, path, without)
     try:
         if not Path(path).is_file():
             raise ValueError("no file")

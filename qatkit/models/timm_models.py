@@ -18,6 +18,7 @@ from qatkit.config.schema import ModelConfig
 from qatkit.data.preprocessing import Preprocessing
 from qatkit.models.hub import how_to_fetch
 from qatkit_verify.errors import ConfigError, did_you_mean, first_line
+from qatkit_verify.installed import install_extra
 
 PREFIX = "timm/"
 
@@ -78,7 +79,7 @@ def _timm(name: str) -> ModuleType:
         import timm
     except ImportError as error:
         raise ConfigError(
-            "model.name", name, reason=f"the model needs the extra timm: pip install 'qatkit[timm]' ({error})"
+            "model.name", name, reason=f"the model needs the extra timm: {install_extra('timm')} ({error})"
         ) from error
     found: ModuleType = timm
     return found

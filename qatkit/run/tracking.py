@@ -32,6 +32,7 @@ from qatkit.records.run_files import HANDED_OVER, PAGE_FILE, REPORT_FILE
 from qatkit.run.folder import Run, main_process, say
 from qatkit_verify.errors import ConfigError, first_line
 from qatkit_verify.files import write_text
+from qatkit_verify.installed import install_extra
 from qatkit_verify.untrusted import read_json
 
 TRACKED_FILE = "mlflow.json"
@@ -63,9 +64,8 @@ def check_tracking(config: Config) -> None:
     try:
         from mlflow.tracking import MlflowClient
     except ImportError as error:
-        raise ConfigError(
-            _KEY, uri, "null without the extra mlflow (install it with uv sync --extra mlflow)"
-        ) from error
+        allowed = f"null without the extra mlflow (install it with {install_extra('mlflow')})"
+        raise ConfigError(_KEY, uri, allowed) from error
     try:
         with _impatient():
             experiment = MlflowClient(uri).get_experiment_by_name(config.name)

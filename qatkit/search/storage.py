@@ -16,6 +16,7 @@ from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import SQLAlchemyError
 
 from qatkit_verify.errors import ConfigError, disk_error, first_line
+from qatkit_verify.installed import install_extra
 
 DATABASE, JOURNAL = "study.db", "study.journal"
 _BUSY = 120  # seconds that SQLite waits for another worker
@@ -97,7 +98,7 @@ def driver(error: ImportError) -> str:
         cause = cause.__cause__ or cause.__context__
     name = getattr(cause, "name", None)
     return (
-        "uv sync --extra postgresql" if name == "psycopg" else f"this is missing: {name or first_line(error)}"
+        install_extra("postgresql") if name == "psycopg" else f"this is missing: {name or first_line(error)}"
     )
 
 

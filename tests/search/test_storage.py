@@ -122,7 +122,10 @@ def test_a_study_in_a_file_is_none_in_memory(url: str) -> None:
 
 @pytest.mark.parametrize(
     ("driver", "module", "where"),
-    [("", "psycopg", "uv sync --extra postgresql"), ("+psycopg2", "psycopg2", "this is missing: psycopg2")],
+    [
+        ("", "psycopg", "uv sync --inexact --extra postgresql"),
+        ("+psycopg2", "psycopg2", "this is missing: psycopg2"),
+    ],
 )
 def test_a_driver_that_is_missing_is_named(
     driver: str, module: str, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -188,7 +188,7 @@ def test_at_the_first_export_each_runs_the_file_once() -> None:
         (["other_runtimes.SLOW", "other_runtimes.SLOW"], "one runtime named 'slow', not two"),
         (
             ["other_runtimes.ABSENT"],
-            "other_runtimes.ABSENT: expected a runtime that is installed .install it with uv sync --extra tvm",
+            "ABSENT: expected a runtime that is installed .install it with uv sync --inexact --extra tvm",
         ),
         (["other_runtimes.NONE"], "a name in other_runtimes"),
     ],

@@ -1,4 +1,6 @@
-"""Checks the installed ONNX Runtime: whether it can be imported, and whether its version was ever tested."""
+"""Checks the installed ONNX Runtime: whether it can be imported, and whether its version was ever tested; and
+the commands that install what is missing.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import contextlib
 import io
 import re
 from importlib import metadata
+from pathlib import Path
 
 from qatkit_verify.errors import ConfigError
 
@@ -16,6 +19,16 @@ OLDEST, NEWEST = "1.23", "1.32"
 ZERO_POINTS_OF_CHANNELS = "1.27"
 # The first version whose MatMulNBits takes weights of 2 bits.
 TWO_BITS = "1.24"
+
+
+def in_checkout() -> bool:
+    """Returns whether the code runs from a checkout, where `uv run` and `uv sync` work."""
+    return (Path(__file__).parent.parent / "pyproject.toml").is_file()
+
+
+def install_extra(extra: str, package: str = "qatkit") -> str:
+    """Returns the command that installs an extra and keeps those that are installed."""
+    return f"uv sync --inexact --extra {extra}" if in_checkout() else f"pip install '{package}[{extra}]'"
 
 
 def untested(version: str) -> str:

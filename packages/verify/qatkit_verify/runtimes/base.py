@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from qatkit_verify.dotted import dotted_path, resolve
 from qatkit_verify.errors import ConfigError, first_line
 from qatkit_verify.foreign import calling
+from qatkit_verify.installed import install_extra
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -40,7 +41,7 @@ class Runtime:
             outputs stay unchanged when it is called again.
         versions: returns the versions of the packages that decide its figures; raises ImportError if it is
             not installed.
-        extra: the extra of qatkit that installs it; "" for none.
+        extra: the extra of qatkit-verify that installs it; "" for none.
     """
 
     name: str
@@ -88,7 +89,7 @@ def _check_installed(given: str, runtime: Runtime) -> None:
         try:
             runtime.versions()
         except ImportError as error:
-            install = f"uv sync --extra {runtime.extra}" if runtime.extra else first_line(error)
+            install = install_extra(runtime.extra, "qatkit-verify") if runtime.extra else first_line(error)
             raise ConfigError(
                 _KEY, given, f"a runtime that is installed (install it with {install})"
             ) from error
