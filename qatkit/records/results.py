@@ -36,6 +36,8 @@ ROWS: tuple[tuple[str, str], ...] = (
 )
 DYNAMIC = "dynamic"  # of the same float file, for comparison (`verify.dynamic`)
 FREE = "free"  # for a model whose states are fed back: both files with their own (`qatkit.verify.drift`)
+# The beginning of the reason in `Results.skipped` for operators that calibration left in float.
+MIXED_SCALES = "float, since one scale for all values loses"
 
 
 # Fields whose records hold the main metric as `score`.

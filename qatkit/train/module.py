@@ -52,13 +52,13 @@ from qatkit.graph.transplant import transplant
 from qatkit.quant.backends import FBGEMM, Backend
 from qatkit.quant.spec import WEIGHT_ONLY
 from qatkit.quant.weight_fake_quantize import Quantizers
+from qatkit.records.results import MIXED_SCALES
 from qatkit.tasks import CLASSIFICATION, Task
 from qatkit.train.distillation import find_features, with_drawn_norms
 from qatkit.train.fine_tuning import FineTuning
 from qatkit_verify.errors import ConfigError
 
 NOTHING, IDLE = "finds nothing to change", "idle"
-MIXED = "float, since one scale for all values loses"  # prefix of the reasons that `calibrate` gives
 
 
 class QATModule(FineTuning):
@@ -247,7 +247,9 @@ class QATModule(FineTuning):
         that was skipped.
         """
         found = [
-            where for where, reason in self.skipped if reason.startswith((BY_OVERRIDE, WEIGHT_ONLY, MIXED))
+            where
+            for where, reason in self.skipped
+            if reason.startswith((BY_OVERRIDE, WEIGHT_ONLY, MIXED_SCALES))
         ]
         if self.backend.for_onnxruntime and not self.backend.weights_alone:
             found += [
@@ -317,7 +319,12 @@ class QATModule(FineTuning):
         self._tapped = ()
         lost = {name: one for one in self.mixed for name in one.floats}
         self.skipped = [
-            (where, f"{MIXED} {lost[where]}" if where in lost and reason.startswith(BY_OVERRIDE) else reason)
+            (
+                where,
+                f"{MIXED_SCALES} {lost[where]}"
+                if where in lost and reason.startswith(BY_OVERRIDE)
+                else reason,
+            )
             for where, reason in self.skipped
         ]
 

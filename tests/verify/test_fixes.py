@@ -18,7 +18,7 @@ from qatkit.config.schema import (
     OverrideConfig,
     ScheduleConfig,
 )
-from qatkit.records.results import Audit, Divergence, NodeAudit, Parity, Results, TensorParity
+from qatkit.records.results import MIXED_SCALES, Audit, Divergence, NodeAudit, Parity, Results, TensorParity
 from qatkit.verify.checks.base import default_checks
 from qatkit.verify.checks.requested import RequestedSettings
 from qatkit.verify.thresholds import shortfalls
@@ -70,6 +70,14 @@ def test_each_bound_of_a_trained_module() -> None:
         " names, operators that run in float",
         "audit": "'+backend.overrides={layer1.0.conv1:{float:true}}' (leaves it float: no output pair)",
     }
+
+
+def test_a_large_file_names_what_calibration_left_in_float() -> None:
+    left = [("fc", f"{MIXED_SCALES} what fc holds"), ("norm", "float LayerNorm: no int8 kernel")]
+    fix = fixes(replace(BAD, skipped=left), Config())["max_size_ratio"]
+    assert fix.startswith(
+        "calibration.mixed_scales=report (quantizes what calibration left in float, operators: 1)"
+    )
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from qatkit.records.results import Results
+from qatkit.records.results import MIXED_SCALES, Results
 from qatkit.verify.checks.base import Check, Shortfall, Subject
 from qatkit.verify.checks.requested import RequestedSettings
 
@@ -43,5 +43,11 @@ def _fix(ratio: float, results: Results) -> str:
         return asked.without_float()
     if asked.mode == "float16":
         return f"{asked.mode_key}=weight_only (a byte a weight, not two)"
+    mixed = sum(reason.startswith(MIXED_SCALES) for _, reason in results.skipped)
+    if mixed:
+        return (
+            f"calibration.mixed_scales=report (quantizes what calibration left in float, operators: {mixed}), or"
+            " a longer float training, if the float model is not good yet"
+        )
     met = math.ceil(1000 * ratio) / 1000
     return f"verify.max_size_ratio={met} (the ratio of this file: no override leaves any of it float)"
