@@ -32,7 +32,9 @@ _UNREADABLE = "[ ] { } ! ="  # in a key, by Hydra's grammar
 def translate(error: Exception, overrides: Sequence[str], conf: Path) -> ConfigError:
     """Returns an error of Hydra or OmegaConf as a ConfigError, which names key and value."""
     if isinstance(error, OverrideParseException):
-        key, _, value = error.override.partition("=")
+        key, equals, value = error.override.partition("=")
+        if not equals and re.fullmatch(r"\w+", key):
+            return ConfigError("argument", key, f"KEY=VALUE{_recipe(key, conf)}")
         return ConfigError(key, value, _parseable(key, value))
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, option = _missing(error.missing_cfg_file, overrides)
@@ -57,6 +59,11 @@ def translate(error: Exception, overrides: Sequence[str], conf: Path) -> ConfigE
         if "/" in value:  # a path
             message = f"{message}; a path is typed {_in_quotes(key, value)}"
     return ConfigError(key, value, reason=message)
+
+
+def _recipe(name: str, conf: Path) -> str:
+    """Returns what was probably meant by a recipe's name without its key, else ""."""
+    return f" (did you mean recipe={name}?)" if (conf / "recipe" / f"{name}.yaml").is_file() else ""
 
 
 def _parseable(key: str, value: str) -> str:
@@ -169,7 +176,11 @@ def _translate_key(error: OmegaConfBaseException, overrides: Sequence[str]) -> C
     if isinstance(error, ValidationError):
         if value != _NOT_TYPED and (proposed := _as_an_entry(name, value)):
             return ConfigError(name, value, proposed)
-        return ConfigError(key, error.value, f"a value of type {_type_name(error)}")
+        kind = _type_name(error)
+        listed = (
+            f" ('{key}=[{error.value}]')" if kind.startswith("list[") and "[" not in str(error.value) else ""
+        )
+        return ConfigError(key, error.value, f"a value of type {kind}{listed}")
     reason = str(error).split("\n")[0].rpartition("raised while resolving interpolation: ")[2]
     return ConfigError(key, value, reason=reason)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from typing import Any
 
@@ -43,7 +44,7 @@ def _check_complete(chosen: Mapping[str, Any]) -> None:
     """Raises ConfigError that names every missing key, with a value to type."""
     missing = [key for key in _EXAMPLES if chosen[key] is None]
     if missing:
-        typed = " ".join(f"'data.{key}={_EXAMPLES[key]}'" for key in missing)
+        typed = " ".join(shlex.quote(f"data.{key}={_EXAMPLES[key]}") for key in missing)
         allowed = f"a value, since neither model.weights nor the source has one; for example {typed}"
         raise ConfigError(f"data.{missing[0]}", None, allowed)
 

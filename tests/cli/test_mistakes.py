@@ -66,8 +66,10 @@ MISTAKES = [
     (["schedule.lr=abc"], "schedule.lr=abc: expected a value of type float"),
     (["schedule.epochs=1.5"], "schedule.epochs=1.5: expected a value of type int"),
     (["schedule.max_steps=many"], "schedule.max_steps=many: expected a value of type int | None"),
+    (["quickstart"], "argument=quickstart: expected KEY=VALUE (did you mean recipe=quickstart?)"),
+    (["train"], "argument=train: expected KEY=VALUE"),
     (["trainer.devices=null"], "trainer.devices=None: expected a value of type int"),
-    (["data.mean=3"], "data.mean=3: expected a value of type list[float] | None"),
+    (["data.mean=3"], "data.mean=3: expected a value of type list[float] | None ('data.mean=[3]')"),
     (["schedule=5"], "schedule=5: Config group override must be a string or a list"),
     (
         ["+backend.overrides={conv1:{float:maybe}}"],
