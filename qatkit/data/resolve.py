@@ -45,7 +45,8 @@ def _check_complete(chosen: Mapping[str, Any]) -> None:
     missing = [key for key in _EXAMPLES if chosen[key] is None]
     if missing:
         typed = " ".join(shlex.quote(f"data.{key}={_EXAMPLES[key]}") for key in missing)
-        allowed = f"a value, since neither model.weights nor the source has one; for example {typed}"
+        raw = "" if missing == ["image_size"] else f" (or data.pixels={LEVELS} for a model that takes these)"
+        allowed = f"a value, since neither model.weights nor the source has one; for example {typed}{raw}"
         raise ConfigError(f"data.{missing[0]}", None, allowed)
 
 
