@@ -40,9 +40,9 @@ def translate(error: Exception, overrides: Sequence[str], conf: Path) -> ConfigE
         group, option = _missing(error.missing_cfg_file, overrides)
         options = error.options or [path.stem for path in (conf / group).glob("*.yaml")]
         if options:
-            return ConfigError(
-                group, option, f"one of {', '.join(sorted(options))}{did_you_mean(option, options, 1)}"
-            )
+            near = did_you_mean(option, options, 1)
+            own = "; those of your own need --config-dir FOLDER" if group == "recipe" else ""
+            return ConfigError(group, option, f"one of {', '.join(sorted(options))}{near}{own}")
     for cause in (error, error.__cause__, error.__context__):
         if isinstance(cause, OmegaConfBaseException) and cause.full_key and cause.full_key != "_dummy_":
             found = _translate_key(cause, overrides)

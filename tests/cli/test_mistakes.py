@@ -12,7 +12,11 @@ ALGORITHMS = sorted(path.stem for path in (Path(__file__).parents[2] / "conf" / 
 ENTRY = "{target: DOTTED_PATH, SETTING: VALUE, ...}; on the command line algorithm=NAME chooses "
 MISTAKES = [
     # unknown recipe, option, key
-    (["recipe=resnt18_qat"], f"recipe=resnt18_qat: expected one of {RECIPES} (did you mean resnet18_qat?)"),
+    (
+        ["recipe=resnt18_qat"],
+        f"recipe=resnt18_qat: expected one of {RECIPES} (did you mean resnet18_qat?); those of your own need "
+        "--config-dir FOLDER",
+    ),
     (
         ["backend=fbgem"],
         "backend=fbgem: expected one of fbgemm, npu_cnn, npu_transformer, qnnpack, simulated, tensorrt, "
