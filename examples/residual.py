@@ -4,8 +4,8 @@
       '+model.kwargs={width: 24}' model.num_classes=null schedule.float_epochs=20 schedule.lr=5e-4
 
 `model.name` is the dotted path of anything that returns an `nn.Module`; `num_classes` is handed to it unless it
-is null. What the graph needs of a model is that torch.fx can follow it: no Python branch on the values of a
-tensor. Shapes, loops over submodules and keyword arguments are fine.
+is null. The model is captured by running it, so the graph needs one thing of it: no Python branch on the values
+of a tensor. Branches on sizes, loops over submodules and keyword arguments are fine.
 """
 
 from __future__ import annotations
