@@ -92,7 +92,7 @@ def bundle_line(path: Path) -> str:
     if path.name == SEALED_BUNDLE:
         opened = f"python -m qatkit.encryption.command open {path} KEYFILE bundle.zip"
         return f"bundle: {path}  (in the clear again: {opened})"
-    return f"bundle: {path}  (there: pip install qatkit-verify && qatkit-verify {path.name})"
+    return f"bundle: {path}  (there: pip install qatkit_verify-*.whl && qatkit-verify {path.name})"
 
 
 def same_file(asked: ExportConfig, reported: ExportConfig) -> dict[str, object]:
