@@ -47,7 +47,7 @@ _SHORT = {
     "my_": (*_CALIBRATED, *_TINY),
     "train.py": _TRAINING,
 }
-_VALUES = {"NAME": "quickstart", "FILE": "last.ckpt", "KEYFILE": "my.key", "OUTPUT": "opened.ckpt"}
+_VALUES = {"NAME": "quickstart", "KEYFILE": "my.key", "OUTPUT": "opened.ckpt"}
 _RUNNABLE = [page for page in PAGES if any(one.steps and not one.needs for one in commands(page))]
 
 
@@ -86,13 +86,16 @@ def _filled(word: str, finished: Path, folder: Path) -> str:
     """Returns a word of a command with values in place of placeholders."""
     if word == "bundle.zip":
         return str(folder / "release" / "bundle.zip")
+    if word == "FILE":
+        return str(next(folder.glob("outputs/*/*/last.ckpt")))
     key, equals, value = word.rpartition("=")
     return key + equals + _VALUES.get(value, value).replace("OUTPUT_FOLDER", str(finished))
 
 
 def _environment(folder: Path) -> dict[str, str]:
     """Returns an environment with this interpreter's `python` and commands, in which files of `folder` are modules."""
-    paths = {"PATH": Path(sys.executable).parent, "PYTHONPATH": folder}
+    modules = f"{folder}{os.pathsep}{Path(__file__).parent}"  # the latter has `_TINY`
+    paths = {"PATH": Path(sys.executable).parent, "PYTHONPATH": modules}
     return os.environ | {
         name: f"{first}{os.pathsep}{os.environ.get(name, '')}" for name, first in paths.items()
     }
@@ -125,7 +128,7 @@ def _bring_onnx_files(finished: Path, folder: Path) -> None:
     shutil.copy(finished / "model.int8.onnx", folder)
     draw = np.random.default_rng(0)
     pictures = """<ir_version: 8, opset_import: ["": 17]>
-        pictures (float[N, 3, H, W] input) => (float[N, 4] logits) {
+        pictures (float[batch, 3, height, width] input) => (float[batch, 4] logits) {
             hidden = Conv <kernel_shape = [3, 3], pads = [1, 1, 1, 1]> (input, kernel)
             active = Relu (hidden)
             pooled = GlobalAveragePool (active)
