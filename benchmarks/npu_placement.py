@@ -1,12 +1,15 @@
 """Files for NPUs (`backend=npu_cnn`) beside AMD Quark's XINT8: same float file, calibration data and test images.
 
     uv run benchmarks/npu_placement.py recipe=mobilenet_v2_cifar10_ptq data.root=DIR model.checkpoint=FILE
-        [--kinds none moment_rounding] [--peer PYTHON] [--cle] [--images 2000] [--calibration 256] [--files FILE ...]
+        [--kinds none moment_rounding] [--peer PYTHON] [--preset A8W8] [--cle] [--images 2000] [--calibration 256]
+        [--files FILE ...]
 
-What stands before the options is train.py's. PYTHON is an interpreter that has Quark 0.13 (`quark_xint8.py` runs in
-it); its biases are int8 with scales of their own, as ours. Kinds are lists of algorithms, joined by +. Further files
-are measured likewise, such as `model.int8.onnx` of a run that was trained. All files run in ONNX Runtime, in float
-between pairs.
+What stands before the options is train.py's, on top of `backend=npu_cnn calibration=mse`. PYTHON is an interpreter that
+has Quark 0.13 (`quark_xint8.py` runs in it); its biases are int8 with scales of their own, as ours. Kinds are lists of
+algorithms, joined by +. Further files are measured likewise, such as `model.int8.onnx` of a run that was trained. All
+files run in ONNX Runtime, in float between pairs.
+
+Other presets than XINT8 need the options of docs/quark-presets.md; they are those of Quark's older interface.
 
     top-1       of the file on the test images, its difference from float and that difference's standard error
     same        share of images with float's class
@@ -77,7 +80,7 @@ def ours(kind: str, overrides: Sequence[str], data: DataModule, file: Path) -> N
 
 def measure(args: argparse.Namespace, overrides: Sequence[str], folder: Path) -> None:
     """Prints float, then a line a file."""
-    overrides = [*overrides, *_PLAIN, f"calibration.images={args.calibration}"]
+    overrides = [*_PLAIN, f"calibration.images={args.calibration}", *overrides]
     config = compose_config(CONF, [*overrides, "algorithm=none"])
     data = data_of(config)
     write_float_file(models.build(config.model, data.num_classes), config, data.inputs, folder / "float.onnx")
@@ -102,9 +105,10 @@ def measure(args: argparse.Namespace, overrides: Sequence[str], folder: Path) ->
                 folder / "seen.npy",
                 folder / "peer.onnx",
                 *extra,
+                *(() if args.preset == "XINT8" else ("--config", args.preset, "--older")),
             ]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=folder)
-            name = " ".join(("Quark XINT8", *extra))
+            name = " ".join((f"Quark {args.preset}", *extra))
             print(line(name, exact, logits(folder / "peer.onnx", images), labels), flush=True)
     for file in args.files:
         print(line(file.name, exact, logits(file, images), labels), flush=True)
@@ -117,7 +121,8 @@ def main() -> int:
     )
     parser.add_argument("--kinds", nargs="*", default=["none"])
     parser.add_argument("--peer", help="an interpreter that has AMD Quark")
-    parser.add_argument("--cle", action="store_true", help="XINT8 with cross-layer equalization, too")
+    parser.add_argument("--preset", default="XINT8", help="of AMD Quark")
+    parser.add_argument("--cle", action="store_true", help="the preset with cross-layer equalization, too")
     parser.add_argument("--images", type=int, default=2000)
     parser.add_argument("--calibration", type=int, default=256)
     parser.add_argument("--files", nargs="*", type=Path, default=[])
