@@ -1,12 +1,15 @@
 """Compares files for NPUs (`backend=npu_cnn`) with AMD Quark's XINT8: same float file, calibration and test images.
 
     uv run benchmarks/npu_placement.py recipe=mobilenet_v2_cifar10_ptq data.root=DIR model.checkpoint=FILE
-        [--kinds none moment_rounding] [--peer PYTHON] [--cle] [--images 2000] [--calibration 256] [--files FILE ...]
+        [--kinds none moment_rounding] [--peer PYTHON] [--preset A8W8] [--cle] [--images 2000] [--calibration 256]
+        [--files FILE ...]
 
-Arguments before the options are those of train.py. PYTHON is an interpreter with Quark 0.13, which runs
-`quark_xint8.py`; its biases are int8 with their own scales, as ours are. Kinds are lists of algorithms, joined by +.
-Further files are measured in the same way, such as `model.int8.onnx` of a trained run. All files run in ONNX Runtime,
-in float between pairs.
+Arguments before the options are those of train.py, in addition to `backend=npu_cnn calibration=mse`. PYTHON is an
+interpreter with Quark 0.13, which runs `quark_xint8.py`; its biases are int8 with their own scales, as ours are. Kinds
+are lists of algorithms, joined by +. Further files are measured in the same way, such as `model.int8.onnx` of a trained
+run. All files run in ONNX Runtime, in float between pairs.
+
+Presets other than XINT8 need the options of docs/quark-presets.md; they are those of Quark's older interface.
 
     top-1       on the test images, its difference from float, and the standard error of that difference
     same        share of images with float's class
@@ -77,7 +80,7 @@ def ours(kind: str, overrides: Sequence[str], data: DataModule, file: Path) -> N
 
 def measure(args: argparse.Namespace, overrides: Sequence[str], folder: Path) -> None:
     """Prints float, then one line per file."""
-    overrides = [*overrides, *_PLAIN, f"calibration.images={args.calibration}"]
+    overrides = [*_PLAIN, f"calibration.images={args.calibration}", *overrides]
     config = compose_config(CONF, [*overrides, "algorithm=none"])
     data = data_of(config)
     write_float_file(models.build(config.model, data.num_classes), config, data.inputs, folder / "float.onnx")
@@ -102,9 +105,10 @@ def measure(args: argparse.Namespace, overrides: Sequence[str], folder: Path) ->
                 folder / "seen.npy",
                 folder / "peer.onnx",
                 *extra,
+                *(() if args.preset == "XINT8" else ("--config", args.preset, "--older")),
             ]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=folder)
-            name = " ".join(("Quark XINT8", *extra))
+            name = " ".join((f"Quark {args.preset}", *extra))
             print(line(name, exact, logits(folder / "peer.onnx", images), labels), flush=True)
     for file in args.files:
         print(line(file.name, exact, logits(file, images), labels), flush=True)
@@ -117,7 +121,8 @@ def main() -> int:
     )
     parser.add_argument("--kinds", nargs="*", default=["none"])
     parser.add_argument("--peer", help="an interpreter with AMD Quark")
-    parser.add_argument("--cle", action="store_true", help="also XINT8 with cross-layer equalization")
+    parser.add_argument("--preset", default="XINT8", help="a preset of AMD Quark")
+    parser.add_argument("--cle", action="store_true", help="also the preset with cross-layer equalization")
     parser.add_argument("--images", type=int, default=2000)
     parser.add_argument("--calibration", type=int, default=256)
     parser.add_argument("--files", nargs="*", type=Path, default=[])

@@ -1,8 +1,11 @@
-"""Quantizes a float ONNX file with AMD Quark's XINT8, in an interpreter with Quark (for `npu_placement.py`).
+"""Quantizes a float ONNX file with a preset of AMD Quark, XINT8 by default, in an interpreter with Quark.
 
-    PYTHON benchmarks/quark_xint8.py FILE SAMPLES TARGET [--config XINT8] [--cle]
+`npu_placement.py` calls it.
 
-SAMPLES is a .npy file of the only input, [N, ...].
+    PYTHON benchmarks/quark_xint8.py FILE SAMPLES TARGET [--config XINT8] [--older] [--cle]
+
+SAMPLES is a .npy file of the only input, [N, ...]. The presets of the older interface have other defaults for some
+names: A8W8 and A16W8 calibrate by the extremes instead of a percentile.
 """
 
 from __future__ import annotations
@@ -14,8 +17,9 @@ import numpy as np
 import onnx
 from onnxruntime.quantization import CalibrationDataReader
 from quark.onnx import ModelQuantizer
-from quark.onnx.quantization.config import custom_config
+from quark.onnx.quantization.config import DefaultConfigMapping, custom_config
 from quark.onnx.quantization.config.algorithm import CLEConfig
+from quark.onnx.quantization.config.config import Config
 
 _BATCH = 16
 
@@ -41,12 +45,18 @@ def main() -> None:
     parser.add_argument("samples")
     parser.add_argument("target")
     parser.add_argument("--config", default="XINT8")
+    parser.add_argument("--older", action="store_true", help="the older interface's preset of that name")
     parser.add_argument("--cle", action="store_true", help="cross-layer equalization")
     asked = parser.parse_args()
     name = onnx.load(asked.file, load_external_data=False).graph.input[0].name
-    config = copy.deepcopy(getattr(custom_config, f"{asked.config}_QCONFIG"))
-    if asked.cle:
-        config.algo_config = [*(config.algo_config or []), CLEConfig()]
+    if asked.older:
+        older = copy.deepcopy(DefaultConfigMapping[asked.config])
+        older.include_cle = asked.cle
+        config = Config(global_quant_config=older)
+    else:
+        config = copy.deepcopy(getattr(custom_config, f"{asked.config}_QCONFIG"))
+        if asked.cle:
+            config.algo_config = [*(config.algo_config or []), CLEConfig()]
     ModelQuantizer(config).quantize_model(asked.file, asked.target, Reader(name, np.load(asked.samples)))
 
 

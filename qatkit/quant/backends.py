@@ -74,8 +74,8 @@ class Backend:
             can.
         fuses: for each operator class, the activation classes that it computes in one step where nothing else
             reads it: no pair is placed in between.
-        aligned: operator classes whose inputs and output share one scale and zero point. Operators that only
-            pick or move values share them with any backend.
+        aligned: operator classes whose inputs and output share one scale and zero point, pools only where
+            scales are powers of two. Operators that only pick or move values share them with any backend.
         shifts: bounds of the hardware's shifts, for scales that are powers of two; None where any shift will
             do.
         integer_biases: the other runtime takes biases as integers, as ONNX Runtime does.

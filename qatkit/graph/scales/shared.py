@@ -23,6 +23,8 @@ from qatkit.quant.observers.range_methods import points_of
 from qatkit.quant.scale_types import range_of
 
 Group = list[FakeQuantize]
+# With scales of any size they requantize like other operators, and a scale of their own is finer (decision 84).
+_POOLS = frozenset({"avg_pool", "global_pool"})
 
 
 def shared_groups(graph_module: fx.GraphModule) -> list[Group]:
@@ -36,6 +38,8 @@ def shared_groups(graph_module: fx.GraphModule) -> list[Group]:
         if backend is None or op_class(node) not in backend.aligned:
             continue
         meeting = quantizers_around(node, backend)
+        if op_class(node) in _POOLS and not all(one.spec.powers_of_two for one in meeting):
+            continue
         meeting = [one for one in meeting if one.spec == meeting[-1].spec]
         joined = [group for group in groups if any(a is b for a in group for b in meeting)]
         members = list({id(one): one for one in sum(joined, meeting)}.values())

@@ -59,6 +59,17 @@ def test_what_only_moves_or_averages_has_one_scale(file: Pairs) -> None:
     assert file.unequal() == []
 
 
+def test_scales_of_any_size_are_shared_around_concat_alone() -> None:
+    torch.manual_seed(0)
+    spec = replace(NPU_CNN.activation, scale_type="float", bias_dtype="int32")
+    backend = replace(NPU_CNN, activation=spec, weight=spec)
+    file = Pairs(ship(EveryKind().eval(), noise(16, 3, 12, 12), "npu", backend).path)
+    for node in file.of("Concat", "MaxPool", "AveragePool", "GlobalAveragePool"):
+        around = [*(file.before(node, at) for at in range(len(node.input))), file.after(node)]
+        scales = {float(file.constants[one.input[1]]) for one in around if one is not None}
+        assert (len(scales) == 1) == (node.op_type in ("Concat", "MaxPool")), node.op_type
+
+
 def test_no_pair_stands_before_a_fused_activation(file: Pairs) -> None:
     activations = file.of(*FUSED)
     assert {node.op_type for node in activations} >= {"Relu", "Clip", "LeakyRelu", "PRelu"}
