@@ -163,7 +163,7 @@ def test_a_form_beyond_the_opset_is_refused_with_node_and_opset(name: str) -> No
     )
     proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)])
     for opset in range(13, NEEDS[name]):
-        said = rf"export\.opset={opset}: here/Op .*{reason}.* needs opset {NEEDS[name]}$"
+        said = rf"export\.opset={opset}: here/Op.*{reason}.* needs opset {NEEDS[name]} or higher$"
         with pytest.raises(ValueError, match=said):
             lower(ir.from_proto(proto), opset)
     model = ir.from_proto(proto)
