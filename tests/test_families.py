@@ -101,7 +101,10 @@ def check(model: nn.Module, shape: tuple[int, ...], share: float, exact: bool, n
 
 
 # They take longer than the others together, or have a newer relative among these.
-_LONG = ("regnet_y", "googlenet", "maxvit", "mnasnet", "swin", "squeezenet", "alexnet", "mvit_v1")
+_LONG = (
+    *("regnet_y", "googlenet", "maxvit", "mnasnet", "swin", "swin_v2", "squeezenet", "alexnet", "shufflenet"),
+    *("mvit_v1", "mvit_v2"),
+)
 
 
 def _names(models: Collection[str]) -> list[Any]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import cast
 
 import numpy as np
+import pytest
 import torch
 from chain import noise, prepared, run_ort, small_vit
 from torch import Tensor, fx, nn
@@ -102,6 +103,7 @@ def test_a_conv_takes_back_the_means_of_a_group_norm() -> None:
     assert not torch.equal(graph.state_dict()["1.bias"], norm.bias)
 
 
+@pytest.mark.slow
 def test_shifted_channels_lose_less_at_four_bits(tmp_path: Path) -> None:
     model, images = _vit(), noise(32, 3, 32, 32)
     exact = model(images).detach()

@@ -90,7 +90,7 @@ def test_resume_lists_finished_runs_and_makes_only_the_others(
     assert list(Path("multirun").glob("*/compare.html"))
 
 
-@pytest.mark.parametrize("seed", [0, 2])
+@pytest.mark.parametrize("seed", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_finished_run_in_the_folder_is_reported_not_repeated(
     seed: int, launch: Launch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -60,7 +60,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=pytest.mark.slow) if one == "shufflenet" else one for one in MODELS]
+)
 def test_every_step_is_the_largest_value_that_the_tensor_takes(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = MODELS[name]().eval()

@@ -85,7 +85,10 @@ def _trained(folder: Path, *settings: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
     ("recipe", "settings"),
-    [("onnx_ptq", ("calibration=auto",)), ("onnx_qat", ("schedule.epochs=2", "verify.every=1"))],
+    [
+        ("onnx_ptq", ("calibration=auto",)),
+        pytest.param("onnx_qat", ("schedule.epochs=2", "verify.every=1"), marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_judges_a_detector_by_its_boxes(recipe: str, settings: tuple[str, ...], tmp_path: Path) -> None:
     done = _trained(tmp_path, f"recipe={recipe}", "verify.decision=boxes(score=0.7,iou=0.5)", *settings)

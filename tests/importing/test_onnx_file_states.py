@@ -37,7 +37,7 @@ def _free_run(file: Path, x: Any, state: tuple[str, str], start: Any) -> list[An
     return [np.stack(one) for one in zip(*found, strict=True)]
 
 
-@pytest.mark.parametrize("recipe", ["onnx_ptq", "onnx_qat"])
+@pytest.mark.parametrize("recipe", [pytest.param("onnx_ptq", marks=pytest.mark.slow), "onnx_qat"])
 def test_a_file_with_a_state_is_quantized_along_sequences(recipe: str, tmp_path: Path) -> None:
     file, root = save_gru(tmp_path / "gru.onnx", WEIGHTS), tmp_path / "data"
     root.mkdir()

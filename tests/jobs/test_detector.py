@@ -70,7 +70,7 @@ def test_suppression_in_the_file_is_torchvisions(made: tuple[Path, Path]) -> Non
     _check_suppression(*made, "int8", 1e-5)
 
 
-@pytest.mark.parametrize("mode", ["dynamic", "float16"])
+@pytest.mark.parametrize("mode", ["dynamic", pytest.param("float16", marks=pytest.mark.slow)])
 def test_files_of_other_modes_have_suppression(mode: str, made: tuple[Path, Path], tmp_path: Path) -> None:
     run, root = tmp_path / "run", made[1]
     trained = (

@@ -65,7 +65,7 @@ def quantized(folder: Path) -> None:
         ("run/last.ckpt", resume),
         ("run/last.ckpt", export),
         ("run/float.ckpt", resume),
-        ("ranges.safetensors", calibrated),
+        pytest.param("ranges.safetensors", calibrated, marks=pytest.mark.slow),
         ("run/model.float.onnx", quantized),
     ],
     ids=["resumed", "exported", "float model resumed", "cache", "float file"],

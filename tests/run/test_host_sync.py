@@ -33,7 +33,7 @@ class Reads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("optimizer", ["sgd", pytest.param("adamw", marks=pytest.mark.slow)])
 def test_no_step_of_a_hundred_asks_for_a_value(optimizer: str, tmp_path: Path) -> None:
     config = tiny(tmp_path)
     config.schedule = ScheduleConfig(

@@ -25,7 +25,10 @@ NETS: dict[str, tuple[Callable[[], list[nn.Module]], dict[str, OverrideConfig]]]
 }
 
 
-@pytest.mark.parametrize("net", NETS)
+@pytest.mark.parametrize(
+    "net",
+    [pytest.param(one, marks=pytest.mark.slow) if one in ("group_norm", "relu") else one for one in NETS],
+)
 def test_each_file_computes_what_its_module_does(net: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     middle, overrides = NETS[net]

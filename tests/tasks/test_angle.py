@@ -45,7 +45,8 @@ def _error(file: Path) -> float:
     return float(np.abs(LARGEST * found[:, 0].astype(np.float64) - np.asarray(test.targets)).mean())
 
 
-@pytest.mark.parametrize("how", ["ptq", pytest.param("qat", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["ptq", "qat"])
 def test_a_regression_goes_from_one_file_to_the_report(tmp_path: Path, how: str) -> None:
     epochs = {"ptq": 0, "qat": 2}[how]
     printed = _run(tmp_path / "run", f"schedule.epochs={epochs}")

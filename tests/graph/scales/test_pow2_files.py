@@ -44,7 +44,18 @@ def scales_of(path: str) -> Iterator[float]:
             yield from constants[node.input[1]].reshape(-1).tolist()
 
 
-@pytest.mark.parametrize("name", ["residual", "concat", "gate", "hard_gate", "gated", "mlp", "resnet18"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "residual",
+        "concat",
+        "gate",
+        "hard_gate",
+        "gated",
+        "mlp",
+        pytest.param("resnet18", marks=pytest.mark.slow),
+    ],
+)
 def test_file_and_module_agree_and_all_scales_are_powers(name: str) -> None:
     case = of(name, by_shifts(FBGEMM, pairs=True))
     scales = list(scales_of(str(case.path)))

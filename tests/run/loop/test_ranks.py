@@ -149,7 +149,10 @@ def close(
             assert torch.allclose(value.double(), other[name].double(), rtol=0, atol=most), name
 
 
-@pytest.mark.parametrize("quantizer", rank.QUANTIZERS)
+@pytest.mark.parametrize(
+    "quantizer",
+    [pytest.param(one, marks=pytest.mark.slow) if one == "lsq" else one for one in rank.QUANTIZERS],
+)
 def test_two_processes_with_four_images_are_one_with_eight(quantizer: str, tmp_path: Path) -> None:
     rank.forked(tmp_path, 6, 8, quantizer)
     first, second = rank.states(tmp_path / "2", 2)
