@@ -38,6 +38,7 @@ _TRAINING = (*_FEW, "data.train_images=256", "schedule.float_epochs=1", "schedul
 # What makes a command short, by a text that it has; the first that is found.
 _SHORT = {
     "--help": (),
+    "qatkit-verify": ("--min-speedup=0",),  # a tiny network gains nothing
     "search=": (*_TRAINING, *_TINY, "search.trials=2"),
     "recipe=onnx_ptq": (*_RUN, "calibration.images=16", "data.test_images=16"),
     "data=tones": (*_FEW, "data.train_images=256", "schedule.float_epochs=1", "calibration=minmax"),
