@@ -59,6 +59,13 @@ def _composed() -> list[tuple[Command, list[str]]]:
     return [(one, step) for one in COMMANDS for step in one.steps if step[:1] in programs]
 
 
+def test_scripts_of_the_site_are_files_of_its_own() -> None:
+    """Search from the disk needs a script that the plugin would load from another host."""
+    listed = re.findall(r"^  polyfills: \[(.*?)\]", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert listed == ["javascripts/iframe-worker/shim.js"]
+    assert (DOCS / listed[0]).is_file()
+
+
 @pytest.mark.parametrize(
     ("command", "step"),
     [pytest.param(*one, id=f"{one[0].page.stem}-{' '.join(one[1])}"[:70]) for one in _composed()],
