@@ -235,7 +235,7 @@ REFUSED: dict[str, tuple[Case, str]] = {
         Case([op("Shape", "x", "s"), op("Col2Im", "c,s,k", "y")], {"k": ints(1, 1), "c": floats(2, 3, 35)}),
         "folds to a size that is not constant",
     ),
-    "pool_ceil": (Case([op("LpPool", kernel_shape=[2, 2], ceil_mode=1)]), "this LpPool"),
+    "pool_ceil": (Case([op("LpPool", kernel_shape=[2, 2], ceil_mode=1)]), "this form of LpPool"),
     "resize_antialias": (
         Case([op("Resize", "x,,s", mode="linear", antialias=1)], {"s": np.array([1, 1, 0.5, 0.5], np.float32)}),
         "antialias",
