@@ -1,36 +1,35 @@
-"""docs/quark.md: each key of its second column is one of the configuration, with a value that it takes."""
+"""docs/quark.md: each key of its second column is one of the configuration, with a value that it takes.
+
+`test_quark_cleaned.py`, `test_quark_quantized.py` and `test_quark_npus.py` run the rows.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import test_quark_cleaned
+import test_quark_npus
+import test_quark_quantized
 import yaml
-from command_line import CONF, ROOT
+from command_line import CONF
+from quark_rows import CODE as _CODE
+from quark_rows import KEYS as KEYS_OF
+from quark_rows import RUN, page_rows
 
 from qatkit.config.field_types import Setting, settings_of
 from qatkit.config.fields import limit_of
 from qatkit.config.schema import Config
 from qatkit.config.schema.quantization import OverrideConfig
 
-_PAGE = (ROOT / "docs" / "quark.md").read_text(encoding="utf-8")
-_CODE = re.compile(r"`([^`]+)`")
 _OF_THE_SYSTEM = ("TMPDIR",)
 _MOST_MISSING = 5
 
 
-def _rows() -> Iterator[list[str]]:
-    for line in _PAGE.splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if line.startswith("| `"):
-            yield cells
-
-
-ROWS = list(_rows())
+ROWS = list(page_rows())
 KEYS = sorted({code for row in ROWS for code in _CODE.findall(row[1])})
 # Of the last column those that look like keys of ours.
 MENTIONED = sorted(
@@ -102,3 +101,9 @@ def test_each_option_has_a_row_and_few_have_no_key() -> None:
     assert verdicts.count("not") <= _MOST_MISSING
     assert all((row[1] == "-") == (row[2] == "not") for row in ROWS)
     assert all(row[3] for row in ROWS if row[2] in ("not", "better"))
+
+
+def test_each_row_with_a_key_is_run_by_a_slow_test() -> None:
+    tests = (test_quark_cleaned, test_quark_npus, test_quark_quantized)
+    assert all(any(hasattr(module, name) for module in tests) for name in RUN.values())
+    assert set(RUN) == {option for option, keys in KEYS_OF.items() if keys}

@@ -63,7 +63,7 @@ def test_scales_of_any_size_are_shared_around_concat_alone() -> None:
     torch.manual_seed(0)
     spec = replace(NPU_CNN.activation, scale_type="float", bias_dtype="int32")
     backend = replace(NPU_CNN, activation=spec, weight=spec)
-    file = Pairs(ship(EveryKind().eval(), noise(16, 3, 12, 12), "npu", backend).path)
+    file = Pairs(ship(EveryKind().eval(), noise(16, 3, 12, 12), "npu_float", backend).path)
     for node in file.of("Concat", "MaxPool", "AveragePool", "GlobalAveragePool"):
         around = [*(file.before(node, at) for at in range(len(node.input))), file.after(node)]
         scales = {float(file.constants[one.input[1]]) for one in around if one is not None}
