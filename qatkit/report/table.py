@@ -84,7 +84,7 @@ def _lines(results: Results, checks: Sequence[Check] | None) -> list[tuple[str |
         if fix:
             lines.append((None, f"  to fix it: {fix}"))
     if not results.shortfalls and (results.audit is not None or results.accuracy):
-        lines.append(("green", "every bound of `verify` is met"))
+        lines.append(("green", "all `verify` bounds are met"))
     if results.ladder is not None:
         lines += [(None, line) for line in ladder_lines(results.ladder)]
     if results.output_dir:  # there is none at the first export
