@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from qatkit.config.field_types import as_typed
 from qatkit.config.schema import AnalysisConfig, Config, QuantizerConfig
 from qatkit.config.selectors import refuse_selectors
 from qatkit.quant.spec import FORMAT_NAMES, NARROW_BIASES, WHOLE, WIDE
-from qatkit_verify.errors import ConfigError
+from qatkit_verify.errors import ConfigError, as_typed
 
 
 def check_export(config: Config) -> None:

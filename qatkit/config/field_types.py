@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qatkit.config.fields import DOC, LIMIT, field_limit, field_of, may_be_null
-from qatkit_verify.errors import ConfigError
+from qatkit_verify.errors import ConfigError, as_typed
 
 
 def checked(owner: type, name: str, key: str, value: Any) -> Any:
@@ -82,13 +82,6 @@ def settings_of(owner: type) -> list[Setting]:
 def _default(one: dataclasses.Field[Any]) -> Any:
     factory: Callable[[], Any] | Any = one.default_factory
     return one.default if factory is dataclasses.MISSING else factory()
-
-
-def as_typed(value: Any) -> str:
-    """Returns a value as it is typed on the command line."""
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else str(value).lower()
-    return str(value)
 
 
 def type_name(hint: Any) -> str:

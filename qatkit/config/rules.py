@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from qatkit.config.export_rules import check_export
-from qatkit.config.field_types import as_typed
 from qatkit.config.fields import check_limits
 from qatkit.config.override_rules import check_override
 from qatkit.config.schema import Config, DataConfig
 from qatkit.config.search_space import axes
 from qatkit.config.selectors import check_selectors
 from qatkit.records.objectives import check_objectives, constraints
-from qatkit_verify.errors import ConfigError
+from qatkit_verify.errors import ConfigError, as_typed
 from qatkit_verify.files import not_writable
 from qatkit_verify.fitting import LEVELS, covers
 

@@ -134,7 +134,7 @@ def static(source: Path, target: Path, batches: Iterable[Any], backend: Backend)
     activation_type = _type_of(activation, f"backend={backend.name}: activation")
     weight_type = _type_of(weight, f"backend={backend.name}: weight")
     if weight.granularity.separates(0) and not weight.symmetric:
-        allowed = "True with mode=static, because ONNX Runtime's tool makes per-channel weights symmetric"
+        allowed = "true with mode=static, because ONNX Runtime's tool makes per-channel weights symmetric"
         raise ConfigError(f"backend={backend.name}: weight.symmetric", False, allowed)
     model = prepared(source)
     own_weights(model)

@@ -46,7 +46,7 @@ from qatkit.search.storage import StorageError
 from qatkit.search.study import SharedStudy
 from qatkit.verify.checks.base import load_checks
 from qatkit_verify import stopping
-from qatkit_verify.errors import ConfigError, disk_error, first_line
+from qatkit_verify.errors import ConfigError, as_typed, disk_error, first_line
 from qatkit_verify.files import write_text
 
 Compose = Callable[[Sequence[str]], Config]
@@ -165,7 +165,8 @@ def _check_space(space: Sequence[Axis], typed: Sequence[str], compose: Compose, 
                 ) from error
             first = made.index(made[-1])
             if first < len(made) - 1:
-                reason = f"with the other settings it makes the same run as {axis.key}={axis.tried[first]}; remove one"
+                same = f"{axis.key}={as_typed(axis.tried[first])}"
+                reason = f"with the other settings it makes the same run as {same}; remove one"
                 raise ConfigError(f"search.space.{axis.key}", value, reason=reason)
 
 

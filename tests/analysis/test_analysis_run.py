@@ -167,7 +167,7 @@ def test_a_layer_that_is_not_there_ends_the_run_before_it_begins(tmp_path: Path)
     [
         (
             AnalysisConfig(isolation=True),
-            r"analysis\.isolation=True: expected false with export\.mode=dynamic",
+            r"analysis\.isolation=true: expected false with export\.mode=dynamic",
         ),
         (
             AnalysisConfig(sensitivity="exact"),

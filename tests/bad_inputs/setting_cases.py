@@ -41,7 +41,7 @@ def _numbers() -> Iterator[Case]:
         for value in ("abc", "[1,2]", "{a:1}", "''", "inf", "-inf", "nan", "-1e30", "true1", "1_0x"):
             yield bad(f"{key}={value}", f"{key}=")
         if not optional:
-            yield bad(f"{key}=null", f"{key}=None: ")
+            yield bad(f"{key}=null", f"{key}=null: ")
     for key, _ in _of_type(int):
         for value in ("1.5", "1e3", "-2", "99999999999999999999"):
             yield bad(f"{key}={value}", f"{key}=")
@@ -163,7 +163,7 @@ _KEYS = [
         "+backend.overrides={{'op/conv':{{\"float\":true}}}}: expected keys of a mapping without quotes: "
         "'+backend.overrides={{op/conv:{{float:true}}}}'",
     ),
-    bad("+backend.overrides={*:{activation_dtype:uint4}}", "verify.audit=True: expected false with "),
+    bad("+backend.overrides={*:{activation_dtype:uint4}}", "verify.audit=true: expected false with "),
     bad("+backend.overrides={*:{activation_dtype:uint5}}", "backend.overrides.*.activation_dtype=uint5: "),
     bad("export.pack_int4=true", "export.opset=13: expected 21 to 23 with export.pack_int4=true"),
     bad("quantizer=lsqq", "quantizer=lsqq: "),
@@ -171,7 +171,7 @@ _KEYS = [
     bad("quantizer.activation=qatkit.quant.learned.lsq.LSQWeightFakeQuantize", "quantizer.activation="),
     bad(
         "schedule.relative_lr=true",
-        "schedule.relative_lr=True: expected false with schedule.optimizer=sgd, "
+        "schedule.relative_lr=true: expected false with schedule.optimizer=sgd, "
         "since only adamw has relative learning rates",
     ),
     bad("schedule.scale_lr=0", "schedule.scale_lr=0.0: expected a number above 0"),
@@ -241,7 +241,7 @@ _DOTTED += [
     )
 ]
 _DEMO = [
-    bad("export.demo=true", "export.demo=True: "),
+    bad("export.demo=true", "export.demo=true: "),
     Case(
         (*TINY, "export.bundle=true", "export.demo=true", "export.demo_runtime=nowhere"),
         "export.demo_runtime=nowhere: ",
@@ -258,7 +258,7 @@ _SEARCH = [
             (["search.space={schedule.lr:3}"], "search.space.schedule.lr=3: expected [VALUE, ...] or "),
             (
                 ["search.space={schedule.lr:{low:1}}"],
-                "search.space.schedule.lr.high=None: expected a finite number",
+                "search.space.schedule.lr.high=null: expected a finite number",
             ),
             (
                 ["search.space={schedule.lr:{low:2,high:1}}"],
@@ -304,7 +304,7 @@ _SEARCH = [
                     ("/x?host=a&sslpassword=secret&b=1", "/x?host=a&sslpassword=***&b=1"),
                 )
             ),
-            ([_SPACE, "rescue=ladder"], "rescue.climb=True: expected false with search.trials=30"),
+            ([_SPACE, "rescue=ladder"], "rescue.climb=true: expected false with search.trials=30"),
             ([_SPACE, "trainer.devices=2"], "trainer.devices=2: expected 1 with search.trials=30"),
             (
                 [_SPACE, "verify.checks=[qatkit.verify.checks.latency.LatencyCheck]"],
@@ -322,9 +322,9 @@ _SEARCH = [
 NUMBERS, WORDS = list(_numbers()), list(_words())
 _PLACES = [
     bad("export.publish=there", "export.publish=there: expected null without export.bundle=true"),
-    bad("export.encrypt_bundle=true", "export.encrypt_bundle=True: expected false without export.encrypt"),
+    bad("export.encrypt_bundle=true", "export.encrypt_bundle=true: expected false without export.encrypt"),
     Case((*TINY, "export.bundle=true", "export.publish=there", "export.encrypt_bundle=true"),
-         "export.encrypt_bundle=True: expected false without export.encrypt"),
+         "export.encrypt_bundle=true: expected false without export.encrypt"),
     Case((*TINY, "export.bundle=true", "export.publish=nothing://bucket/x"), "export.publish=nothing://bucket/x: "),
     Case((*TINY, "export.bundle=true", "export.publish=s3://me:secret@bucket/x"),
          "export.publish=s3://***@bucket/x: expected a URL without credentials"),

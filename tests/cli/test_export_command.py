@@ -50,7 +50,7 @@ def test_an_export_takes_the_configuration_of_the_run(launch: Launch, checkpoint
         (["checkpoint=CKPT", "export.opset=9"], "export.opset=9: expected an integer from 13 to 23"),
         (["checkpoint=nothing.ckpt"], "checkpoint=nothing.ckpt: expected a checkpoint written by train.py"),
         (["checkpoint=CKPT", "data.mean=[0.1]"], "data.mean=[0.1]: the key needs export.io=uint8"),
-        ([], "checkpoint=None: expected a checkpoint written by train.py"),
+        ([], "checkpoint=null: expected a checkpoint written by train.py"),
     ],
 )
 def test_an_export_that_cannot_be_is_one_line(

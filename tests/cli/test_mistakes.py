@@ -72,7 +72,7 @@ MISTAKES = [
     (["schedule.max_steps=many"], "schedule.max_steps=many: expected a value of type int | None"),
     (["quickstart"], "argument=quickstart: expected KEY=VALUE (did you mean recipe=quickstart?)"),
     (["train"], "argument=train: expected KEY=VALUE"),
-    (["trainer.devices=null"], "trainer.devices=None: expected a value of type int"),
+    (["trainer.devices=null"], "trainer.devices=null: expected a value of type int"),
     (["data.mean=3"], "data.mean=3: expected a value of type list[float] | None ('data.mean=[3]')"),
     (["schedule=5"], "schedule=5: Config group override must be a string or a list"),
     (
@@ -145,7 +145,7 @@ MISTAKES = [
     ),
     (
         ["algorithm=bias_correction", "algorithm.bias_correction.images=true"],
-        "algorithm.bias_correction.images=True: expected a value of type int",
+        "algorithm.bias_correction.images=true: expected a value of type int",
     ),
     (
         ["algorithm=equalize", "algorithm.equalize.relu6=drop"],
@@ -153,7 +153,7 @@ MISTAKES = [
     ),
     (
         ["algorithm=equalize", "algorithm.equalize.relu6=null"],
-        "algorithm.equalize.relu6=None: expected a value of type str",
+        "algorithm.equalize.relu6=null: expected a value of type str",
     ),
     (
         ["algorithm=all", "export.mode=dynamic", "schedule=calibrate_only"],

@@ -82,7 +82,7 @@ def test_a_rescue_with_narrow_biases_is_refused() -> None:
     config = replace(Config(), backend=BackendConfig(bias_dtype="int16"))
     config.rescue.climb = True
     with pytest.raises(
-        ConfigError, match=r"^rescue.climb=True: expected false with backend.bias_dtype=int16, "
+        ConfigError, match=r"^rescue.climb=true: expected false with backend.bias_dtype=int16, "
     ):
         check_job(config, False)
 

@@ -40,7 +40,7 @@ from qatkit.quant.formats.table import FORMATS
 from qatkit.quant.granularity import BLOCK_SIZES, GRANULARITIES
 from qatkit.quant.observers import Distribution, Percentile
 from qatkit.quant.spec import ACTIVATIONS
-from qatkit_verify.errors import ConfigError
+from qatkit_verify.errors import ConfigError, as_typed
 
 
 @dataclass
@@ -177,7 +177,7 @@ def test_a_users_annotations_need_not_be_evaluated() -> None:
     ],
 )
 def test_a_value_from_yaml_is_checked_by_type_and_limit(name: str, value: Any, line: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(f"key={value}: expected {line}")):
+    with pytest.raises(ConfigError, match=re.escape(f"key={as_typed(value)}: expected {line}")):
         checked(Outer, name, "key", value)
 
 

@@ -27,7 +27,7 @@ from qatkit.models import weights_preprocessing
 from qatkit.records.run_files import HANDED_OVER
 from qatkit.run.find import find_resume, finished, output_dir
 from qatkit_verify.dotted import resolve
-from qatkit_verify.errors import ConfigError
+from qatkit_verify.errors import ConfigError, as_typed
 
 ROOT = Path(__file__).parents[2]
 CONF = ROOT / "conf"
@@ -146,8 +146,8 @@ def test_recipes_override_axes_and_typed_values_override_both() -> None:
         ("calibration.mean_shifts", "bias", "one of correct, report"),
         ("data.augment", "flp", "one of none, flip, crop_flip, resized_crop"),
         ("data.batch_size", 0, "an integer of at least 1"),
-        ("data.resize", 16, "data.image_size=32 or higher"),
-        ("data.resize", [40, 16], "data.image_size=32 or higher"),
+        ("data.resize", 16, "at least data.image_size (32)"),
+        ("data.resize", [40, 16], "at least data.image_size (32)"),
         ("data.resize", [40], "an integer of at least 1, or [height, width], or null"),
         ("data.image_size", [32, 0], "an integer of at least 1, or [height, width], or null"),
         ("data.image_size", "32x32", "an integer of at least 1, or [height, width], or null"),
@@ -198,7 +198,7 @@ def test_a_value_out_of_range_is_named(key: str, value: Any, allowed: str) -> No
     with pytest.raises(ConfigError) as raised:
         validate(config)
 
-    assert str(raised.value).startswith(f"{key}={value}: expected {allowed}")
+    assert str(raised.value).startswith(f"{key}={as_typed(value)}: expected {allowed}")
 
 
 def test_a_size_is_a_number_or_two_on_the_command_line(tmp_path: Path) -> None:
@@ -235,7 +235,7 @@ def test_the_ends_of_a_range_are_allowed() -> None:
         (OverrideConfig(float=True, weight_dtype="int8"), "backend.overrides.conv1=float and weight_dtype"),
         (
             OverrideConfig(weight_dtype="int4", reduce_range=True),
-            "backend.overrides.conv1.reduce_range=True: expected null with weight_dtype=int4",
+            "backend.overrides.conv1.reduce_range=true: expected null with weight_dtype=int4",
         ),
         (
             OverrideConfig(weight_dtype="int5"),

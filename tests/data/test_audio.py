@@ -314,7 +314,7 @@ def test_a_folder_or_setting_that_does_not_fit_is_refused(
         ),
         (
             Port("x", "float32", (None, None), 0),
-            r"data.frame=None: expected a number of samples, since the input 'x' \[",
+            r"data.frame=null: expected a number of samples, since the input 'x' \[",
         ),
         (
             Port("x", "uint8", (None, 8), 0),

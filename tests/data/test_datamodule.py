@@ -79,7 +79,7 @@ def test_preprocessing_that_nobody_knows_is_asked_for(tmp_path: Path) -> None:
         Image.new("RGB", (8, 8)).save(tmp_path / folder / "0.png")
     config = DataConfig(root=str(tmp_path), image_size=16)
     with pytest.raises(
-        ConfigError, match=r"data\.mean=None: expected a value, since neither model\.weights nor"
+        ConfigError, match=r"data\.mean=null: expected a value, since neither model\.weights nor"
     ):
         DataModule(config, image_folder, 0)
 

@@ -349,7 +349,7 @@ def test_settings_are_joined_with_what_is_known(
             {"augment": "resized_crop", "fit": "letterbox"},
             r"data\.augment=resized_crop: expected one of none, flip, scale_flip",
         ),
-        ({"mean": None, "std": None}, r"data\.mean=None: expected a value, since neither"),
+        ({"mean": None, "std": None}, r"data\.mean=null: expected a value, since neither"),
     ],
 )
 def test_settings_without_a_use_are_refused(given: dict[str, Any], message: str) -> None:

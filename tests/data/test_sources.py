@@ -105,7 +105,7 @@ def test_image_folder_names_what_is_wrong(tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
         return str(caught.value)
 
-    assert "data.root=None" in message(None)
+    assert "data.root=null" in message(None)
     assert "no such folder" in message(tmp_path / "absent")
     assert "it has none of them" in message(tmp_path)
     (tmp_path / "train").mkdir()
@@ -209,7 +209,7 @@ def test_missing_files_are_named_with_their_place(
     assert str(tmp_path) in text.split("put ")[1]
     assert "\n" not in text
     monkeypatch.setattr(urllib.request, "_opener", None)
-    with pytest.raises(ConfigError, match=r"data\.root=None"):
+    with pytest.raises(ConfigError, match=r"data\.root=null"):
         source(None, download, 0)
 
 
@@ -232,7 +232,7 @@ def test_one_picture_each_takes_the_sorted_names_for_labels(tmp_path: Path) -> N
 
 
 def test_one_picture_each_names_what_is_wrong(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"data\.root=None: .*there is no such folder"):
+    with pytest.raises(ConfigError, match=r"data\.root=null: .*there is no such folder"):
         one_picture_each(None, False, 0)
     with pytest.raises(ConfigError, match=r"at least two; it has 0"):
         one_picture_each(str(tmp_path), False, 0)

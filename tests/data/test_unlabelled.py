@@ -100,7 +100,7 @@ def _refusal(root: Path | None) -> str:
 
 
 def test_what_is_no_folder_of_pictures_is_one_line(tmp_path: Path) -> None:
-    assert "data.root=None" in _refusal(None)
+    assert "data.root=null" in _refusal(None)
     assert f"data.root={tmp_path / 'absent'}: expected a folder with at least two pictures" in _refusal(
         tmp_path / "absent"
     )

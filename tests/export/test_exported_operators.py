@@ -260,7 +260,7 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
     "complex": (Call(fft.fft2), r"model\.name=1: this output is complex, and ONNX has no complex types; .*"),
     "one batch": (
         Call(lambda x: torch.kron(x[:, :, :2, :2], torch.ones(1, 1, 2, 2))),
-        r"export\.dynamic_batch=True: an operator of this model works only with batches of 2; set it to false .*",
+        r"export\.dynamic_batch=true: an operator of this model works only with batches of 2; set it to false .*",
     ),
     "projection": (
         Call(last_state, rnn=nn.LSTM(8, 5, proj_size=3)),

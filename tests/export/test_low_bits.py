@@ -92,10 +92,10 @@ def test_few_bits_keep_them_on_cpus_that_saturate(dtype: str, largest: int) -> N
     ("changes", "message"),
     [
         ({"opset": 20}, "export.opset=20: expected 21 to 23 with export.pack_int4=true"),
-        ({"audit": True}, "verify.audit=True: expected false with export.pack_int4=true"),
+        ({"audit": True}, "verify.audit=true: expected false with export.pack_int4=true"),
         (
             {"audit": True, "override": UINT4},
-            "verify.audit=True: expected false with backend.overrides.conv.activation_dtype",
+            "verify.audit=true: expected false with backend.overrides.conv.activation_dtype",
         ),
     ],
 )
@@ -116,7 +116,7 @@ def test_there_must_be_weights_to_pack() -> None:
     config.export.pack_int4, config.export.opset = True, 21
     with pytest.raises(ConfigError) as refused:
         backend_of(config)
-    message = "export.pack_int4=True: expected false without weights of int4, int3, int2, uint4"
+    message = "export.pack_int4=true: expected false without weights of int4, int3, int2, uint4"
     assert str(refused.value).startswith(message)
     config.backend.overrides = {"conv": OverrideConfig(weight_dtype="int3")}
     assert backend_of(config).name == "fbgemm"

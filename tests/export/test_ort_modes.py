@@ -199,7 +199,7 @@ def test_a_type_that_the_quantizer_does_not_have_is_refused(
 def test_the_tool_has_no_zero_points_of_channels(tmp_path: Path) -> None:
     """It would make such weights symmetric without a word; one scale a tensor may have one."""
     backend = replace(FBGEMM, weight=spec.QuantSpec("int8", granularity=PerChannel(0)))
-    message = r"backend=fbgemm: weight\.symmetric=False: expected True with mode=static"
+    message = r"backend=fbgemm: weight\.symmetric=false: expected true with mode=static"
     with pytest.raises(ConfigError, match=message):
         make("static", float_files.trained(), tmp_path / "static.onnx", backend)
     assert not any(tmp_path.iterdir())

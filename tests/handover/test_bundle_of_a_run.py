@@ -205,7 +205,7 @@ def test_a_checkpoints_bundle_gets_a_demo_page(
         typed = (f"checkpoint={checkpoint}/last.ckpt", f"output_dir={out}", "export.demo=true",
                  f"export.demo_runtime={runtime}")  # fmt: skip
         assert launch(export, *typed, from_checkpoint=True) == 2
-        assert "export.demo=True: expected false without export.bundle=true" in capfd.readouterr().err
+        assert "export.demo=true: expected false without export.bundle=true" in capfd.readouterr().err
         assert not out.exists()
         assert launch(export, *typed, "export.bundle=true", from_checkpoint=True) == 0
         assert "demoParts" in (out / "bundle" / "demo" / "int8.js").read_text()

@@ -61,7 +61,7 @@ def test_a_file_of_two_inputs_is_quantized_from_arrays(recipe: str, tmp_path: Pa
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (("recipe=onnx_ptq",), "onnx=None: expected a float ONNX file"),
+        (("recipe=onnx_ptq",), "onnx=null: expected a float ONNX file"),
         (
             ("onnx=x.onnx",),
             "onnx=x.onnx: expected null with model.name=resnet18; to train a float ONNX file, use",

@@ -145,7 +145,7 @@ def test_a_run_edits_the_file_and_uses_its_names(tmp_path: Path) -> None:
         ),
         (
             ("+model.kwargs={custom_ops:no.so}", "export.bundle=true"),
-            "export.bundle=True: expected false with model.kwargs.custom_ops",
+            "export.bundle=true: expected false with model.kwargs.custom_ops",
         ),
         (("+model.kwargs={custom_ops:no.so}",), "custom_ops=no.so: expected a library"),
     ],
@@ -237,7 +237,7 @@ def test_a_run_leaves_what_pytorch_lacks_in_the_files(tmp_path: Path) -> None:
         (("schedule=qat_adamw",), "the weights of '/first/Conv' reach its outputs only through '/inverse'"),
         (
             ("schedule=calibrate_only", "export.dynamic_batch=false"),
-            "export.dynamic_batch=False: it needs a new export, which is not possible for '/inverse'",
+            "export.dynamic_batch=false: it needs a new export, which is not possible for '/inverse'",
         ),
     ],
 )

@@ -104,13 +104,13 @@ def _config(export: ExportConfig, **changes: Any) -> Config:
         (_config(ExportConfig(mode="float16", io="uint8")), r"export\.io=uint8: "
          r"expected float32 with export\.mode=float16"),
         (_config(ExportConfig(mode="float16"), verify=VerifyConfig(control=True)),
-         r"verify\.control=True: expected false with export\.mode"),
+         r"verify\.control=true: expected false with export\.mode"),
         (_config(ExportConfig(mode="dynamic"), backend=BackendConfig(overrides={"fc": OverrideConfig(float=True)})),
          r"backend\.overrides=fc: expected \{\} with export\.mode=dynamic"),
         (_config(ExportConfig(mode="weight_only"), backend=BackendConfig(reduce_range=True)),
-         r"backend\.reduce_range=True: expected false with export\.mode=weight_only"),
+         r"backend\.reduce_range=true: expected false with export\.mode=weight_only"),
         (_config(ExportConfig(mode="dynamic"), calibration=CalibrationConfig(random=True)),
-         r"calibration\.random=True: expected false with export\.mode=dynamic"),
+         r"calibration\.random=true: expected false with export\.mode=dynamic"),
         (_config(ExportConfig(mode="dynamic"), onnx="m.onnx", mode="static"), r"export\.mode=dynamic: expected static"),
     ],
 )  # fmt: skip

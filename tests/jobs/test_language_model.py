@@ -260,7 +260,7 @@ def refused(config: Config) -> str:
 def test_what_can_be_no_decoder_is_refused_early(made: tuple[Path, Path, Path], tmp_path: Path) -> None:
     _, model, root = made
     told = refused(asked(tmp_path / "a", model, root, "backend=fbgemm", "algorithm=none"))
-    assert told.startswith("export.decoder=True: expected false with backend=fbgemm")
+    assert told.startswith("export.decoder=true: expected false with backend=fbgemm")
     told = refused(asked(tmp_path / "b", model, root, "data.context=17"))
     assert told == "data.context=17: expected at least 18 with export.decoder=true"
     told = refused(asked(tmp_path / "c", model, root, "data.context=129"))
@@ -268,9 +268,9 @@ def test_what_can_be_no_decoder_is_refused_early(made: tuple[Path, Path, Path], 
     told = refused(
         asked(tmp_path / "e", model, root, "export.mode=dynamic", "backend=fbgemm", "algorithm=none")
     )
-    assert told == "export.decoder=True: expected false with export.mode=dynamic"
+    assert told == "export.decoder=true: expected false with export.mode=dynamic"
     told = refused(asked(tmp_path / "d", model, root, "task=outputs"))
-    assert "export.decoder=True: expected false with task=outputs" in told
+    assert "export.decoder=true: expected false with task=outputs" in told
 
 
 def test_a_text_is_at_most_as_long_as_a_window_of_attention(tmp_path: Path) -> None:

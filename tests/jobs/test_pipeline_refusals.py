@@ -176,7 +176,7 @@ MISTAKES = {
                 "observer": "qatkit.quant.observers.MSEObserver",
             }
         ),
-        "calibration.random=True: expected false with calibration.search=tournament",
+        "calibration.random=true: expected false with calibration.search=tournament",
     ),
     "no root": (
         _with(data={"source": "qatkit.data.image_folder", "root": "/nowhere", "mean": [0.5], "std": [0.5]}),

@@ -256,9 +256,9 @@ BAD_SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "reduced range of floats": (
         {},
         {"mode": "float16", "backend": {"reduce_range": True}},
-        "backend.reduce_range=True: expected false with mode=float16",
+        "backend.reduce_range=true: expected false with mode=float16",
     ),
-    "control": ({}, {"verify": {"control": True}}, "verify.control=True: expected false"),
+    "control": ({}, {"verify": {"control": True}}, "verify.control=true: expected false"),
     "backend": (
         {},
         {"backend": {"target": "qatkit.quant.backends.Backend"}},
@@ -298,7 +298,7 @@ def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path: Path) -> None:
         (
             "export.py",
             ["onnx=x.onnx"],
-            "mode=None: expected one of dynamic, static, float16, weight_only, clean, summary, encodings with "
+            "mode=null: expected one of dynamic, static, float16, weight_only, clean, summary, encodings with "
             "onnx=FILE",
         ),
         (

@@ -78,22 +78,22 @@ def test_a_given_file_gets_symmetric_activations(tmp_path: Path) -> None:
     [
         (
             BackendConfig(target="qatkit.quant.backends.TENSORRT", activation_symmetric=False),
-            "backend.activation_symmetric=False: expected null or true with",
+            "backend.activation_symmetric=false: expected null or true with",
         ),
         (
             BackendConfig(
                 target="qatkit.quant.backends.TENSORRT",
                 overrides={"fc": OverrideConfig(activation_symmetric=False)},
             ),
-            "backend.overrides.fc.activation_symmetric=False: expected null or true with",
+            "backend.overrides.fc.activation_symmetric=false: expected null or true with",
         ),
         (
             BackendConfig(target="qatkit.quant.backends.WEIGHT_ONLY", activation_symmetric=True),
-            "backend.activation_symmetric=True: expected null with this backend, whose activations are float",
+            "backend.activation_symmetric=true: expected null with this backend, whose activations are float",
         ),
         (
             BackendConfig(target="qatkit.quant.backends.SIMULATED", activation_symmetric=True),
-            "backend.activation_symmetric=True: expected null with backend=simulated",
+            "backend.activation_symmetric=true: expected null with backend=simulated",
         ),
     ],
 )

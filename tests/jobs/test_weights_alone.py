@@ -64,10 +64,10 @@ def test_the_report_says_what_the_file_is(finished: Path) -> None:
 
 
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
-    "7 bits": ({"reduce_range": True}, "backend.reduce_range=True: expected auto with this backend"),
+    "7 bits": ({"reduce_range": True}, "backend.reduce_range=true: expected auto with this backend"),
     "activations": (
         {"every_operator": True},
-        "backend.every_operator=True: expected false with this backend",
+        "backend.every_operator=true: expected false with this backend",
     ),
     "one range": (
         {"overrides": {"fc": OverrideConfig(activation_dtype="int8")}},

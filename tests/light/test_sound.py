@@ -104,7 +104,7 @@ def test_a_record_is_what_json_said() -> None:
         ({"rate": 0}, "rate=0: expected a whole number from 1 to 400000"),
         ({"window": 4001}, "window=4001: expected at most samples (4000)"),
         ({"std": 0.0}, "std=0.0: expected a positive number"),
-        ({"log_offset": None}, "log_offset=None: expected a number from 1e-12 to 1"),
+        ({"log_offset": None}, "log_offset=null: expected a number from 1e-12 to 1"),
         ({"mean": float("nan")}, "mean=nan: expected a number"),
         ({"coefficients": 41}, "coefficients=41: expected at most mels (40)"),
     ],

@@ -154,7 +154,7 @@ def test_too_old_an_onnx_runtime_is_one_line_with_the_needed_one(
 
 @pytest.mark.parametrize(
     ("packages", "told"),
-    [(("numpy",), r"onnxruntime=None: .* \(No module named 'onnxruntime'\)"),
+    [(("numpy",), r"onnxruntime=missing: .* \(No module named 'onnxruntime'\)"),
      (("onnxruntime==1.17.3", "numpy==2.0.0"),
       r"onnxruntime=1.17.3: .* \(A module that was compiled using NumPy 1.x .*\)")],
     ids=["missing", "of another NumPy"],

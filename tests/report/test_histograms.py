@@ -88,4 +88,4 @@ def test_histograms_without_tensors_are_refused() -> None:
     with pytest.raises(ConfigError) as refused:
         validate(Config(analysis=AnalysisConfig(histograms=True)))
     told = "expected false with analysis.tensors=0, which compares no tensor"
-    assert str(refused.value) == f"analysis.histograms=True: {told}"
+    assert str(refused.value) == f"analysis.histograms=true: {told}"

@@ -48,7 +48,7 @@ def test_a_format_is_named_for_weights_and_activations(name: str) -> None:
         ),
         (
             BackendConfig(target=SIMULATED, every_operator=True),
-            "backend.every_operator=True: expected false with",
+            "backend.every_operator=true: expected false with",
         ),
     ],
 )

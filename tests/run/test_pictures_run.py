@@ -205,12 +205,12 @@ REFUSED = {
         "schedule.epochs=1: expected 0 with data.source=qatkit.data.pictures, which has no labels "
         "(schedule=calibrate_only), or schedule.distill=1, which learns from the float model",
     ),
-    "a control": (_groups(verify={"control": True}), "verify.control=True: expected false with data.source"),
+    "a control": (_groups(verify={"control": True}), "verify.control=true: expected false with data.source"),
     "few pictures": (
         _groups(calibration={"batch_size": 100, "images": 512}),
         f"calibration.batch_size=100: expected at most {COUNT // 2}, the number of training images",
     ),
-    "no size": (_groups(data={"image_size": None}), "data.image_size=None: expected a value, since neither"),
+    "no size": (_groups(data={"image_size": None}), "data.image_size=null: expected a value, since neither"),
     "no check of a bound": (
         _groups(verify={"checks": ["qatkit.verify.checks.size.SizeCheck"], "audit": False, "min_agreement": None}),
         "verify.checks=qatkit.verify.checks.size.SizeCheck: expected a list with the check of each bound "

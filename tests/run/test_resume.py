@@ -137,7 +137,7 @@ def test_a_run_goes_on_with_the_float_models_that_it_began_with(finished: Path, 
             pipeline.train(config)
         shutil.copy(finished / "float.ckpt", file)
     config.model.checkpoint = None
-    with pytest.raises(ConfigError, match=r"^model\.checkpoint=None: expected the weights that the run in"):
+    with pytest.raises(ConfigError, match=r"^model\.checkpoint=null: expected the weights that the run in"):
         pipeline.train(config)
     config.model.checkpoint = str(mine.rename(tmp_path / "moved.ckpt"))
     assert pipeline.train(config) == 0

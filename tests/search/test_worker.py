@@ -233,7 +233,7 @@ def test_a_space_of_invalid_settings_is_refused_before_a_trial(
     (["search.space={data:[digits,synthetic]}"], "error: search.space.data=synthetic: the value cannot be typed: "
      "data=synthetic: it changes the images on which trials are compared"),
     (["search.space={verify.audit:[true,on]}"], "error: search.space.verify.audit=on: "
-     "with the other settings it makes the same run as verify.audit=True"),
+     "with the other settings it makes the same run as verify.audit=true"),
     (["search.space={calibration:[minmax,mse]}", "calibration.observer=qatkit.quant.observers.MSEObserver"],
      "error: search.space.calibration=mse: with the other settings it makes the same run as calibration=minmax"),
 ])  # fmt: skip

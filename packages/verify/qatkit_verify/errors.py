@@ -31,10 +31,19 @@ class ConfigError(ValueError):
     def __init__(self, key: str, value: object, expected: str = "", *, reason: str = "") -> None:
         self.key, self.value = key, value
         self.problem = reason or f"expected {expected}"
-        super().__init__(f"{printable(key)}={printable(value)}: {printable(self.problem, _LONGEST_REASON)}")
+        super().__init__(
+            f"{printable(key)}={printable(as_typed(value))}: {printable(self.problem, _LONGEST_REASON)}"
+        )
 
     def __reduce__(self) -> tuple[partial[ConfigError], tuple[str, object]]:
         return partial(type(self), reason=self.problem), (self.key, self.value)
+
+
+def as_typed(value: object) -> str:
+    """Returns a value as it is typed on the command line: null, true and false in lower case."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    return str(value)
 
 
 def printable(value: object, longest: int = _LONGEST) -> str:

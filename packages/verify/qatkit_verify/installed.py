@@ -57,7 +57,7 @@ def check_onnxruntime() -> None:
     except ImportError as error:
         reason = " ".join((str(error) or said.getvalue()).split())[:120]
         failed = f"it cannot be imported ({reason}); run pip install --upgrade onnxruntime numpy"
-        raise ConfigError("onnxruntime", _version(), reason=failed) from error
+        raise ConfigError("onnxruntime", _version() or "missing", reason=failed) from error
 
 
 def _version() -> str | None:

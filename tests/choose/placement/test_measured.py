@@ -284,6 +284,6 @@ def test_weights_for_amx_are_for_cpus_that_may_have_it(tmp_path: Path) -> None:
     config = gated(tmp_path / "run", backend=BackendConfig(target="qatkit.quant.backends.QNNPACK"),
                    export=ExportConfig(weights_for_amx=True))  # fmt: skip
     with pytest.raises(
-        ConfigError, match=r"export\.weights_for_amx=True: expected false with backend=qnnpack"
+        ConfigError, match=r"export\.weights_for_amx=true: expected false with backend=qnnpack"
     ):
         pipeline.train(replace(config, placement="fixed"))

@@ -40,7 +40,7 @@ def test_a_file_that_runs_on_nothing_drawn_says_what_to_give(tmp_path: Path) -> 
     text = f"""{HEAD} net (float[n, k] x) => (float[n, 3] y) {{ y = MatMul (x, w) }}"""
     net = save(tmp_path / "net.onnx", text, {"w": drawn(77, 3)})
     with pytest.raises(
-        ConfigError, match=r"clean.inputs=None: the model accepts none of .*clean.inputs=FILE.npz"
+        ConfigError, match=r"clean.inputs=null: the model accepts none of .*clean.inputs=FILE.npz"
     ):
         cleaned(net)
     np.savez(tmp_path / "given.npz", x=drawn(2, 77))

@@ -183,7 +183,7 @@ def test_processes_that_others_start_are_told_their_folder(
     """Each would make one of its own, with the time in its name, and wait there for the first one's checkpoint."""
     for key, value in environment.items():
         monkeypatch.setenv(key, value)
-    with pytest.raises(ConfigError, match=r"^output_dir=None: expected the same folder for all 2 processes"):
+    with pytest.raises(ConfigError, match=r"^output_dir=null: expected the same folder for all 2 processes"):
         check_machine(Config(trainer=trainer))
     check_machine(Config(trainer=trainer, output_dir="mine"))
     check_machine(Config(trainer=trainer, resume="mine/last.ckpt"))
@@ -207,7 +207,7 @@ def test_all_gpus_of_a_machine_are_the_tasks_of_a_job_or_are_not(
         check_machine(config)
     else:
         with pytest.raises(
-            ConfigError, match=r"^output_dir=None: expected the same folder for all 4 processes"
+            ConfigError, match=r"^output_dir=null: expected the same folder for all 4 processes"
         ):
             check_machine(config)
 
@@ -218,4 +218,4 @@ def test_such_a_mistake_is_one_line(
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
     assert launch(no_job, "trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2") == 2
     said = capsys.readouterr().err
-    assert said.startswith("error: output_dir=None: ") and said.count("\n") == 1
+    assert said.startswith("error: output_dir=null: ") and said.count("\n") == 1
