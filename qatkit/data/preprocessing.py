@@ -99,7 +99,7 @@ class Preprocessing:
         for name in ("image_size", "resize"):
             object.__setattr__(self, name, written(getattr(self, name)))
         if not covers(self.resize, self.image_size):
-            allowed = f"at least data.image_size ({as_typed(self.image_size)})"
+            allowed = f"a size that covers data.image_size={as_typed(self.image_size)}"
             raise ConfigError("data.resize", as_typed(self.resize), allowed)
         if not self.mean:
             raise ConfigError("data.mean", list(self.mean), "one number per channel")
