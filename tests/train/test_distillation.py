@@ -193,14 +193,14 @@ def test_a_module_that_was_given_no_teacher_says_so() -> None:
 @pytest.mark.parametrize(
     ("feature", "says"),
     [
-        ("blok", r"blok: expected modules of the model \(did you mean block"),
-        ("block:bdy", r"bdy: expected modules of the teacher \(did you mean body"),
+        ("blok", r"blok: expected a module of the model \(did you mean block"),
+        ("block:bdy", r"bdy: expected a module of the teacher \(did you mean body"),
         (
             "fc:body",
             r"fc:body: expected modules whose outputs have one shape; fc returns \[4\] and the teacher's body returns",
         ),
         ("stem.0", "stem.0: expected modules whose outputs the quantized graph computes"),
-        ("idle", "idle: expected modules that the model calls"),
+        ("idle", "idle: expected a module that the model calls"),
     ],
 )
 def test_a_feature_that_can_not_be_learned_is_named(feature: str, says: str) -> None:

@@ -74,7 +74,7 @@ class Tensor:
         else:
             raw = bytes(self._raw) or bytes(one & 0xFF for one in self._integers)
         if len(raw) != size:
-            raise ValueError(f"{len(raw)} values for a tensor of {size}")
+            raise ValueError(f"the tensor has {len(raw)} values instead of {size}")
         return np.frombuffer(raw, np.int8).reshape(self.shape)
 
 

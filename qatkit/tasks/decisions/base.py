@@ -189,4 +189,4 @@ def _value(asked: str, name: str, text: str, kind: type) -> Any:
     with contextlib.suppress(ValueError, OverflowError):
         if math.isfinite(number := kind(text)):
             return number
-    raise ConfigError(KEY, asked, f"{'a whole number' if kind is int else 'a number'} for {name}")
+    raise ConfigError(KEY, asked, f"{'an integer' if kind is int else 'a number'} for {name}")
