@@ -54,7 +54,7 @@ class GPTQ(BlockAlgorithm):
         True, "round columns in the order of falling second moments; false: in their own order"
     )
     damping: float = setting(
-        0.01, "share of the mean second moment that is added to that of each input; it grows if it is too small",
+        0.01, "share of the mean second moment that is added to that of each input; raised if it is too small",
         Range(0, 1),
     )  # fmt: skip
     past: float = setting(0.5, "share of the error of earlier operators that is compensated", FRACTION)

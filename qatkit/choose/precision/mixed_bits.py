@@ -33,7 +33,7 @@ class MixedBits(Algorithm):
     weights_alone: ClassVar[bool] = True
     changes_weights: ClassVar[bool] = False
     bits: float = setting(4.5, "average per weight of Conv and Linear, scales not counted", Range(2, 8))
-    images: int = setting(16, "of the calibration images, on which losses are estimated", COUNT)
+    images: int = setting(16, "number of calibration images on which losses are estimated", COUNT)
 
     def __call__(self, graph_module: fx.GraphModule, inputs: Iterable[Example]) -> PassResult:
         """Chooses the bits; `changed` counts the operators whose number of bits differs from the backend's.
