@@ -82,7 +82,7 @@ class Columns:
 
         Args:
             weight: [groups, rows, inputs].
-            scale: of each weight.
+            scale: the scale of each weight.
             ends: the least and the largest integer, broadcastable to the weight.
         """
         least, most = (

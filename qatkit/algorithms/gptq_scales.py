@@ -38,8 +38,8 @@ def searched(weight: Tensor, importance: Tensor, spec: QuantSpec) -> tuple[Tenso
 
     Args:
         weight: [out, ...].
-        importance: of each squared error, not negative, broadcastable to the weight.
-        spec: of the weight.
+        importance: the importance of each squared error, not negative, broadcastable to the weight.
+        spec: the spec of the weight.
     """
     full, first = numerics.weight_scale(weight, spec), numerics.weight_zero_point(weight, spec)
     scale, zero, least = full.clone(), first.clone(), torch.full_like(full, torch.inf)
@@ -67,7 +67,7 @@ def fitted(wanted: Tensor, form: Tensor, integers: Tensor, scale: Tensor, spec: 
         form: [groups, inputs, inputs], positive.
         integers: [groups, rows, inputs].
         scale: by output channel [groups · rows], or in blocks [groups · rows, blocks]; one for the tensor stays.
-        spec: of the weight.
+        spec: the spec of the weight.
     """
     if not spec.granularity.separates(0):
         return scale

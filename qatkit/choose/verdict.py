@@ -133,7 +133,7 @@ def keeps(
     Args:
         drop: how much worse the main metric is than float's; None without labels, where the agreement counts.
         agreement: share of the images whose decision equals float's.
-        sqnr_db: of the outputs against float's; None: equal.
+        sqnr_db: the SQNR of the outputs against float's; None: equal.
         slack: points that a subtraction may have added to the drop.
     """
     if not _near(target, sqnr_db):

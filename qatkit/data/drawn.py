@@ -74,7 +74,7 @@ class Draw:
 
     @property
     def text(self) -> str:
-        """Returns the input in words."""
+        """Returns a description of the input: name, type, shape and range."""
         told = "normal(0, 1)" if self.span is None else f"{self.span[0]:.15g}..{self.span[1]:.15g}"
         because = f" ({self.because})" if self.because else ""
         return f"{self.name} {self.dtype} {list(self.shape)} {told}{because}"

@@ -33,7 +33,7 @@ class Operator:
     """The record of one operator class.
 
     Attributes:
-        name: of the class, as overrides (`op/NAME`) and backends call it.
+        name: the name of the class, as overrides (`op/NAME`) and backends call it.
         modules, functions, methods: its PyTorch forms: module types, functions, names of Tensor's methods.
             Types and functions are given by dotted name or as objects.
         weighted: it has a weight, which makes it run in 8 bits.
@@ -254,7 +254,7 @@ def register(name: str, **facts: Any) -> Operator:
     """Adds an operator class, or further types, functions, methods and ONNX operators to an existing one.
 
     Args:
-        name: of the class.
+        name: the name of the class.
         facts: fields of `Operator`. Tuples are added to those of an existing class; its other facts can't be
             changed, since several modules rely on them.
 

@@ -208,7 +208,7 @@ def fine_tune(
 
     Args:
         checkpoint: its name in the run's folder.
-        title: of the stage.
+        title: the title of the stage.
         teach: gives the module another teacher than its float model.
     """
     config, path = run.config, run.folder / checkpoint

@@ -27,7 +27,7 @@ class Objective:
     """A figure that a search can optimize.
 
     Attributes:
-        title: the name with its unit, for people.
+        title: the name with its unit, as shown in reports.
         largest: whether more is better.
         digits: the number of decimals that are shown.
         read: reads the figure; None if it was not measured.

@@ -88,7 +88,7 @@ def _fixed(results: Results) -> NextStep | None:
 
 
 def _settings(fix: str, bound: str) -> Iterator[list[str]]:
-    """Yields the alternatives of a fix that can be typed, as words; not those that give up the bound itself."""
+    """Yields the alternatives of a fix that are settings to type, split into words, except those that relax `bound`."""
     for way in re.split(r",? or ", _CLAUSE.sub("", fix)):
         try:
             words = shlex.split(way)

@@ -36,11 +36,11 @@ class Rounding:
     """Learns roundings; a `qatkit.algorithms.blocks.lesson.Learner`.
 
     Attributes:
-        steps: of Adam, each on one chunk of images.
-        lr: of V.
+        steps: the number of steps of Adam, each on one chunk of images.
+        lr: the learning rate of V.
         strength: λ.
         warm: share of the steps before the regularizer.
-        bias_lr: of the biases, in their own unit; 0: they stay.
+        bias_lr: the learning rate of the biases, in their own unit; 0: they stay.
     """
 
     steps: int

@@ -32,8 +32,8 @@ class Scales:
     """Learns scales; a `qatkit.algorithms.blocks.lesson.Learner`.
 
     Attributes:
-        steps: of Adam, each on a few chunks of images.
-        lr: of p.
+        steps: the number of steps of Adam, each on a few chunks of images.
+        lr: the learning rate of p.
     """
 
     steps: int
@@ -84,7 +84,7 @@ class LearnedScale(nn.Module):
 
 
 def settle(graph_module: fx.GraphModule) -> None:
-    """Sets the observers' ranges, which alignment reads, to the present scales, and aligns again."""
+    """Sets the observers' ranges, which alignment reads, to the current scales, and aligns again."""
     for quantizer in fake_quantizers(graph_module).values():
         if quantizer.movable and quantizer.observer is not None:
             zero, spec = int(quantizer.zero_point), quantizer.spec

@@ -86,9 +86,9 @@ class BlockWalk:
         """Applies `learner` to the blocks, all of the graph in order.
 
         Args:
-            blocks: of the graph.
+            blocks: the blocks of the graph.
             learner: changes them.
-            title: of the bar.
+            title: the title of the bar.
             fisher: with `Lesson.importance`, by a float pass of the rest of the graph after each block.
             targets: with `Lesson.targets`; without, outputs that no later block reads are not computed.
         """

@@ -103,11 +103,11 @@ class Tournament:
     """Finds the fastest placement of one model.
 
     Args:
-        config: of the run, without a placement.
+        config: the configuration of the run, without a placement.
         model: the float model.
-        inputs: of the model.
-        module: placed by the backend's table.
-        folder: for the files, for as long as they are needed.
+        inputs: the inputs of the model.
+        module: the module as placed by the backend's table.
+        folder: a folder for temporary files.
     """
 
     def __init__(

@@ -67,8 +67,8 @@ class Search:
     """Finds the front of one module.
 
     Args:
-        builder: of the module.
-        folder: for the files, for as long as they are needed.
+        builder: the builder of the module.
+        folder: a folder for temporary files.
     """
 
     def __init__(self, builder: Builder, folder: Path) -> None:
@@ -319,8 +319,8 @@ def drift(share: float, times: dict[str, float], before: dict[str, float]) -> fl
     """Returns the factor by which a file has become slower, judging by both ends: the machine's speed drifts.
 
     Args:
-        share: of the operators' time that is float.
-        times, before: of the ends, now and then.
+        share: the share of the operators' time that is float.
+        times, before: the latencies of the int8 and the float file, now and at the time of the measurement.
     """
     return (1 - share) * times[INT8] / before[INT8] + share * times[FLOAT] / before[FLOAT]
 

@@ -60,5 +60,5 @@ def notes_of_opaque(graph_module: fx.GraphModule) -> list[tuple[str, str]]:
 
 
 def code_at(place: tuple[str, int]) -> str:
-    """Returns the line of code at a place, a file and a number."""
+    """Returns the source line at a place, which is a file and a line number."""
     return linecache.getline(*place).strip() or "a line"
