@@ -47,7 +47,7 @@ _TITLE = "gptq"
 class GPTQ(BlockAlgorithm):
     """Rounds weights column by column; each column compensates for the errors of the columns before it."""
 
-    stays: ClassVar[str] = "rounded to the nearest"
+    stays: ClassVar[str] = "rounded to nearest"
     formats: ClassVar[bool] = True
     tables: ClassVar[bool] = True
     order: bool = setting(

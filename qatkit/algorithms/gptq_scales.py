@@ -2,7 +2,7 @@
 
 Search. An error e of one weight, compensated as well as possible by the weights that are free to move, costs
 e² / [H⁻¹]_ii. So each block takes the scale and the zero point, from a few candidates, that have the least
-sum of these costs when its weights are rounded to the nearest.
+sum of these costs when its weights are rounded to nearest.
 
 Fit. Once the integers q are known, the error is a quadratic function of the scales. For a row w with integers
 q_b in block b (0 elsewhere) the best scales s solve

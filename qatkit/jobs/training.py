@@ -116,7 +116,7 @@ class Length:
 
     @property
     def finished(self) -> bool:
-        """Whether the checkpoint is that of the end."""
+        """True for the checkpoint that is written at the end."""
         return bool(self._stored.get("finished"))
 
     @property

@@ -1,6 +1,6 @@
 """The quantizer of a weight and its bias, and the factory that `prepare_qat` creates all quantizers with.
 
-The scale follows the largest values and weights are rounded to the nearest, unless a scale and a rounding
+The scale follows the largest values and weights are rounded to nearest, unless a scale and a rounding
 were found in another way (`WeightFakeQuantize.fix`).
 """
 

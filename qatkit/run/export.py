@@ -127,7 +127,7 @@ def _written(graph: nn.Module, config: Config, inputs: Inputs, path: Path) -> li
 
 
 def _check_fixed_batch(config: Config, inputs: Inputs) -> None:
-    """Rejects, by ConfigError, a file of fixed batch size whose batch is not on the first axis of every input."""
+    """Raises ConfigError for a file of fixed batch size whose batch is not on the first axis of every input."""
     if config.export.dynamic_batch or not isinstance(inputs, ArrayInputs):
         return
     for name, axis in inputs.axes.items():
@@ -198,7 +198,7 @@ def paths_of(model: nn.Module | Captured) -> dict[str, str]:
 
 
 def check_weights(config: Config) -> None:
-    """Rejects, by ConfigError, weights that cannot be exported or run.
+    """Raises ConfigError for weights that cannot be exported or run.
 
     These are quantizers that `quantizers_of` rejects, weights that the installed ONNX Runtime does not run,
     and weights for AMX on a backend without it.
@@ -219,7 +219,7 @@ def check_weights(config: Config) -> None:
 
 
 def check_integer_ends(module: QATModule) -> None:
-    """Rejects, by ConfigError, a module whose backend accepts no uint8 images."""
+    """Raises ConfigError for a module whose backend accepts no uint8 images."""
     if not module.backend.for_onnxruntime:
         allowed = f"float32 with backend={module.backend.name}, which does not accept uint8"
         raise ConfigError("export.io", "uint8", allowed)

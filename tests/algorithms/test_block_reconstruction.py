@@ -160,7 +160,7 @@ CASES: list[tuple[str, Algorithm, OverrideConfig | None]] = [
 def test_the_file_holds_the_learned_rounding(
     name: str, algorithm: Algorithm, override: OverrideConfig | None, tmp_path: Path
 ) -> None:
-    """Integer by integer, and what ONNX Runtime computes of them; with less error than rounding to the nearest."""
+    """Integer by integer, and what ONNX Runtime computes of them; with less error than rounding to nearest."""
     model, images = _small(name)
     overrides = None if override is None else {"*": override}
     graph = calibrated(model, images, overrides=overrides)

@@ -84,7 +84,7 @@ _TRAINING = [
         ("schedule.distill_features=[conv]", "schedule.distill_features=conv: "
          "expected a module of the model (did you mean conv"),
         ("schedule.distill_features=[fc:conv1]", "schedule.distill_features=fc:conv1: "
-         "expected modules whose outputs have one shape; fc returns"),
+         "expected modules whose outputs have the same shape; fc returns"),
         ("schedule.distill_features=[fc]", "algorithm=smooth_quant", "schedule.distill_features=fc: "
          "expected [] with an"),
         ("schedule.distill_features=[fc]", "algorithm=auto", "schedule.distill_features=fc: "

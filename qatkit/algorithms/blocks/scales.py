@@ -3,7 +3,7 @@
     y = s · clip(round(x / s), low, high)        s = s0 · exp(p), p learned
 
 with the gradient of LSQ: within the range (round(v) - v), v = x / s, beyond it the range's end. The zero
-point is fixed, so that the range shrinks and grows around zero; weights are rounded to the nearest meanwhile.
+point is fixed, so that the range shrinks and grows around zero; weights are rounded to nearest meanwhile.
 Sources: Esser et al., "Learned step size quantization", 2020, equation 3; Hubara et al., "AdaQuant", 2021,
 section 3.1.
 """
@@ -40,7 +40,7 @@ class Scales:
     lr: float
 
     def learn(self, lesson: Lesson) -> Found:
-        """Returns the scales by site; nothing where they are no better than the present ones."""
+        """Returns the scales by site; nothing where they are no better than the current ones."""
         set_phase(lesson.module, observe=False, quantize=True)
         start = mean_error(lesson)
         with _learned(lesson) as learned:

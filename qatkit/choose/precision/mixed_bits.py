@@ -1,7 +1,7 @@
 """Mixed bits: more of them for the weights that the outputs depend on most, fewer for the others.
 
 The loss of each weight with each number of bits is estimated (`qatkit.analysis.estimate`): how far the
-outputs are from float's with only this weight rounded to the nearest. Losses add up, so the best choice for
+outputs are from float's with only this weight rounded to nearest. Losses add up, so the best choice for
 an average number of bits is a knapsack with one choice per weight (`qatkit.choose.precision.bit_allocation`).
 Algorithms that round come afterwards. They gain more on some weights than on others, which the estimate does
 not know (decision 58).

@@ -254,7 +254,7 @@ class Search:
         return self.data.image_batches(self.seen[:count], self.config.calibration.batch_size)
 
     def clock(self, files: dict[str, Path]) -> dict[str, float]:
-        """Returns the milliseconds of each file: the fastest of its runs, with all files in turns."""
+        """Returns the milliseconds of each file: the fastest of its runs, with all files in alternation."""
         asked = self.config.verify
         given = self.data.inputs.timed_by(asked.latency_batch)
         times = quickest(files, given, batch=asked.latency_batch, threads=asked.threads,

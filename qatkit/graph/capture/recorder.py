@@ -321,7 +321,7 @@ class Recorder(TorchFunctionMode):
         return traced(name, args, kwargs, self.aliases.node_of, result)
 
     def _set(self, func: Any, name: str, tensor: Tensor, value: Any) -> None:
-        """Records `x.data = y`; `x.data *= y` ends with such an assignment of the present value."""
+        """Records `x.data = y`; `x.data *= y` ends with such an assignment of the current value."""
         if name == "data":
             node = self.node_of(value)
             if not shares_memory(tensor, value):

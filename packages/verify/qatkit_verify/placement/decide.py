@@ -1,4 +1,4 @@
-"""Decides which of the files that were timed in turns is chosen."""
+"""Decides which of the files that were timed in alternation is chosen."""
 
 from __future__ import annotations
 
