@@ -66,7 +66,7 @@ def fitted(wanted: Tensor, form: Tensor, integers: Tensor, scale: Tensor, spec: 
         wanted: the weight that the integers represent, [groups, rows, inputs].
         form: [groups, inputs, inputs], positive.
         integers: [groups, rows, inputs].
-        scale: by output channel [groups · rows], or in blocks [groups · rows, blocks]; one for the tensor stays.
+        scale: one per output channel [groups · rows], or per block [groups · rows, blocks]; one for the tensor stays.
         spec: the spec of the weight.
     """
     if not spec.granularity.separates(0):

@@ -62,7 +62,7 @@ class Calibrated:
         notes: notes for the reader of the report.
         candidates: the methods that were compared.
         floats: sites of operators that stay float, since one scale does not hold the values around them.
-        shifts: by site, the shift of each channel that the bias compensates.
+        shifts: the shift of each channel that the bias compensates, by site.
     """
 
     notes: tuple[str, ...] = ()

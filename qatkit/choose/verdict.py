@@ -72,7 +72,7 @@ def chance(differing: float, images: int) -> float:
 
     Args:
         differing: images that exactly one of the two models judges rightly; one is added, since none proves nothing.
-        images: that both were judged on.
+        images: the images that both were judged on.
     """
     return 100 * math.sqrt(differing + 1) / max(1, images)
 

@@ -39,8 +39,8 @@ class Matched:
     """Encodings assigned to the quantizers of a graph.
 
     Attributes:
-        activations: by site, the tensor's name and its encoding, in the type of the quantizer.
-        weights: by path, likewise.
+        activations: the tensor's name and its encoding in the type of the quantizer, by site.
+        weights: the same for weights, by path.
         biases: how many encodings of biases follow from those of inputs and weights.
         unused: names of the other encodings, with the reason.
     """

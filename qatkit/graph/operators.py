@@ -49,7 +49,7 @@ class Operator:
         many_nodes: in ONNX it is several nodes, which ONNX Runtime fuses into one if nothing comes between them.
         homogeneous: f(s·x) = s·f(x) for s > 0, channel by channel.
         pools: it pools over positions, which become channels for a Linear after it.
-        turns: those of `functions` and `methods` that exchange axes.
+        turns: the members of `functions` and `methods` that exchange axes.
         onnx: the ONNX operators that it becomes, and that ONNX Runtime's static quantizer may be asked for.
         also: further ONNX operators of the class, with an 8-bit kernel.
         kernels: ONNX Runtime's operators that prove that it ran in 8 bits.

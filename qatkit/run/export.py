@@ -63,7 +63,7 @@ class Written:
     Attributes:
         converted: the module of the file.
         files: names in the run's folder.
-        notes: for a reader of the report.
+        notes: notes for the reader of the report.
         level: the accuracy level of the file with its measurements, where another than 0 was requested.
     """
 

@@ -37,7 +37,7 @@ def announce(run: Run, plan: Iterable[Planned]) -> None:
     """Keeps the plan for the report, and prints it unless the job is one of several alike.
 
     Args:
-        run: at its start.
+        run: the run at its start.
         plan: the stages in order.
     """
     run.plan = tuple(plan)

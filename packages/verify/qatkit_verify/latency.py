@@ -160,7 +160,7 @@ class Session:
     """A session in which each file was opened again.
 
     Attributes:
-        ms: by file, milliseconds of its fastest run.
+        ms: milliseconds of the fastest run, by file.
         waited: the time that the threads waited for a core, relative to the time that they ran.
     """
 

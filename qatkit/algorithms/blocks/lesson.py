@@ -27,7 +27,7 @@ class Lesson:
     Attributes:
         block: the nodes.
         module: the block as a module, from its inputs to its outputs.
-        operators: those of its operators that may be changed, by site.
+        operators: the operators of the block that may be changed, by site.
         chunks: the number of batches of images.
         generator: the generator of random numbers, the same whenever this block is learned.
         together: the number of chunks per step: those of a block with few positions are small.

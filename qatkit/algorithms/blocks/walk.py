@@ -50,7 +50,7 @@ class BlockWalk:
 
     Attributes:
         graph_module: calibrated; fake quantization is on after each walk.
-        operators: those that may be changed, by site.
+        operators: the operators that may be changed, by site.
         skipped: (site, reason) of the others.
         batches: the graph's inputs, of each chunk.
         journal: blocks that it has are not learned again.
@@ -87,10 +87,10 @@ class BlockWalk:
 
         Args:
             blocks: the blocks of the graph.
-            learner: changes them.
+            learner: the learner that changes them.
             title: the title of the bar.
-            fisher: with `Lesson.importance`, by a float pass of the rest of the graph after each block.
-            targets: with `Lesson.targets`; without, outputs that no later block reads are not computed.
+            fisher: whether to provide `Lesson.importance`, by a float pass of the rest of the graph after each block.
+            targets: whether to provide `Lesson.targets`; if not, outputs that no later block reads are not computed.
         """
         if not self.operators:
             return

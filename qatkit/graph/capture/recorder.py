@@ -58,7 +58,7 @@ class Recorder(TorchFunctionMode):
 
     Attributes:
         graph: the recorded graph.
-        constants: by name, tensors that came from outside of torch's calls (NumPy, attributes of modules).
+        constants: tensors that came from outside of torch's calls (NumPy, attributes of modules), by name.
         random: nodes that draw random numbers.
         read_values: whether Python continued with values of a tensor.
     """
