@@ -112,7 +112,7 @@ def constraints(texts: Sequence[str]) -> list[Constraint]:
     """Returns the bounds that are written in `search.constraints`.
 
     Raises:
-        ConfigError: a text that is not a bound.
+        ConfigError: a string that is not a bound.
     """
     found = []
     for text in texts:

@@ -252,7 +252,7 @@ def _packed(message: Buffer) -> Iterator[int]:
 
 def _text(value: int | Buffer | bytes) -> str:
     if isinstance(value, int):
-        raise ValueError("a number in place of a text")
+        raise ValueError("a number in place of a string")
     return bytes(value).decode()
 
 

@@ -32,7 +32,9 @@ class MixedBits(Algorithm):
     stage: ClassVar[str] = OBSERVED
     weights_alone: ClassVar[bool] = True
     changes_weights: ClassVar[bool] = False
-    bits: float = setting(4.5, "average per weight of Conv and Linear, scales not counted", Range(2, 8))
+    bits: float = setting(
+        4.5, "average number of bits per weight of Conv and Linear, not counting scales", Range(2, 8)
+    )
     images: int = setting(16, "number of calibration images on which losses are estimated", COUNT)
 
     def __call__(self, graph_module: fx.GraphModule, inputs: Iterable[Example]) -> PassResult:

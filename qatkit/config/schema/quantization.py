@@ -119,7 +119,7 @@ class BackendConfig:
         "128 (or 32768) for unsigned ones, and 0 if a ReLU ends the range at zero; null: the "
         "backend's choice",
     )
-    # Any: a text or a mapping.
+    # Any: a string or a mapping.
     weight_granularity: Any = setting(
         None,
         "granularity of the weight scales: one per tensor, per output channel, or "

@@ -143,7 +143,7 @@ class MisfitError(ValueError):
 
 
 def parsed(asked: str, known: Mapping[str, type[Request]]) -> Request | None:
-    """Returns the decision that a text requests; None if it is neither a word nor a call.
+    """Returns the decision that a string requests; None if it is neither a word nor a call.
 
     Raises:
         ConfigError: a word or an argument is unknown, or its value is not allowed.
