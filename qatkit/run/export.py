@@ -276,13 +276,13 @@ def _low_bits(module: QATModule, config: Config) -> list[str]:
         notes.append(
             f"{len(wide)} of {len(quantizers)} activations have 16 bits: ONNX "
             "Runtime rounds to 16 bits and computes in "
-            "float; an accelerator with 16-bit kernels has the same accuracy but another latency"
+            "float; an accelerator with 16-bit kernels has the same accuracy but a different latency"
         )
     if biases and not module.backend.weights_alone:
         notes.append(
             f"{counted(len(biases), 'operator')} with biases of fewer than 32 bits: "
             "ONNX Runtime computes them in float; an "
-            "accelerator with such kernels has the same accuracy but another latency"
+            "accelerator with such kernels has the same accuracy but a different latency"
         )
     if narrow:
         notes.append(
