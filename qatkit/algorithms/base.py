@@ -72,7 +72,7 @@ class Algorithm(ABC):
         """Changes the graph in place.
 
         Args:
-            graph_module: at the stage.
+            graph_module: the graph at the stage.
             inputs: an example, or batches of images, by the stage.
         """
 

@@ -6,7 +6,7 @@ the form is
 
     w ← w - (w_i - w'_i) / U_ii · U_i        U: upper Cholesky factor of H⁻¹
 
-Columns are taken in the order of falling H_ii (`order`), so that the most important ones have the most others
+Columns are taken in descending order of H_ii (`order`), so that the most important ones have the most others
 to compensate for them. Scales and zero points are found before any column is rounded ("static groups"), and
 the scales are fitted to the integers afterwards (`qatkit.algorithms.gptq_scales`). Operators are rounded in
 graph order; H is computed from inputs that have passed the operators already rounded. The error of these
@@ -47,14 +47,14 @@ _TITLE = "gptq"
 class GPTQ(BlockAlgorithm):
     """Rounds weights column by column; each column compensates for the errors of the columns before it."""
 
-    stays: ClassVar[str] = "rounded to the nearest"
+    stays: ClassVar[str] = "rounded to nearest"
     formats: ClassVar[bool] = True
     tables: ClassVar[bool] = True
     order: bool = setting(
-        True, "round columns in the order of falling second moments; false: in their own order"
+        True, "round columns in descending order of their second moments; false: in their own order"
     )
     damping: float = setting(
-        0.01, "share of the mean second moment that is added to that of each input; it grows if it is too small",
+        0.01, "share of the mean second moment that is added to that of each input; raised if it is too small",
         Range(0, 1),
     )  # fmt: skip
     past: float = setting(0.5, "share of the error of earlier operators that is compensated", FRACTION)

@@ -33,7 +33,7 @@ def damped_factor(form: Tensor, damping: float) -> Tensor:
 
     Args:
         form: [groups, inputs, inputs], symmetric, not negative. An input that is always 0 counts as 1: its weights are
-            rounded to the nearest, and change nothing.
+            rounded to nearest, and change nothing.
         damping: share of the diagonal's mean that is added, ten times as much while the form is still singular.
 
     Raises:
@@ -82,7 +82,7 @@ class Columns:
 
         Args:
             weight: [groups, rows, inputs].
-            scale: of each weight.
+            scale: the scale of each weight.
             ends: the least and the largest integer, broadcastable to the weight.
         """
         least, most = (

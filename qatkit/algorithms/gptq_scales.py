@@ -2,7 +2,7 @@
 
 Search. An error e of one weight, compensated as well as possible by the weights that are free to move, costs
 e² / [H⁻¹]_ii. So each block takes the scale and the zero point, from a few candidates, that have the least
-sum of these costs when its weights are rounded to the nearest.
+sum of these costs when its weights are rounded to nearest.
 
 Fit. Once the integers q are known, the error is a quadratic function of the scales. For a row w with integers
 q_b in block b (0 elsewhere) the best scales s solve
@@ -38,8 +38,8 @@ def searched(weight: Tensor, importance: Tensor, spec: QuantSpec) -> tuple[Tenso
 
     Args:
         weight: [out, ...].
-        importance: of each squared error, not negative, broadcastable to the weight.
-        spec: of the weight.
+        importance: the importance of each squared error, not negative, broadcastable to the weight.
+        spec: the spec of the weight.
     """
     full, first = numerics.weight_scale(weight, spec), numerics.weight_zero_point(weight, spec)
     scale, zero, least = full.clone(), first.clone(), torch.full_like(full, torch.inf)
@@ -66,8 +66,8 @@ def fitted(wanted: Tensor, form: Tensor, integers: Tensor, scale: Tensor, spec: 
         wanted: the weight that the integers represent, [groups, rows, inputs].
         form: [groups, inputs, inputs], positive.
         integers: [groups, rows, inputs].
-        scale: by output channel [groups · rows], or in blocks [groups · rows, blocks]; one for the tensor stays.
-        spec: of the weight.
+        scale: one per output channel [groups · rows], or per block [groups · rows, blocks]; one for the tensor stays.
+        spec: the spec of the weight.
     """
     if not spec.granularity.separates(0):
         return scale

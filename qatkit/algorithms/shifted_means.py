@@ -36,9 +36,9 @@ class ShiftedMean:
     """An operator whose outputs are shifted by the rounding of its weight.
 
     Attributes:
-        site: of the operator.
+        site: the site of the operator.
         before_db, after_db: variance of the outputs over the error, as rounded and without the shift.
-        shift: of each channel.
+        shift: the shift of each channel.
     """
 
     site: str

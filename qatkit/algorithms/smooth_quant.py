@@ -1,6 +1,6 @@
 """SmoothQuant: activations with a few large channels become easy to quantize.
 
-The following weights take the factors.
+The weights that read an activation are multiplied by the factors that divide it.
 
     reader(x)  =  reader·diag(s) (x / s)        s_j = max|X_j|^α / max|W_j|^(1 - α)
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SmoothQuant(Algorithm):
-    """Moves differences between the channels of an activation into the next weights, which keeps the function."""
+    """Moves differences between the channels of an activation into the next weights, without changing the function."""
 
     stage: ClassVar[str] = OBSERVED
     rescales: ClassVar[bool] = True

@@ -56,7 +56,7 @@ def estimate(
         batches: (inputs, labels); the labels are not read.
         at: which sites (`switches`); by default all of them.
         of_outputs: the squared error of the outputs, summed over classes, in place of the divergence.
-        seed: of the random vectors.
+        seed: the seed of the random vectors.
         progress: whether a bar is shown.
 
     Returns:

@@ -69,8 +69,8 @@ class Exact:
     """The float graph's outputs for one batch, with values that are needed repeatedly.
 
     Args:
-        outputs: of the float graph.
-        labels: of the images, or of every place [N, H, W]; None where there are none.
+        outputs: the outputs of the float graph.
+        labels: the labels of the images, or of every place [N, H, W]; None where there are none.
 
     Attributes:
         outputs: the floating-point ones.

@@ -33,7 +33,7 @@ class Kept:
     """The file of one measurement.
 
     Attributes:
-        path: in a folder that exists.
+        path: a path in a folder that exists.
         key: identifies everything that the sums depend on.
     """
 

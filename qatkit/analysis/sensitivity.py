@@ -137,7 +137,7 @@ def ranked(rows: Iterable[SensitivityRow], by: str = "loss", direction: str = ON
     A sensitive site loses much if only it is quantized; if only it is float, little loss remains.
 
     Args:
-        rows: of `sensitivity` or `estimate`.
+        rows: the rows of `sensitivity` or `estimate`.
         by: "loss", "sqnr", "agreement" or the key of the metric.
         direction: "only" or "all but".
 

@@ -29,7 +29,7 @@ class Switch:
     Attributes:
         site, kind: together its name.
         node: computes the quantized value: the operator, or the FakeQuantize.
-        quantizers: those that are turned on and off.
+        quantizers: the quantizers that are turned on and off.
     """
 
     site: str

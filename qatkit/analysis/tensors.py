@@ -198,7 +198,12 @@ class Tensors:
         return list(left_out)
 
     def result(self, first: str | None = None, notes: Sequence[str] = ()) -> Comparison:
-        """Returns the rows, in graph order; `first` describes where another way deviates from the simulation."""
+        """Returns the rows, in graph order.
+
+        Args:
+            first: a description of the first tensor at which ONNX Runtime deviates from the simulation.
+            notes: notes for the reader of the report.
+        """
         images = 0
         for batch in self._batches:
             tensors = inputs_of(self._graph, batch)

@@ -98,9 +98,8 @@ def calibrate_parts(
         raise ConfigError("calibration.images", 0, "at least 1 image to find activation ranges")
     never = [site for site, q in quantizers.items() if q.observer is not None and not q.observer.seen]
     if never:
-        raise ConfigError(
-            "calibration", f"'{never[0]}' has seen no values", "images that reach every operator"
-        )
+        reason = "the quantizer has seen no values; use calibration images that reach every operator"
+        raise ConfigError("calibration", never[0], reason=reason)
     for quantizer in quantizers.values():
         quantizer.finish()
     for part in parts.values():

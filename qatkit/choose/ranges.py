@@ -59,10 +59,10 @@ class Calibrated:
     """The outcome of a calibration.
 
     Attributes:
-        notes: for the reader of the report.
+        notes: notes for the reader of the report.
         candidates: the methods that were compared.
         floats: sites of operators that stay float, since one scale does not hold the values around them.
-        shifts: by site, the shift of each channel that the bias compensates.
+        shifts: the shift of each channel that the bias compensates, by site.
     """
 
     notes: tuple[str, ...] = ()

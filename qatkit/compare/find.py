@@ -138,7 +138,7 @@ def _has_page(folder: Path) -> bool:
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{value!r} is not a text")
+        raise TypeError(f"{value!r} is not a string")
     return printable(value)
 
 

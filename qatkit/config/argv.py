@@ -25,9 +25,9 @@ class _Typed:
 
     Attributes:
         program: `TRAIN` or `EXPORT`.
-        overrides: as typed.
-        flags: of Hydra, such as --config-dir.
-        swept: whether it is one of several of a sweep.
+        overrides: the overrides as typed.
+        flags: flags of Hydra, such as --config-dir.
+        swept: whether it belongs to a sweep.
     """
 
     program: str

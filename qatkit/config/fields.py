@@ -42,7 +42,7 @@ class Limit:
         """Raises ConfigError for a value that is not allowed.
 
         Args:
-            key: as it is typed.
+            key: the key as it is typed.
             or_null: whether the message says that null is allowed too.
         """
         if not self.holds(value):

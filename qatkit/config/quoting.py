@@ -10,7 +10,7 @@ _HYDRAS = ("choice(", "glob(", "interval(", "range(", "shuffle(", "sort(", "str(
 
 
 def quoted(text: str) -> str:
-    """Returns a text in quotes for an override: in Hydra's grammar a backslash only escapes before a quote."""
+    """Returns a string in quotes for an override: in Hydra's grammar a backslash only escapes before a quote."""
     escaped = re.sub(r"(\\*)'", lambda found: 2 * found[1] + "\\'", text)
     return f"'{escaped}{escaped[len(escaped.rstrip(chr(92))) :]}'"
 

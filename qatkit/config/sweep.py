@@ -15,9 +15,9 @@ class Outcome:
     Attributes:
         status: the exit status.
         folder: the folder of the run; "" if it has none.
-        reason: one line that tells why the status is not 0; "" if the run has reported it itself.
+        reason: one line that says why the status is not 0; "" if the run has reported it itself.
         number: the number of the run in the sweep; None outside of a sweep.
-        overrides: as typed.
+        overrides: the overrides as typed.
         sweep: the folder of the sweep; "" outside of a sweep.
         going: the state of a run that has not ended, in words.
     """

@@ -74,7 +74,7 @@ class Draw:
 
     @property
     def text(self) -> str:
-        """Returns the input in words."""
+        """Returns a description of the input: name, type, shape and range."""
         told = "normal(0, 1)" if self.span is None else f"{self.span[0]:.15g}..{self.span[1]:.15g}"
         because = f" ({self.because})" if self.because else ""
         return f"{self.name} {self.dtype} {list(self.shape)} {told}{because}"
@@ -168,7 +168,7 @@ def _span(port: Port, asked: Any) -> tuple[float, float]:
     if kind.kind != "f":
         low, high = (0, 1) if kind.kind == "b" else (np.iinfo(kind).min, np.iinfo(kind).max)
         if any(one != int(one) for one in asked) or asked[0] < low or asked[1] > high:
-            allowed = f"two whole numbers from {low} to {high} for an input of type {port.dtype}"
+            allowed = f"two integers from {low} to {high} for an input of type {port.dtype}"
             raise ConfigError(f"data.ranges.{port.name}", asked, allowed)
     return asked[0], asked[1]
 

@@ -31,7 +31,7 @@ class LabelMaps:
         self._prepared, self._label_map = _Maps.beside(pictures), label_map
 
     def eval_targets(self, targets: Sequence[Any], pictures: Sequence[Sides]) -> Tensor:
-        """Returns maps as in evaluation, int64 [N, height, width]."""
+        """Returns the label maps, preprocessed as for evaluation, int64 [N, height, width]."""
         return self._prepared.eval_batch(map(self._label_map, targets))[:, 0].long()
 
     def train_targets(
@@ -46,11 +46,11 @@ class LabelMaps:
 
 
 class _Maps(Preprocessing):
-    """A preparation that takes each pixel from the nearest one."""
+    """The preprocessing of label maps, which resizes them by nearest neighbour."""
 
     @classmethod
     def beside(cls, pictures: Preprocessing) -> _Maps:
-        """Returns the preparation of maps that matches that of pictures."""
+        """Returns the preprocessing of label maps that matches that of their pictures."""
         values = {one.name: getattr(pictures, one.name) for one in fields(Preprocessing)}
         plain = {"mean": (0.0,), "std": (1.0,), "pixels": LEVELS, "order": "rgb", "layout": "nchw"}
         return cls(**values | plain | {"pad_value": float(IGNORED)})

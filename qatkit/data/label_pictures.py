@@ -29,7 +29,7 @@ from qatkit.data.image_files import ImageFiles
 from qatkit.data.sources import Splits
 from qatkit.progress import shown
 from qatkit.tasks.segmentation import IGNORED
-from qatkit_verify.errors import ConfigError
+from qatkit_verify.errors import ConfigError, counted
 from qatkit_verify.pictures import check_size, is_image_name, is_litter, open_regular_file, reason
 
 if TYPE_CHECKING:
@@ -119,10 +119,11 @@ def _matched(top: Path, pictures: Path, labels: Path) -> list[tuple[str, str]]:
         if len(own) == 1:
             found.append((str(path), own[0].relative_to(top).as_posix()))
         else:
-            missing.append(f"{path.name} ({'none' if not own else f'{len(own)} of them'})")
+            missing.append(f"{path.name} ({'none' if not own else f'{len(own)} found'})")
     if missing or not found:
         allowed = f"one label picture in {labels.name} for each picture in {pictures.name}"
-        told = f"it is missing or ambiguous for {len(missing)}: {', '.join(missing[:_SHOWN])}"
+        count = counted(len(missing), "picture")
+        told = f"it is missing or ambiguous for {count}: {', '.join(missing[:_SHOWN])}"
         raise ConfigError("data.root", str(top), f"{allowed}; {told if missing else 'there are no pictures'}")
     return found
 
@@ -143,8 +144,8 @@ def largest_label(top: Path, pairs: Sequence[tuple[str, str]], ignored: Sequence
             told = f"{pair[1]} has {own} pixels, but its picture has {size[0]} x {size[1]}"
             allowed = f"label pictures with the sizes of their pictures; {told}"
             raise ConfigError("data.root", str(top), allowed)
-        counted = numbers[~np.isin(numbers, ignored)]
-        return int(counted.max()) if counted.size else -1
+        kept = numbers[~np.isin(numbers, ignored)]
+        return int(kept.max()) if kept.size else -1
 
     largest = -1
     with ThreadPoolExecutor(_THREADS) as pool:

@@ -1,4 +1,4 @@
-"""Folders of pictures without a folder for each class; every other picture verifies.
+"""Folders of pictures without class folders; every other picture is held out for verification.
 
     one_picture_each   DIR/*.jpg  ─ sorted by name: the labels ─>   0 1 2 3 4 5 ...   even ones train and calibrate
     pictures           DIR/**/*   ─ sorted by path, unlabelled ─>   0 1 2 3 4 5 ...   even ones calibrate
@@ -27,7 +27,7 @@ _SUFFIXES = (".jpg", ".jpeg", ".png")
 def one_picture_each(root: str | None, download: bool, seed: int) -> Splits:
     """Returns the pictures of `root`, whose positions among the sorted file names are their labels.
 
-    ImageNet's sample images (`n01440764_tench.jpg` to `n15075141_toilet_tissue.jpg`) so have ImageNet's labels.
+    ImageNet's sample images (`n01440764_tench.jpg` to `n15075141_toilet_tissue.jpg`) therefore have ImageNet's labels.
 
     Raises:
         ConfigError: the folder does not exist or has fewer than two pictures.

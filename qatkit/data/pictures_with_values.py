@@ -42,7 +42,7 @@ def pictures_with_values(root: str | None, download: bool, seed: int) -> Splits:
     else:
         names, train, test = _of_two(top, root)
     if not train or not test:
-        has = f"it has {len(train)} to train and {len(test)} to verify"
+        has = f"it has {len(train)} for training and {len(test)} for verification"
         raise ConfigError("data.root", root, f"{FOLDERS[_SOURCE]}; {has}")
     listed = {path for path, _ in (*train, *test)}
     found, _ = files_below(top, is_image_name, "data.root")

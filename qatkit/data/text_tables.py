@@ -139,7 +139,7 @@ def _cell(row: Mapping[str, Any], column: str, path: str, number: int) -> str:
         return str(value)
     if not isinstance(value, str):
         raise _wrong(
-            path, f"has {json.dumps(value)} as '{column}' in line {number}; expected a text or a whole number"
+            path, f"has {json.dumps(value)} as '{column}' in line {number}; expected a string or an integer"
         )
     if not value.strip():
         raise _wrong(path, f"has an empty '{column}' in line {number}")

@@ -76,7 +76,7 @@ def _cut_axis(graph: ir.Graph) -> int:
         sizes = [size if isinstance(size, int) else str(size.value) for size in shape]
         shown = ", ".join(map(str, sizes))
         told = f"chunks of any length need exactly one free axis in addition to the batch; the input is [{shown}]"
-        hint = "export.dynamic_axes={input: {2: frames}} frees the frames of features"
+        hint = "for features, export.dynamic_axes={input: {2: frames}} frees the axis of the frames"
         raise ConfigError(KEY, True, reason=f"{told}; {hint}")
     return free[0]
 

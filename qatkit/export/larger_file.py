@@ -12,7 +12,7 @@ _WORTH_TELLING = 1000  # bytes
 
 
 def why_larger(given: Path, written: Path) -> str | None:
-    """Returns a sentence on why the quantized file is larger than the float file; None if it is not, by 1 kB.
+    """Returns a sentence on why the quantized file is larger than the float file; None unless it is larger by 1 kB.
 
     Args:
         given: the float file.

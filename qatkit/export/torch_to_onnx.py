@@ -89,10 +89,10 @@ def export_onnx(  # noqa: PLR0913  independent settings of a file, by name
         path: the file to write.
         dynamic_batch: whether the file takes any number of images. This has no effect on a graph that supports only
             one batch size (`graph.meta["batch_axes"]`).
-        opset: as `export.opset`.
+        opset: as in `export.opset`.
         template: whether to keep every constant under the name of its buffer, including equal ones, for `refill`.
         pack_int4: as `export.pack_int4`.
-        weights_for_amx: as `export.weights_for_amx`.
+        weights_for_amx: as in `export.weights_for_amx`.
         dequantize: whether to store weights in number formats as `export.packed_weights=dequantize_linear` does.
 
     Returns:

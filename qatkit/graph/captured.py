@@ -28,8 +28,8 @@ class Captured:
 
     Args:
         model: the float model; left untouched.
-        example: what it is called with, as `QATModule` takes it.
-        dynamic_axes: as `qatkit.graph.capture.model.capture`.
+        example: the arguments it is called with, as `QATModule` takes them.
+        dynamic_axes: as in `qatkit.graph.capture.model.capture`.
     """
 
     def __init__(self, model: nn.Module, example: Example, dynamic_axes: Wanted = "none") -> None:

@@ -67,7 +67,7 @@ def follow(source: fx.Node, axis: int, reads: Mapping[int, int]) -> Followed:
     computed from it.
 
     Args:
-        source: of a graph whose nodes have their example's values (`trace.propagate`, `prepare_qat`).
+        source: a node of a graph whose nodes have their example's values (`trace.propagate`, `prepare_qat`).
         axis: negative index of the channel axis.
         reads: how often each parameter is read (`nodes.parameter_reads`).
     """

@@ -123,7 +123,7 @@ class _Functions:
     """Copies functions; a referent that several of them share is copied once.
 
     Args:
-        memo: as `copy.deepcopy` takes it.
+        memo: the memo of `copy.deepcopy`.
     """
 
     def __init__(self, memo: dict[int, Any]) -> None:

@@ -39,8 +39,8 @@ class Matched:
     """Encodings assigned to the quantizers of a graph.
 
     Attributes:
-        activations: by site, the tensor's name and its encoding, in the type of the quantizer.
-        weights: by path, likewise.
+        activations: the tensor's name and its encoding in the type of the quantizer, by site.
+        weights: the same for weights, by path.
         biases: how many encodings of biases follow from those of inputs and weights.
         unused: names of the other encodings, with the reason.
     """
@@ -80,7 +80,7 @@ def matched(
     Args:
         graph_module: prepared.
         names: the tensor names of its quantizers.
-        encodings: by tensor name.
+        encodings: the encodings, by tensor name.
         file: the file that they come from, for messages.
 
     Raises:
@@ -153,7 +153,7 @@ class _Matching:
     """Encodings and quantizers while they are being matched.
 
     Attributes:
-        found: what has been matched.
+        found: the encodings that have been matched.
         wanted: by site or path, the settings of an override with which an encoding would fit.
     """
 
@@ -219,7 +219,7 @@ class _Matching:
 
         Args:
             inputs: sites of the model's inputs, which no override changes.
-            file: for messages.
+            file: the file, for messages.
         """
         if not self.wanted:
             return

@@ -51,7 +51,7 @@ def outputs_in_inference(model: nn.Module, outputs: Any) -> int | None:
     heads. A run marks names by `auxiliary_outputs`; they count if the model has them in addition to "out".
 
     Args:
-        outputs: as the model returns them, or the names of the outputs of its graph.
+        outputs: the outputs as the model returns them, or the names of the outputs of its graph.
     """
     declared: int | None = getattr(model, "inference_outputs", None)
     if declared is not None:

@@ -2,7 +2,7 @@
 
 SyncBatchNorm, subclasses of _BatchNorm    from distributed training and users: the same forward, of any rank
 custom modules                             statistics and an affine by BatchNorm's names (frozen ones of detectors):
-                                           replaced if they compute what BatchNorm computes, on drawn values
+                                           replaced if they compute what BatchNorm computes, on random values
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def _with_values_of(module: nn.Module, tensors: dict[str, Tensor], eps: float) -
 def _moves(module: nn.Module, norm: BatchNorm) -> bool | None:
     """Returns whether a module uses batch statistics in training, as `norm` does, or keeps its own.
 
-    Returns None if it computes something else. Both are tried with drawn values, since their own may be those of an
-    identity.
+    Returns None if it computes something else. Both run with random parameters and statistics, since their
+    own may make them identities.
     """
     pair: list[Any] = [copy.deepcopy(module), copy.deepcopy(norm)]
     generator = torch.Generator().manual_seed(0)

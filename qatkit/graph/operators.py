@@ -33,7 +33,7 @@ class Operator:
     """The record of one operator class.
 
     Attributes:
-        name: of the class, as overrides (`op/NAME`) and backends call it.
+        name: the name of the class, as overrides (`op/NAME`) and backends call it.
         modules, functions, methods: its PyTorch forms: module types, functions, names of Tensor's methods.
             Types and functions are given by dotted name or as objects.
         weighted: it has a weight, which makes it run in 8 bits.
@@ -49,7 +49,7 @@ class Operator:
         many_nodes: in ONNX it is several nodes, which ONNX Runtime fuses into one if nothing comes between them.
         homogeneous: f(s·x) = s·f(x) for s > 0, channel by channel.
         pools: it pools over positions, which become channels for a Linear after it.
-        turns: those of `functions` and `methods` that exchange axes.
+        turns: the members of `functions` and `methods` that exchange axes.
         onnx: the ONNX operators that it becomes, and that ONNX Runtime's static quantizer may be asked for.
         also: further ONNX operators of the class, with an 8-bit kernel.
         kernels: ONNX Runtime's operators that prove that it ran in 8 bits.
@@ -254,7 +254,7 @@ def register(name: str, **facts: Any) -> Operator:
     """Adds an operator class, or further types, functions, methods and ONNX operators to an existing one.
 
     Args:
-        name: of the class.
+        name: the name of the class.
         facts: fields of `Operator`. Tuples are added to those of an existing class; its other facts can't be
             changed, since several modules rely on them.
 

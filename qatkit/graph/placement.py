@@ -78,7 +78,7 @@ class Placement:
     """The result of the placement.
 
     Attributes:
-        points: in graph order.
+        points: the points, in graph order.
         weighted: the Conv and Linear nodes with quantized weights; they run in int8, unless their rule is "weight".
         reasons: (site, why it stays float) of operators that could have been int8.
         int8: the nodes whose output is an 8-bit tensor.

@@ -54,7 +54,7 @@ def prepare_qat(
     Args:
         graph_module: fused and stubbed; changed in place.
         example: one batch of the real shapes, for shapes and types.
-        overrides: by pattern (`qatkit.graph.overrides`).
+        overrides: the overrides, by pattern (`qatkit.graph.overrides`).
         quantizers: make the quantizers of activations and weights, and the observers.
 
     Raises:

@@ -33,11 +33,11 @@ class FileNode:
     """A node of a given ONNX file.
 
     Attributes:
-        name: in the file.
-        op_type: of its operator.
+        name: the name in the file.
+        op_type: the type of its operator.
         inputs, outputs: names of its tensors; "" for those left out.
         weight: which of its inputs is the weight, where it has one.
-        axis: of the weight, that of the output channels.
+        axis: the axis of the weight that holds the output channels.
     """
 
     name: str
@@ -67,7 +67,7 @@ def file_node(node: fx.Node) -> FileNode | None:
 
 
 def names_in_file(graph_module: fx.GraphModule, sites: Iterable[str]) -> list[str]:
-    """Returns sites, and the names of the nodes of a given file that they are where these have other letters."""
+    """Returns sites, followed by the names of their nodes in the given file where the two differ."""
     known, listed = graph_module.meta.get(FILE_NODES, {}), list(sites)
     return list(dict.fromkeys((*listed, *(known[one].name for one in listed if one in known))))
 
@@ -282,6 +282,6 @@ def _no_input(name: str, number: int, count: int) -> str:
 
 
 def record_of(selector: str, settings: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Returns a report's record of a selector: its settings, and the operators or makers of tensors that it chose."""
+    """Returns the record of a selector for the report: its settings and the names of what it selected."""
     listed = list(dict.fromkeys(names))
     return {"selector": shown(selector), "settings": settings, "count": len(listed), "names": listed}

@@ -71,9 +71,9 @@ def like(example: Example, batch: Any, names: Sequence[str] = ("input",)) -> tup
 
     Args:
         example: the example that the graph was made with.
-        batch: of the same form, a sequence of all tensors, or a mapping by `names`. Values other than tensors are
-            ignored; a tensor where `example` has none (labels, a mask that it was called without) is rejected.
-        names: of the graph's inputs.
+        batch: a batch of the same form, a sequence of all tensors, or a mapping by `names`. Values other than tensors
+            are ignored; a tensor where `example` has none (labels, a mask that it was called without) is rejected.
+        names: names of the graph's inputs.
 
     Raises:
         ConfigError: another form.
@@ -302,8 +302,8 @@ def other_values(tensors: Sequence[Tensor], seed: int, *, whole: bool = True) ->
     (columns that index tables of different sizes, offsets that have to rise), `whole` is False.
 
     Args:
-        tensors: as given.
-        seed: of the noise.
+        tensors: the tensors as given.
+        seed: the seed of the noise.
         whole: whether whole numbers are shuffled.
     """
     generator = torch.Generator().manual_seed(seed)

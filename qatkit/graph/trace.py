@@ -37,7 +37,7 @@ def trace(model: nn.Module, example: Example, dynamic_axes: Wanted = "none") -> 
     A graph of ours is returned unchanged.
 
     Args:
-        dynamic_axes: as `qatkit.graph.capture.model.capture`.
+        dynamic_axes: as in `qatkit.graph.capture.model.capture`.
 
     Raises:
         ConfigError: the model has control flow that depends on data; names the module and the line.

@@ -304,7 +304,7 @@ def _add(model: nn.Module, path: str, made: nn.Module) -> None:
 
 
 def _plain(item: ir.Attr) -> Any:
-    """Returns an attribute as a Python value; tensors as arrays."""
+    """Returns an attribute as a Python value, and a tensor as an array."""
     value = item.value
     if item.type == ir.AttributeType.TENSOR:
         return value.numpy()

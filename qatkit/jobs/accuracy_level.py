@@ -1,6 +1,6 @@
 """Chooses the accuracy level of a file's products with packed weights, where another than 0 may apply.
 
-    file at level 0 ── rounded copy ── both in turns on calibration samples ──> the one that ships
+    file at level 0 ── rounded copy ── both in alternation on calibration samples ──> the one that ships
 
 The module computes level 0, so parity is checked at level 0 whatever ships (`qatkit.verify.checks.exact`). A
 language model's decoder has a choice of its own (`qatkit.jobs.decoder`), and the file of whole windows that

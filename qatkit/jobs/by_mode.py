@@ -53,7 +53,7 @@ class Made:
     """A quantized file, as described in its report.
 
     Attributes:
-        source: its origin, for people.
+        source: a description of its origin.
         shape: an input that it accepts, [N, C, H, W], or a batch by the names of its inputs.
         left_float: operators that the mode leaves float on purpose, names or globs.
         without: groups of the configuration that had no effect.
@@ -73,8 +73,8 @@ class Left(NamedTuple):
     """The operators that a mode leaves float.
 
     Attributes:
-        names: of operators, or globs.
-        notes: on them, for the reader of the report.
+        names: names of operators, or globs.
+        notes: notes on them, for the reader of the report.
     """
 
     names: list[str]

@@ -164,7 +164,7 @@ def _decibels(proof: Proof) -> dict[str, float | None]:
 
 
 def _table(source: Path, path: Path, found: Cleaned) -> list[str]:
-    """Returns the record as lines for people."""
+    """Returns the record as lines of text."""
     rows, last = [("clean", "what was changed")], ""
     for service, what in found.rows:
         rows.append((service if service != last else "", what))

@@ -203,7 +203,7 @@ def _ends(model: Any) -> list[int]:
 
 
 def check_settings(config: Config) -> None:
-    """Rejects, by ConfigError, a decoder of something other than a language model, or of a mode without a module."""
+    """Raises ConfigError for a decoder of something other than a language model, or of a mode without a module."""
     if config.export.decoder and config.export.mode != "static":
         raise ConfigError(KEY, True, f"false with export.mode={config.export.mode}")
     if config.export.decoder and config.task != "causal_lm":

@@ -121,7 +121,7 @@ def _bundle(config: Config, path: Path, data: DataModule) -> None:
 
 
 def _check_settings(config: Config, folder: Path, run: Path) -> None:
-    """Rejects, by ConfigError, settings that no file of a checkpoint, or not this run's, can have."""
+    """Raises ConfigError for settings that no file of a checkpoint, or not that of this run, can have."""
     if config.export.mode != "static":
         allowed = (
             "static, since a checkpoint is exported as QDQ (use onnx=model.float.onnx mode=MODE for others)"

@@ -43,8 +43,8 @@ def quantized(config: Config, folder: Path, file: FloatFile, made: Path) -> int:
     """Quantizes the file, verifies and reports; returns as `qatkit.jobs.quantize_file.quantize` does.
 
     Args:
-        folder: of the run.
-        file: as it was read.
+        folder: the folder of the run.
+        file: the file as it was read.
         made: a temporary folder that holds `file` as written.
 
     Raises:
@@ -233,7 +233,7 @@ class _Calibration:
     """The calibration batches, read again in each iteration.
 
     Attributes:
-        batch: of the file, where that is fixed.
+        batch: the batch size of the file, where that is fixed.
     """
 
     config: Config

@@ -54,7 +54,7 @@ def hand_over(run: Run, data: DataModule, status: int, int8: str) -> int:
     """Makes the bundle of a finished run and publishes it; does neither where no bundle is requested.
 
     Args:
-        status: of the run: a file that misses a bound is not handed over automatically.
+        status: the exit status of the run: a file that misses a bound is not handed over automatically.
         int8: the name of the file that ships.
     """
     if not run.config.export.bundle:

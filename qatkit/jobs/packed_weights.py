@@ -71,7 +71,7 @@ def check_form(config: Config) -> None:
             _check_dequantized(config, backend.weight.dtype)
         elif not backend.weights_alone:
             name = backend.name
-            allowed = f"{default} with backend={name}, whose weights are not packed (backend=weight_only)"
+            allowed = f"{default} with backend={name}, whose weights are not packed (backend=weight_only packs them)"
             raise ConfigError(key, value, allowed)
     if asked.packed_weights == DEQUANTIZE and asked.accuracy_level != "0":
         allowed = f"0 with export.packed_weights={DEQUANTIZE}, where the session sets the level"

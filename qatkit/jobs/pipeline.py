@@ -104,7 +104,7 @@ def train(config: Config, module_type: type[QATModule] = QATModule, *, notes: tu
     """Runs the whole chain. Returns 0, or 1 when the first or the finished file misses a bound of `config.verify`.
 
     Args:
-        notes: on the configuration, for the report.
+        notes: notes on the configuration, for the report.
 
     Raises:
         ConfigError: any mistake of the user, before any long work.

@@ -53,7 +53,7 @@ class RungInputs:
     """The inputs of the rungs.
 
     Attributes:
-        config: as the user gave it.
+        config: the configuration as the user gave it.
         normalizes: whether the model has LayerNorms, as transformers do.
     """
 

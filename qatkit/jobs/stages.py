@@ -37,7 +37,7 @@ class State:
     Attributes:
         model: the float model.
         captured: the same model, traced and checked once for all modules of the run.
-        module_type: of the modules.
+        module_type: the type of the modules.
         stored: the entries of the run's checkpoint; None without one.
         begun_with: digests that identify the float models when the run continues (`qatkit.run.float_model`).
         teach: gives a module another teacher than its float model.

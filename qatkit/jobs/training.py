@@ -113,7 +113,7 @@ class Length:
 
     @property
     def finished(self) -> bool:
-        """Whether the checkpoint is that of the end."""
+        """True for the checkpoint that is written at the end."""
         return bool(self._stored.get("finished"))
 
     @property
@@ -205,7 +205,7 @@ def fine_tune(
 
     Args:
         checkpoint: its name in the run's folder.
-        title: of the stage.
+        title: the title of the stage.
         teach: gives the module another teacher than its float model.
     """
     config, path = run.config, run.folder / checkpoint

@@ -68,7 +68,7 @@ def planned_verification(
     """Returns the rows of the plan for the checks, and for the bundle where one is requested.
 
     Args:
-        files: those that are measured.
+        files: the files that are measured.
         predictors: whatever else has its accuracy measured.
     """
     wanted, tests, names = config.verify, data.test_count, data.task.names
@@ -142,7 +142,7 @@ def conclude(run: Run, subject: Subject, told: Results, files: Sequence[str]) ->
     """Checks a finished file, and writes and prints its report.
 
     Args:
-        run: its folder holds all files but the page and report.json.
+        run: a run whose folder holds all files but the page and report.json.
         subject: the files to check.
         told: the facts known without measuring: model, skipped sites, calibration, notes, configuration.
         files: names in the folder whose digests the report keeps.

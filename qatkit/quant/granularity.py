@@ -172,7 +172,7 @@ BLOCKS = f"{{{_BLOCK}: {' | '.join(map(str, BLOCK_SIZES))}}}"
 
 
 def granularity_of(asked: Any) -> Granularity:
-    """Returns the granularity of a weight that a configuration names: a text or {block: SIZE}.
+    """Returns the granularity of a weight that a configuration names: a string or {block: SIZE}.
 
     Raises:
         ValueError: it is neither one of `GRANULARITIES` nor blocks of one of `BLOCK_SIZES`.

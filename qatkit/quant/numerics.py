@@ -215,7 +215,7 @@ def fake_quantize_weight(w: Tensor, scale: Tensor, spec: QuantSpec, ends: Ends |
 
     Args:
         w: [out, ...].
-        scale: in the granularity's shape.
+        scale: the scale, in the granularity's shape.
         ends: the smallest and the largest integer; None: `weight_ends` of `w`.
     """
     apply: Any = _RoundWeight.apply
@@ -244,7 +244,7 @@ def weight_ends(w: Tensor, spec: QuantSpec, zero_point: Tensor | None = None) ->
     """Returns the smallest and largest integer of a weight, counted from its zero point, shaped to broadcast.
 
     Args:
-        zero_point: in the granularity's shape; None: `weight_zero_point`.
+        zero_point: the zero_point, in the granularity's shape; None: `weight_zero_point`.
     """
     if not spec.has_zero_point:
         return spec.quant_min, spec.quant_max

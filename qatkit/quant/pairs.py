@@ -24,12 +24,12 @@ from torch.nn import functional as F
 
 from qatkit.quant.spec import PAIR_LIMIT as LIMIT
 
-# A little below 128: the sum of two integers rounded to the nearest can reach 129 from 128 steps on.
+# A little below 128: the sum of two integers rounded to nearest can reach 129 from 128 steps on.
 _STEPS = 127.99
 
 
 def least_scale(weight: Tensor, *, per_channel: bool) -> Tensor:
-    """Returns the smallest scale at which no pair of `weight`, rounded to the nearest, exceeds the limit.
+    """Returns the smallest scale at which no pair of `weight`, rounded to nearest, exceeds the limit.
 
     Args:
         weight: [out, in / groups, ...], the weight of a convolution or a Linear.
@@ -48,7 +48,7 @@ def fitted(integers: Tensor, steps: Tensor) -> Tensor:
 
     Args:
         integers: float, in the weight's shape.
-        steps: the values before rounding (not necessarily to the nearest): the weight over its scale.
+        steps: the values before rounding (not necessarily to nearest): the weight over its scale.
 
     Returns:
         Integers of the same shape and memory format. No absolute value grows.

@@ -1,6 +1,6 @@
 """The quantizer of a weight and its bias, and the factory that `prepare_qat` creates all quantizers with.
 
-The scale follows the largest values and weights are rounded to the nearest, unless a scale and a rounding
+The scale follows the largest values and weights are rounded to nearest, unless a scale and a rounding
 were found in another way (`WeightFakeQuantize.fix`).
 """
 
@@ -31,9 +31,9 @@ class Integers:
     """The integers of a weight and its bias, as exported.
 
     Attributes:
-        weight: of the quantized type, in the weight's shape.
-        scale: in the granularity's shape, or [out] where a per-tensor scale was repaired.
-        zero_point: in the scale's shape, of the weight's type; 0 for a symmetric spec of a signed type.
+        weight: integers of the quantized type, in the weight's shape.
+        scale: the scale in the granularity's shape, or [out] where a per-tensor scale was repaired.
+        zero_point: the zero_point in the scale's shape, of the weight's type; 0 for a symmetric spec of a signed type.
         bias: [out] in steps of `bias_scale`, whole numbers in float64; None without a bias.
         bias_scale: input scale times `scale` times the multiplier.
         bias_multiplier: 1, or for biases of 8 or 16 bits other whole numbers in float64, in the shape of
@@ -257,7 +257,7 @@ class WeightFakeQuantize(WeightQuantizerState):
         """Returns the integers that the file will hold for a float weight and bias [out].
 
         Args:
-            weight, bias: as inference uses them, with a BatchNorm folded in.
+            weight, bias: the parameters as inference uses them, with a BatchNorm folded in.
             input_scale: scale [] of the operator's input.
         """
         scale, raised, lost = self.scale(weight), None, 0.0

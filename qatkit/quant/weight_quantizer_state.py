@@ -100,7 +100,7 @@ class WeightQuantizerState(Quantizer):
                 times the largest integer are clipped.
             weight: the weight as inference uses it; given together with `integers`.
             integers: whole numbers of any type, in the weight's shape, counted from the zero point; None: the
-                weight is rounded to the nearest.
+                weight is rounded to nearest.
             zero_point: whole numbers in the shape of `clip`, frozen as well; None: they follow the weight.
 
         Raises:

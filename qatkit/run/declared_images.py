@@ -18,7 +18,7 @@ _USUAL = {"fit": "crop", "channel_order": "RGB", "layout": "NCHW", "pixels": UNI
 
 
 def check_channels(config: Config, image: ImageInput | None, used: Preprocessing) -> None:
-    """Rejects, by ConfigError, images with other channels than the model declares."""
+    """Raises ConfigError for images with other channels than the model declares."""
     wanted = None if image is None else image.image[0]
     if wanted in (None, used.channels):
         return

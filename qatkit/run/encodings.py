@@ -40,7 +40,7 @@ def check_encodings(module: QATModule, config: Config) -> None:
 
 
 def _check_overrides(config: Config) -> None:
-    """Rejects algorithms that rescale channels beside a scale or range of an override, which would stay as it is.
+    """Rejects algorithms that rescale channels while an override sets a scale or range, which would not follow.
 
     A contest (algorithm_choice=auto) may list them: it keeps what improves held-out images.
     """

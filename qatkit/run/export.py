@@ -63,7 +63,7 @@ class Written:
     Attributes:
         converted: the module of the file.
         files: names in the run's folder.
-        notes: for a reader of the report.
+        notes: notes for the reader of the report.
         level: the accuracy level of the file with its measurements, where another than 0 was requested.
     """
 
@@ -127,7 +127,7 @@ def _written(graph: nn.Module, config: Config, inputs: Inputs, path: Path) -> li
 
 
 def _check_fixed_batch(config: Config, inputs: Inputs) -> None:
-    """Rejects, by ConfigError, a file of fixed batch size whose batch is not on the first axis of every input."""
+    """Raises ConfigError for a file of fixed batch size whose batch is not on the first axis of every input."""
     if config.export.dynamic_batch or not isinstance(inputs, ArrayInputs):
         return
     for name, axis in inputs.axes.items():
@@ -198,7 +198,7 @@ def paths_of(model: nn.Module | Captured) -> dict[str, str]:
 
 
 def check_weights(config: Config) -> None:
-    """Rejects, by ConfigError, weights that cannot be exported or run.
+    """Raises ConfigError for weights that cannot be exported or run.
 
     These are quantizers that `quantizers_of` rejects, weights that the installed ONNX Runtime does not run,
     and weights for AMX on a backend without it.
@@ -219,7 +219,7 @@ def check_weights(config: Config) -> None:
 
 
 def check_integer_ends(module: QATModule) -> None:
-    """Rejects, by ConfigError, a module whose backend accepts no uint8 images."""
+    """Raises ConfigError for a module whose backend accepts no uint8 images."""
     if not module.backend.for_onnxruntime:
         allowed = f"float32 with backend={module.backend.name}, which does not accept uint8"
         raise ConfigError("export.io", "uint8", allowed)
@@ -276,13 +276,13 @@ def _low_bits(module: QATModule, config: Config) -> list[str]:
         notes.append(
             f"{len(wide)} of {len(quantizers)} activations have 16 bits: ONNX "
             "Runtime rounds to 16 bits and computes in "
-            "float; an accelerator with 16-bit kernels has the same accuracy but another latency"
+            "float; an accelerator with 16-bit kernels has the same accuracy but a different latency"
         )
     if biases and not module.backend.weights_alone:
         notes.append(
             f"{counted(len(biases), 'operator')} with biases of fewer than 32 bits: "
             "ONNX Runtime computes them in float; an "
-            "accelerator with such kernels has the same accuracy but another latency"
+            "accelerator with such kernels has the same accuracy but a different latency"
         )
     if narrow:
         notes.append(

@@ -27,7 +27,7 @@ def digests(config: Config, model: nn.Module, teacher: nn.Module | None) -> dict
     """Returns the digests of the float models; a model that the run trains itself is known by its own checkpoint.
 
     Args:
-        model: as it was built.
+        model: the model as it was built.
         teacher: None where the model itself is the teacher, or there is none.
     """
     found = {} if config.schedule.float_epochs else {_FLOAT: _digest(model)}

@@ -43,13 +43,13 @@ class Run:
     """A configuration, its folder, the time of each stage, and notes on the checkpoint it continues from.
 
     Attributes:
-        config: with the overrides of a placement.
-        asked: the configuration as it was given, where that differs; config.yaml and the report have this one.
+        config: the configuration, with the overrides of a placement.
+        asked: the configuration as it was given, where that differs; config.yaml and the report hold this one.
         placed: the placement of a run that has one.
         curves: for each stage that trained, the results of its epochs (`qatkit.train.learner.Learner.curve`).
         speeds: times per sample of the first exported file (`qatkit.run.pace.of_first_file`).
         plan: its stages, announced at the start.
-        next: what the user may do after it.
+        next: the next steps that are suggested to the user.
     """
 
     config: Config
@@ -157,7 +157,7 @@ def check_images(config: Config, folder: Path, fingerprint: str) -> None:
     """Checks that a resumed run trains on the images that it began with, wherever they lie now.
 
     Args:
-        fingerprint: of the images (`DataModule.fingerprint`).
+        fingerprint: the fingerprint of the images (`DataModule.fingerprint`).
 
     Raises:
         ConfigError: the images differ.

@@ -41,7 +41,7 @@ class Cost:
     Attributes:
         largest: bytes of the largest output of a module.
         kept: bytes of all outputs, which training keeps for its backward pass.
-        seconds: of a forward pass on the CPU.
+        seconds: the time of a forward pass on the CPU.
     """
 
     largest: int
@@ -101,7 +101,7 @@ def check_weights_fit(config: Config, parameters: int | None) -> None:
     """Raises ConfigError, before they are read, for weights larger than the memory, or than one file may hold.
 
     Args:
-        config: of the run.
+        config: the configuration of the run.
         parameters: their number; None: unknown.
     """
     if parameters is None:

@@ -64,8 +64,8 @@ class Pace:
     """The speeds of a run. Each raises `Unknown` where it can't be measured.
 
     Args:
-        config: of the run.
-        data: of the run.
+        config: the configuration of the run.
+        data: the data of the run.
         model: the float model, which is left unchanged; None for a file that no module was made from.
         module: prepared, not calibrated yet; None for a run without one.
         files: known times per sample of files, by name (`of_first_file`).

@@ -17,7 +17,7 @@ def stage(name: str, about: str, estimate: Callable[[], float] | str, *, done: b
     """Returns a row of the plan.
 
     Args:
-        name: of the stage, as `Run.stage` times it.
+        name: the name of the stage, as `Run.stage` times it.
         about: what it does.
         estimate: gives the seconds, unless the stage is done; or why there is no estimate.
         done: whether an earlier attempt has finished it.
@@ -37,7 +37,7 @@ def announce(run: Run, plan: Iterable[Planned]) -> None:
     """Keeps the plan for the report, and prints it unless the job is one of several alike.
 
     Args:
-        run: at its start.
+        run: the run at its start.
         plan: the stages in order.
     """
     run.plan = tuple(plan)

@@ -25,11 +25,11 @@ class Claimed:
     """A trial that belongs to this worker, within `with`; its folder is locked before.
 
     Args:
-        study: that it belongs to.
+        study: the study that it belongs to.
         frozen: the trial as it is stored.
-        folder: of its run.
-        lock: of the folder, released at the end.
-        metric: of the epochs.
+        folder: the folder of its run.
+        lock: the lock of the folder, released at the end.
+        metric: the metric of the epochs.
     """
 
     def __init__(

@@ -21,8 +21,8 @@ def falls_behind(
     """Returns whether a trial ends here.
 
     Args:
-        epochs: of the trial, up to now.
-        finished: of the trials that reached their end.
+        epochs: the epochs of the trial, up to now.
+        finished: the epochs of the trials that reached their end.
         startup: the least number of finished trials.
         metric: which direction is better.
     """

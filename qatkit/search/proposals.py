@@ -29,9 +29,9 @@ def proposal(
 
     Args:
         study: whose directions count.
-        trials: of the study, with a value of every axis.
-        axes: of its space.
-        seed: of the random draws.
+        trials: the trials of the study, with a value of every axis.
+        axes: the axes of its space.
+        seed: the seed of the random draws.
         startup: trials that are drawn at random.
     """
     taken = {_point(axes, one.params) for one in trials}

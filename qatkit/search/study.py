@@ -45,8 +45,8 @@ class SharedStudy:
     """The study of a folder, opened or created.
 
     Args:
-        name: of the study in its storage.
-        settings: of every run except those that the trials choose; they must equal the study's.
+        name: the name of the study in its storage.
+        settings: the settings of every run except those that the trials choose; they must equal the study's.
 
     Raises:
         ConfigError: the storage can't be used, or holds a study of something else.

@@ -116,7 +116,7 @@ def _hints(config: Config) -> Callable[[str], Any]:
 
 
 def _asked(search: SearchConfig) -> list[str]:
-    """Returns the figures that trials are chosen by."""
+    """Returns the names of the metrics that decide between trials."""
     return [*search.objectives, *(bound.name for bound in constraints(search.constraints))]
 
 

@@ -97,7 +97,7 @@ class CausalLM(Logits):
             return value
         found = np.asarray(value)
         if found.dtype.kind not in "iu" or found.ndim != 1:
-            raise TypeError("targets must be the tokens of a window, a list of whole numbers")
+            raise TypeError("targets must be the tokens of a window, a list of integers")
         return found.astype(np.int32).tobytes()
 
     def check_targets(self, part: str, classes: Sequence[str], targets: Sequence[Any]) -> str:

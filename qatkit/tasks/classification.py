@@ -80,7 +80,7 @@ class Classification(Logits):
         try:
             return operator.index(value)
         except TypeError as error:
-            raise TypeError("labels must be whole numbers") from error
+            raise TypeError("labels must be integers") from error
 
     def check_targets(self, part: str, classes: Sequence[str], targets: Sequence[Any]) -> str:
         low, high = min(targets), max(targets)

@@ -23,7 +23,7 @@ class ByInfluence(Task):
         """Returns the influence of each sample on the metric, times the number of samples, as a share [N]."""
 
     def noise(self, first: Array, second: Array) -> float:
-        """Returns the standard error of the difference of two models on the same samples."""
+        """Returns the standard error of the difference between two models on the same samples."""
         difference = self.influence(first) - self.influence(second)
         return 100 * float(difference.std()) / math.sqrt(len(difference))
 

@@ -99,7 +99,7 @@ class Levels:
     """A comparison of a decoder at accuracy level 4 with itself at level 0.
 
     Attributes:
-        perplexity: at level 0 and at level 4.
+        perplexity: the perplexity at level 0 and at level 4.
         agreement: share of identical likeliest next tokens, 0..1.
         ratio: tokens per second of level 4 over level 0, the median of the rounds.
         ratio_low: the 10th percentile of the rounds.

@@ -49,7 +49,7 @@ class Drift:
 
     Attributes:
         sequences: number of sequences.
-        horizons: in growing order; the last one covers all steps.
+        horizons: the horizons, in ascending order; the last one covers all steps.
     """
 
     sequences: int

@@ -115,7 +115,7 @@ def summarize(model: ir.Model, path: Path, audit: Audit | None, note: str = "") 
 
 
 def table(summary: FileSummary) -> list[tuple[str, ...]]:
-    """Returns the rows of the table for people; the first row is the head."""
+    """Returns the rows of the printed table; the first row is the header."""
     found = [("operator", "nodes", "quantized", "ran here", "weights", "types")]
     for row in summary.rows:
         quantized = str(row.quantized) if row.quantized else "-"

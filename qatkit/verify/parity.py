@@ -250,7 +250,7 @@ def _sessions(
 def between_ends(
     converted: nn.Module | Predictor, path: str | Path, threads: int, options: Mapping[str, str] | None
 ) -> AllOutputs:
-    """Wraps the converted module like the file: whole pixels in, outputs rounded to the file's steps."""
+    """Wraps the converted module to behave like the file: integer pixels in, outputs rounded to the file's steps."""
     every = all_outputs(converted)
     ends = integer_io(open_session(path, threads=threads, optimize=False, options=options))
     if ends is None:

@@ -217,7 +217,7 @@ def test_a_part_that_is_quantized_already(tmp_path: Path) -> None:
     constants: dict[str, Array] = {"w": np.ones((2, 2, 1, 1), np.float32)}
     constants |= {"s": np.array(0.1, np.float32), "z": np.array(0, np.uint8)}
     message = _message(save(tmp_path / "m.onnx", nodes, {"x": X}, ["y"], constants))
-    assert "node 'quantize': QuantizeLinear is quantized already" in message
+    assert "node 'quantize': QuantizeLinear shows that the model is quantized already" in message
 
 
 def test_a_fault_of_the_file_is_not_one_of_the_arguments(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def not_writable(folder: Path) -> str:
     try:
         existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
         if os.path.lexists(folder) and not folder.exists():
-            raise OSError(0, "a link to nowhere")
+            raise OSError(0, "a broken symbolic link")
         tempfile.TemporaryDirectory(dir=existing).cleanup()
     except OSError as error:
         return error.strerror or str(error)

@@ -9,7 +9,7 @@ Two things that would spoil such a measurement are handled:
   Runtime's default, stays. (Figures: docs/decisions/0015-small-measurements.md.)
 - The previous file's run evicts this file's weights from the caches, so each timed run follows an untimed one
   of the same file: the steady state of a server. With many small files in turn, one untimed run is not enough
-  (mobilenet_v2 in float at 64x64, in turns with seven others, one thread: 0.60 ms after one, 0.40 after
+  (mobilenet_v2 in float at 64x64, in alternation with seven others, one thread: 0.60 ms after one, 0.40 after
   eight, 0.39 alone).
 """
 
@@ -135,7 +135,7 @@ def quickest(
     sessions: int = 1,
     options: Mapping[str, str] | None = None,
 ) -> dict[str, list[float]]:
-    """Returns the milliseconds of each file's fastest run in each of its sessions, all files in turns.
+    """Returns the milliseconds of each file's fastest run in each of its sessions, all files in alternation.
 
     Other work on the machine can only lengthen a run, so the fastest runs are compared. The place of a
     session's weights in memory matters too (7 % between two sessions of one ResNet-18), so a file is opened
@@ -160,7 +160,7 @@ class Session:
     """A session in which each file was opened again.
 
     Attributes:
-        ms: by file, milliseconds of its fastest run.
+        ms: milliseconds of the fastest run, by file.
         waited: the time that the threads waited for a core, relative to the time that they ran.
     """
 
@@ -195,7 +195,7 @@ def every_session(
 def rounds(
     calls: Sequence[Callable[[], object]], runs: int, untimed: int = 1, warmup: int = WARMUP
 ) -> NDArray[np.float64]:
-    """Returns milliseconds [runs, calls] of functions in turns, each after `untimed` calls of itself."""
+    """Returns milliseconds [runs, calls] of functions in alternation, each after `untimed` calls of itself."""
     times = np.zeros((warmup + runs, len(calls)))
     collecting = gc.isenabled()
     gc.disable()

@@ -74,7 +74,7 @@ class Tensor:
         else:
             raw = bytes(self._raw) or bytes(one & 0xFF for one in self._integers)
         if len(raw) != size:
-            raise ValueError(f"{len(raw)} values for a tensor of {size}")
+            raise ValueError(f"the tensor has {len(raw)} values instead of {size}")
         return np.frombuffer(raw, np.int8).reshape(self.shape)
 
 
@@ -252,7 +252,7 @@ def _packed(message: Buffer) -> Iterator[int]:
 
 def _text(value: int | Buffer | bytes) -> str:
     if isinstance(value, int):
-        raise ValueError("a number in place of a text")
+        raise ValueError("a number in place of a string")
     return bytes(value).decode()
 
 

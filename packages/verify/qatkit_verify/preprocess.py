@@ -251,7 +251,7 @@ def _one_of(*allowed: str) -> tuple[str, Callable[[Any], bool]]:
     return " | ".join(allowed), lambda value: isinstance(value, str) and value in allowed
 
 
-_SIDE = f"a whole number of pixels, 1 to {_MOST_SIDE}, or [height, width]"
+_SIDE = f"an integer from 1 to {_MOST_SIDE}, or [height, width]"
 # For each key of preprocess.json: the allowed values in words, and their test.
 _ALLOWED: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "image_size": (_SIDE, _is_side),

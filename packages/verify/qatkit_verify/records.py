@@ -102,7 +102,7 @@ class TaskNames:
         return self.metrics[0]
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns plain containers; metrics have no values."""
+        """Returns plain containers, without the computed `value` of each metric."""
         record = dataclasses.asdict(self)
         for metric in record["metrics"]:
             del metric["value"]

@@ -216,7 +216,7 @@ def _sums(values: Doubles, weight: Doubles) -> Doubles:
 
 def _whole(most: int, least: int = 1) -> tuple[str, Callable[[Any], bool]]:
     return (
-        f"a whole number from {least} to {most}",
+        f"an integer from {least} to {most}",
         lambda value: type(value) is int and least <= value <= most,
     )
 

@@ -26,11 +26,11 @@ SIGNALS = tuple(
 
 
 class Stopped(SystemExit):
-    """A signal ends the run; the exit status is 128 plus its number, as in a shell.
+    """Raised when a signal ends the run; the exit status is 128 plus its number, as in a shell.
 
     Attributes:
-        where: how far the run had come, for people; "" if that is unknown.
-        again: what the same command would do, for people; "" by default.
+        where: a description of how far the run had come; "" if that is unknown.
+        again: a description of what the same command would do; "" by default.
     """
 
     def __init__(self, number: int, where: str = "") -> None:

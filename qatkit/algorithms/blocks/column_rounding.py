@@ -60,8 +60,8 @@ class _Rounded:
     """The rounding of a weight, or of some of its output channels.
 
     Attributes:
-        integers: of the weight's shape; a byte each where all of them fit one.
-        scale, zero_point: of the granularity's shape.
+        integers: the integers, in the weight's shape; a byte each where all of them fit one.
+        scale, zero_point: tensors in the granularity's shape.
         means: [out], the mean error of the outputs; zeros where no bias takes it.
     """
 
@@ -87,7 +87,7 @@ class ColumnRounding:
     """A `qatkit.algorithms.blocks.lesson.Learner` of blocks with one operator, which is their first node.
 
     Attributes:
-        settings: of the algorithm.
+        settings: the settings of the algorithm.
         with_bias: the operators whose bias takes the mean error.
         tables: the Embeddings that share a weight as their table, by the id of the parameter.
     """

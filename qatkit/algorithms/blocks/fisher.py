@@ -29,7 +29,7 @@ def fisher_diagonal(
         tail: returns a tuple; quantization is off.
         values: its inputs.
         chosen: indices of the inputs to differentiate, all floating-point.
-        generator: of classes and signs.
+        generator: the generator of classes and signs.
     """
     with torch.enable_grad():
         inputs = list(values)

@@ -40,7 +40,7 @@ class Work:
 
     Attributes:
         progress: whether a bar is shown.
-        seed: of the order of its images.
+        seed: the seed of the order of its images.
         file: gives the names of the files of finished blocks; None: no files.
         between: called after each block, to return the memory that it has freed.
     """
@@ -90,7 +90,7 @@ class Journal:
 
     Args:
         file: NAME.partial, where blocks are NAME.0.partial, NAME.1.partial, ...; None: they are not stored.
-        key: of everything that they depend on.
+        key: a digest of everything that they depend on.
     """
 
     def __init__(self, file: Path | None, key: str) -> None:

@@ -4,7 +4,7 @@
 
 y are the float block's outputs on float inputs, y' the quantized block's on quantized inputs (asymmetric, so
 that it compensates for errors of earlier blocks). |.|_F² weighs every value with F if there is one. E0 is the
-error of rounding to the nearest, so λ means the same whatever the block's size. The quantizers inside the
+error of rounding to nearest, so λ means the same whatever the block's size. The quantizers inside the
 block are on; those of its outputs only clamp to their bounds. So a ReLU after the last operator counts, but
 the rounding after it does not. At the end the learned rounding is compared with the nearest one, in the
 output error over all images, and dropped if it is not better.
@@ -36,11 +36,11 @@ class Rounding:
     """Learns roundings; a `qatkit.algorithms.blocks.lesson.Learner`.
 
     Attributes:
-        steps: of Adam, each on one chunk of images.
-        lr: of V.
+        steps: the number of steps of Adam, each on one chunk of images.
+        lr: the learning rate of V.
         strength: λ.
         warm: share of the steps before the regularizer.
-        bias_lr: of the biases, in their own unit; 0: they stay.
+        bias_lr: the learning rate of the biases, in their own unit; 0: they stay.
     """
 
     steps: int

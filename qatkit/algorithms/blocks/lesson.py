@@ -27,11 +27,11 @@ class Lesson:
     Attributes:
         block: the nodes.
         module: the block as a module, from its inputs to its outputs.
-        operators: those of its operators that may be changed, by site.
+        operators: the operators of the block that may be changed, by site.
         chunks: the number of batches of images.
-        generator: of random numbers, the same whenever this block is learned.
+        generator: the generator of random numbers, the same whenever this block is learned.
         together: the number of chunks per step: those of a block with few positions are small.
-        inputs: of the quantized block, for some chunks.
+        inputs: the inputs of the quantized block, for some chunks.
         originals: inputs of the float block, for some chunks.
         targets: the float outputs, for some chunks.
         importance: None, or the weight of each value of the floating-point outputs, for some chunks.
@@ -100,6 +100,6 @@ def rounded(algorithm: object, operators: dict[str, QATOperator]) -> int:
     if not count:
         name = type(algorithm).__name__
         warnings.warn(
-            f"{name} found no better rounding than to the nearest and changed nothing", stacklevel=3
+            f"{name} found nothing better than rounding to nearest and changed nothing", stacklevel=3
         )
     return count

@@ -39,7 +39,7 @@ class Block:
     """A block of consecutive nodes.
 
     Attributes:
-        nodes: in execution order, without constants.
+        nodes: the nodes, in execution order, without constants.
         inputs: computed before the block and read in it.
         outputs: computed in it and read after it, or returned by the graph.
         operators: its quantized Convs and Linears.

@@ -25,7 +25,7 @@ class RangeSearch:
     """A `qatkit.algorithms.blocks.lesson.Learner` of blocks with one operator, which is their first node.
 
     Attributes:
-        shares: of the largest value; of equally good ones the first is taken.
+        shares: shares of the largest value; of equally good ones the first is taken.
     """
 
     shares: list[float]

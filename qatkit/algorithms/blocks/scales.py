@@ -3,7 +3,7 @@
     y = s · clip(round(x / s), low, high)        s = s0 · exp(p), p learned
 
 with the gradient of LSQ: within the range (round(v) - v), v = x / s, beyond it the range's end. The zero
-point is fixed, so that the range shrinks and grows around zero; weights are rounded to the nearest meanwhile.
+point is fixed, so that the range shrinks and grows around zero; weights are rounded to nearest meanwhile.
 Sources: Esser et al., "Learned step size quantization", 2020, equation 3; Hubara et al., "AdaQuant", 2021,
 section 3.1.
 """
@@ -32,15 +32,15 @@ class Scales:
     """Learns scales; a `qatkit.algorithms.blocks.lesson.Learner`.
 
     Attributes:
-        steps: of Adam, each on a few chunks of images.
-        lr: of p.
+        steps: the number of steps of Adam, each on a few chunks of images.
+        lr: the learning rate of p.
     """
 
     steps: int
     lr: float
 
     def learn(self, lesson: Lesson) -> Found:
-        """Returns the scales by site; nothing where they are no better than the present ones."""
+        """Returns the scales by site; nothing where they are no better than the current ones."""
         set_phase(lesson.module, observe=False, quantize=True)
         start = mean_error(lesson)
         with _learned(lesson) as learned:
@@ -84,7 +84,7 @@ class LearnedScale(nn.Module):
 
 
 def settle(graph_module: fx.GraphModule) -> None:
-    """Sets the observers' ranges, which alignment reads, to the present scales, and aligns again."""
+    """Sets the observers' ranges, which alignment reads, to the current scales, and aligns again."""
     for quantizer in fake_quantizers(graph_module).values():
         if quantizer.movable and quantizer.observer is not None:
             zero, spec = int(quantizer.zero_point), quantizer.spec

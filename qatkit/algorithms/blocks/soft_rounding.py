@@ -50,7 +50,7 @@ class SoftRounding(nn.Module):
 
     Args:
         fake: the quantizer, whose present scale is kept.
-        weight, bias: of the operator, a BatchNorm folded in.
+        weight, bias: the parameters of the operator, with a BatchNorm folded in.
 
     Attributes:
         v: V; at the start it reproduces the weight, h(V) = W/s - floor(W/s).
@@ -94,7 +94,7 @@ class SoftRounding(nn.Module):
         return self._in_range(self.floor + self.h()), self.shifted(bias)
 
     def shifted(self, bias: Tensor | None) -> Tensor | None:
-        """Returns the bias with its shift, in float: its steps are finer than any of these errors."""
+        """Returns the bias with its shift, in float, since int32 bias steps are finer than any of these errors."""
         if bias is None:
             return None
         return bias.detach() if self.shift is None else bias.detach() + self.shift

@@ -50,7 +50,7 @@ class BlockWalk:
 
     Attributes:
         graph_module: calibrated; fake quantization is on after each walk.
-        operators: those that may be changed, by site.
+        operators: the operators that may be changed, by site.
         skipped: (site, reason) of the others.
         batches: the graph's inputs, of each chunk.
         journal: blocks that it has are not learned again.
@@ -83,14 +83,14 @@ class BlockWalk:
         fisher: bool = False,
         targets: bool = True,
     ) -> None:
-        """Applies `learner` to the blocks, all of the graph in order.
+        """Applies `learner` to all blocks of the graph, in order.
 
         Args:
-            blocks: of the graph.
-            learner: changes them.
-            title: of the bar.
-            fisher: with `Lesson.importance`, by a float pass of the rest of the graph after each block.
-            targets: with `Lesson.targets`; without, outputs that no later block reads are not computed.
+            blocks: the blocks of the graph.
+            learner: the learner that changes them.
+            title: the title of the bar.
+            fisher: whether to provide `Lesson.importance`, by a float pass of the rest of the graph after each block.
+            targets: whether to provide `Lesson.targets`; if not, outputs that no later block reads are not computed.
         """
         if not self.operators:
             return

@@ -71,7 +71,7 @@ class DataConfig:
     """
 
     source: str = setting("qatkit.data.digits", "dotted path of the function that returns the datasets")
-    root: str | None = setting(None, "folder of the images, for sources that read one", PLACE)
+    root: str | None = setting(None, "folder of the data, for sources that read one", PLACE)
     image_size: Any | None = setting(
         None, "size of the model's input in pixels: one number for a square, or [height, width]", SIZE
     )

@@ -53,8 +53,8 @@ class OverrideConfig:
     )
     weight_axis: int | None = setting(
         None,
-        "axis of the weight as stored in the file, along which each index has its own scale: that of "
-        "the output channels",
+        "axis of the output channels in the weight as stored in the file; each index along it has its "
+        "own scale",
     )
     # Any: OmegaConf does not merge mappings of a dataclass with a union in it.
     reduce_range: Any = setting(
@@ -119,7 +119,7 @@ class BackendConfig:
         "128 (or 32768) for unsigned ones, and 0 if a ReLU ends the range at zero; null: the "
         "backend's choice",
     )
-    # Any: a text or a mapping.
+    # Any: a string or a mapping.
     weight_granularity: Any = setting(
         None,
         "granularity of the weight scales: one per tensor, per output channel, or "

@@ -47,7 +47,7 @@ def fold(model: ir.Model, folder: Path, *, exact: bool, threads: int) -> tuple[i
     """Returns the folded model, whose large weights may be stored in `folder`, and lines about what was removed.
 
     Args:
-        model: of any opset.
+        model: a model of any opset.
         folder: a temporary folder that exists as long as the model is used.
         exact: whether to leave out all passes that change rounding.
         threads: number of ONNX Runtime's threads.

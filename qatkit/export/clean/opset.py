@@ -26,7 +26,7 @@ def to_opset(path: Path, model: ir.Model, opset: int) -> tuple[ir.Model, list[st
 
     Args:
         path: the file, for messages.
-        model: of any opset.
+        model: a model of any opset.
         opset: the requested opset.
 
     Raises:

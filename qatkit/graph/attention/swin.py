@@ -29,7 +29,7 @@ class Windows:
     """The partition of a map [N, *size, C] into windows.
 
     Attributes:
-        size: of the map: rows and columns, or frames, rows and columns.
+        size: the size of the feature map: rows and columns, or frames, rows and columns.
         window, shift: along the same axes; a shift is 0 where a window covers the whole map.
     """
 
@@ -91,13 +91,13 @@ class Windows:
 
 
 class WindowAttention(nn.Module):
-    """`shifted_window_attention` (Swin), 2-D or 3-D, for one size of map; equal to it to 1e-5.
+    """`shifted_window_attention` (Swin), 2-D or 3-D, for one feature map size; its outputs agree to 1e-5.
 
     Args:
-        qkv, proj: its two Linears.
-        heads: attention heads.
-        windows: the cut.
-        attention_dropout, dropout: rates.
+        qkv, proj: the Linears for query, key and value and for the output.
+        heads: the number of attention heads.
+        windows: the windows that the feature map is cut into.
+        attention_dropout, dropout: dropout rates of the attention weights and of the output.
     """
 
     regions: Tensor

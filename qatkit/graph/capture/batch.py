@@ -31,7 +31,7 @@ def merge(
     """Makes the graph of `one` right for any batch size; returns whether it accepts only multiples of `factor`.
 
     Args:
-        sizes: of the batch in the two runs, divided by `factor`.
+        sizes: the batch sizes of the two runs, divided by `factor`.
         axis: which input has the batch, and along which of its axes.
         factor: the size is a multiple of it.
 

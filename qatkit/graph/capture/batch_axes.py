@@ -31,7 +31,7 @@ def independent_axes(
 
     Args:
         model: whose layers are looked at.
-        tensors: of the example.
+        tensors: the tensors of the example.
         run: returns the outputs of the model, in inference mode.
     """
     usual = batch_axes(tensors)

@@ -24,7 +24,7 @@ def open_complex(graph_module: fx.GraphModule) -> None:
     """Rewrites, in place, the nodes that compute with complex numbers.
 
     Args:
-        graph_module: as recorded; the meta of its nodes says which of them are complex, and of which shape.
+        graph_module: the graph as recorded; the meta of its nodes says which of them are complex, and of which shape.
     """
     writer = PairWriter(graph_module.graph)
     for node in list(graph_module.graph.nodes):

@@ -33,8 +33,8 @@ def with_numbers(
     """Returns the arguments of a call, with numbers for sizes that are tensors.
 
     Args:
-        name: of the function.
-        args, kwargs: of the call.
+        name: the name of the function.
+        args, kwargs: the arguments of the call.
         known: whether the values of a tensor are the same in every run.
     """
 

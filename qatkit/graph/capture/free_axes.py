@@ -41,9 +41,9 @@ class FreeAxis:
     """An axis of one or more inputs for which a graph accepts any size.
 
     Attributes:
-        name: of its size, in the file.
+        name: the name of its size, in the file.
         places: inputs and their axes that have this size together.
-        size: in the example.
+        size: the size in the example.
         others: sizes that the model was run with, in addition to the example's.
         step: the size is a multiple of it.
         asked: whether it was asked for by its name.
@@ -65,7 +65,7 @@ class FreeAxes:
 
     Args:
         wanted: "auto", or names of axes by input, which have to be free.
-        runs: of the model.
+        runs: the runs of the model.
         opened: paths of attention modules that are no leaves.
         batches: sizes of the batch in two runs; none for a model that accepts only the example's.
         batch_axes: one per input.

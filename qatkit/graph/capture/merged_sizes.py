@@ -28,7 +28,7 @@ class Shapes:
 
     Args:
         one: the run whose graph computes them.
-        others: with inputs of other sizes.
+        others: recordings with inputs of other sizes.
     """
 
     def __init__(self, one: fx.Graph, others: Sequence[fx.Graph]) -> None:

@@ -45,9 +45,9 @@ def notes_of_state(graph_module: fx.GraphModule, one: Recording, kept: set[str])
     `kept` are the buffers that a call in training mode changes.
     """
     read = {str(node.target) for node in graph_module.graph.nodes if node.op == "get_attr"}
-    reason = "changes with every call of the model; the graph always starts from its present value"
+    reason = "changes with every call of the model; the graph always starts from its current value"
     found = [(name, reason) for name in sorted(read & one.changed)]
-    reason = "changes in training, which the graph leaves out; fine-tuning keeps its present value"
+    reason = "changes in training, which the graph leaves out; fine-tuning keeps its current value"
     return found + [(name, reason) for name in sorted(read & kept - one.changed)]
 
 
@@ -60,5 +60,5 @@ def notes_of_opaque(graph_module: fx.GraphModule) -> list[tuple[str, str]]:
 
 
 def code_at(place: tuple[str, int]) -> str:
-    """Returns the line of code at a place, a file and a number."""
+    """Returns the source line at a place, which is a file and a line number."""
     return linecache.getline(*place).strip() or "a line"

@@ -58,7 +58,7 @@ class Recorder(TorchFunctionMode):
 
     Attributes:
         graph: the recorded graph.
-        constants: by name, tensors that came from outside of torch's calls (NumPy, attributes of modules).
+        constants: tensors that came from outside of torch's calls (NumPy, attributes of modules), by name.
         random: nodes that draw random numbers.
         read_values: whether Python continued with values of a tensor.
     """
@@ -321,7 +321,7 @@ class Recorder(TorchFunctionMode):
         return traced(name, args, kwargs, self.aliases.node_of, result)
 
     def _set(self, func: Any, name: str, tensor: Tensor, value: Any) -> None:
-        """Records `x.data = y`; `x.data *= y` ends with such an assignment of the present value."""
+        """Records `x.data = y`; `x.data *= y` ends with such an assignment of the current value."""
         if name == "data":
             node = self.node_of(value)
             if not shares_memory(tensor, value):

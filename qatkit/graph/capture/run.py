@@ -28,7 +28,7 @@ class Recording:
     """The result of one run.
 
     Attributes:
-        graph: of all calls, with its outputs.
+        graph: the graph of all calls, with its outputs.
         constants: tensors that came from outside, by name.
         random: nodes that draw random numbers.
         outputs: names of the outputs.
@@ -69,7 +69,7 @@ def record(
 
     Args:
         opened: paths of attention modules that are no leaves.
-        trace_sizes: as of `Recorder`.
+        trace_sizes: as in `Recorder`.
 
     Raises:
         UntraceableError: a line that depends on values.

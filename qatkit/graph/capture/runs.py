@@ -50,8 +50,8 @@ class ForAnyBatch(NamedTuple):
     Attributes:
         one: the recording.
         opened: paths of attention modules that are no leaves.
-        sizes: of the batch in the two runs; none for a model that accepts only the example's.
-        axes: of the batch, one per input.
+        sizes: the batch sizes of the two runs; none for a model that accepts only the example's.
+        axes: the batch axes, one per input.
     """
 
     one: Recording
@@ -66,7 +66,7 @@ class Runs:
     Args:
         model: a copy, which runs may change.
         example: a call of the model.
-        names: of the inputs.
+        names: the names of the inputs.
         tensors: the example's.
         blocks: paths of modules that are recorded as they train (`qatkit.graph.capture.training_paths`).
     """

@@ -19,7 +19,7 @@ _POOL = re.compile("(avg|max)_pool([123])d")
 
 
 def for_any_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
-    """Returns a function that computes the same for any size; None for another function, and for plain numbers."""
+    """Returns a function that computes the same as `func` for any size; None if there is none or sizes are fixed."""
     if func is torch.linspace:
         steps = kwargs.get("steps", args[2] if len(args) > 2 else None)
         ends = [args[i] if len(args) > i else kwargs.get(name) for i, name in enumerate(("start", "end"))]

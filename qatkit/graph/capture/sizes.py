@@ -22,8 +22,8 @@ def drawn_output(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     """Returns a tensor of the shape and type of `module`'s output; None if it has to be run (also to reject the call).
 
     Args:
-        module: of torch.nn's own type, its weight unchanged.
-        args, kwargs: of the call.
+        module: a module of torch.nn's own type, with its weight unchanged.
+        args, kwargs: the arguments of the call.
     """
     if kwargs or len(args) != 1 or not isinstance(args[0], Tensor):
         return None

@@ -23,7 +23,7 @@ class TracedSize(int):
     """A whole number that is computed from sizes of tensors.
 
     Attributes:
-        expression: of the tensors' sizes.
+        expression: an expression of the tensors' sizes.
     """
 
     expression: Expression
@@ -122,8 +122,8 @@ def traced(
     """Returns the result of `tensor.shape`, `.size()`, `.size(axis)` or `.numel()`, with each size traced.
 
     Args:
-        name: of the call.
-        args, kwargs: of the call; the tensor comes first.
+        name: the name of the call.
+        args, kwargs: the arguments of the call; the tensor comes first.
         node: returns the node of a tensor.
     """
     tensor = args[0]

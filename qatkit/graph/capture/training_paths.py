@@ -44,8 +44,8 @@ class TrainingPaths:
     """The findings of a run in training mode.
 
     Attributes:
-        around: by parameter that only training mode reaches, the innermost module that inference mode calls too.
-        differences: by such a module, the relative difference between the outputs of its two paths.
+        around: the innermost module that inference mode calls too, by parameter that only training mode reaches.
+        differences: the relative difference between the outputs of the two paths of such a module.
         blocks: paths of the modules whose graph is to be recorded in training mode.
     """
 
@@ -113,7 +113,7 @@ def notes_of_paths(model: nn.Module, paths: TrainingPaths, missing: Collection[s
     in another where evaluation computes something else than training does.
 
     Args:
-        missing: from the graph as it was recorded in the end.
+        missing: parameters that are missing from the graph as it was recorded in the end.
     """
     apart = [name for name in paths.around if name in missing]
     gaps = {name: paths.differences[paths.around[name]] for name in apart}

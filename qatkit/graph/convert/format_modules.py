@@ -51,7 +51,7 @@ class HeldWeight:
     """The parts of a rounded weight, for a file that packs it.
 
     Attributes:
-        dtype: of `FORMATS`.
+        dtype: a name in `FORMATS`.
         axis: along which its blocks lie; 0 without blocks.
         values: float32, the weight.
         scale: the factor of its elements, in the shape of its granularity.

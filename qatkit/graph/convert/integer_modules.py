@@ -183,16 +183,16 @@ class Quantized(nn.Module):
     shape, and where it is not the scale of the sums bias_multiplier, int32, by which it is larger.
 
     Args:
-        input_scale: of the FakeQuantize before it, [].
-        output_scale: of the FakeQuantize after it, []; None when the output stays float.
+        input_scale: the scale of the FakeQuantize before it, [].
+        output_scale: the scale of the FakeQuantize after it, []; None when the output stays float.
         float_bias: the file holds the bias as float (whole steps of bias_scale all the same).
         input_steps: the largest integer of the input, counted from its zero point.
 
     Attributes:
         repaired: channels whose scale was raised so that the bias fits int32.
-        spec: of the weight.
-        lost: what that moves their results by, at most, as a share of the bias.
-        dtype: of the weight's integers, a name in `qatkit.quant.spec.DTYPES`; its buffer holds them in bytes.
+        spec: the spec of the weight.
+        lost: the largest change of their results by that, as a share of the bias.
+        dtype: the type of the weight's integers, a name in `qatkit.quant.spec.DTYPES`; its buffer holds them in bytes.
     """
 
     weight: Tensor

@@ -38,7 +38,7 @@ def recurrent(
             zero points of that shape if there are any, the same of the hidden state; gates in ONNX's order.
         bias: [directions, 2 · gates · size], of the inputs and of the hidden state.
         hidden, cell: initial states [directions, batch, size]; None: zeros.
-        mode: as `nn.RNNBase.mode`.
+        mode: as in `nn.RNNBase.mode`.
 
     Returns:
         [steps, batch, directions · size], the last hidden state, and that of the cell (the hidden state again except

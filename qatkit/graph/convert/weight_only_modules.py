@@ -66,10 +66,10 @@ class _Packed(nn.Module):
         repeats: whether scales per tensor or channel are repeated for blocks that MatMulNBits takes.
 
     Attributes:
-        dtype: of the integers, a name in `qatkit.quant.spec.DTYPES`.
-        bits: that one takes in the file.
-        shape: of the weight.
-        inputs: of an output channel.
+        dtype: the type of the integers, a name in `qatkit.quant.spec.DTYPES`.
+        bits: the bits that one takes in the file.
+        shape: the shape of the weight.
+        inputs: the number of inputs of an output channel.
     """
 
     weight: Tensor

@@ -32,8 +32,8 @@ class ShiftBounds:
     """Moves the scales around sums and products until their shifts are within bounds, in at most `_ROUNDS` rounds.
 
     Args:
-        graph_module: with a backend that has bounds.
-        position: of the quantizers by id.
+        graph_module: a graph whose backend has bounds.
+        position: the position of each quantizer, by its id.
     """
 
     def __init__(

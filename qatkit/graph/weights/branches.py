@@ -54,7 +54,7 @@ class Region:
 
     Attributes:
         x: the node that they read.
-        nodes: in their order; the last one is the output.
+        nodes: the nodes, in their order; the last one is the output.
     """
 
     x: fx.Node

@@ -28,7 +28,7 @@ class Contraction:
 
     Attributes:
         x, weight, result: the letters of each; no letter twice in one of them.
-        sizes: of the letters of x and weight; the batch has the example's size.
+        sizes: the size of each letter of x and weight; the batch has the example's size.
     """
 
     x: str
@@ -56,7 +56,7 @@ def parse(equation: str, ranks: Sequence[int | None]) -> tuple[str, str, str] | 
     such form.
 
     Args:
-        ranks: of the operands, for an ellipsis; None where not known.
+        ranks: the ranks of the operands, for an ellipsis; None where not known.
     """
     text = equation.replace(" ", "")
     if "->" not in text:

@@ -27,7 +27,7 @@ class Hook(nn.Module):
 
     Args:
         hook: reads some tensors of a module and sets an attribute of it.
-        name: of that attribute.
+        name: the name of that attribute.
         reads: names of the tensors, in the order of the program's arguments.
     """
 

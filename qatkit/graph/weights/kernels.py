@@ -48,7 +48,7 @@ class Kernel:
 
     Attributes:
         weight: [out, in / groups, *kernel]; None if the convolution is the identity.
-        shape: of the weight.
+        shape: the shape of the weight.
         bias: [out], or None.
         stride, before, after: per axis of the image; zeros padded at its beginning and at its end.
     """

@@ -68,7 +68,7 @@ def _drop_identities(graph_module: fx.GraphModule) -> None:
 
 
 def _drop_unread(graph_module: fx.GraphModule) -> None:
-    """Removes tensors that operators hold now from the modules that held them and that are not called."""
+    """Removes tensors that moved into operators from their former modules, unless these are still called."""
     called = {str(n.target) for n in graph_module.graph.nodes if n.op == "call_module"}
     read = {str(n.target) for n in graph_module.graph.nodes if n.op == "get_attr"}
     for path, module in graph_module.named_modules():

@@ -32,8 +32,8 @@ def by_phases(weight: Tensor, stride: Sequence[int], taps: Sequence[int], groups
     """Returns the weight of the convolution that computes all phases.
 
     Args:
-        weight: of the transposed convolution, [in, out / groups, kernel...].
-        taps: of each phase, along each axis; beyond the kernel they are zero.
+        weight: the weight of the transposed convolution, [in, out / groups, kernel...].
+        taps: the number of taps of each phase, along each axis; those beyond the kernel are zero.
     """
     rank = len(stride)
     missing = [(0, t * s - k) for t, s, k in zip(taps, stride, weight.shape[2:], strict=True)]

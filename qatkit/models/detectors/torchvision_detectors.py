@@ -118,7 +118,7 @@ def counts_background(name: str) -> bool:
 def check_ratios(model: nn.Module, ratios: Sequence[float]) -> None:
     """Raises a `ConfigError` unless the model is an SSD and the ratios are sides of its anchors."""
     if not isinstance(model, SSD):
-        raise ConfigError("model.kwargs", {"anchor_ratios": list(ratios)}, "an SSD for anchor_ratios")
+        raise ConfigError("model.kwargs", {"anchor_ratios": list(ratios)}, "anchor_ratios only for an SSD")
     if len(ratios) != 2 or not 0 < ratios[0] < ratios[1] <= 1:
         allowed = "[SMALLEST, LARGEST], the sides of anchors as ascending shares of the input's side, up to 1"
         raise ConfigError("model.kwargs", {"anchor_ratios": list(ratios)}, allowed)

@@ -33,7 +33,7 @@ class YoloxLoss:
         """Returns the loss of a batch.
 
         Args:
-            logits: of the classes, [N, boxes, classes].
+            logits: the logits of the classes, [N, boxes, classes].
             objectness: logits, [N, boxes, 1].
             boxes: corners, [N, boxes, 4].
             targets: [N, n, 6] (`qatkit.data.box_targets`).

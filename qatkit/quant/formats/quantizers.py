@@ -85,7 +85,7 @@ class FormatWeightFakeQuantize(WeightFakeQuantize):
     """Fake quantization of a weight to a number format; there are no integers and no zero points.
 
     Attributes:
-        rounding: added by an algorithm to the weight before it is rounded to the nearest, in the weight's
+        rounding: added by an algorithm to the weight before it is rounded to nearest, in the weight's
             shape; it stays while the weight is trained. None: nothing is added.
     """
 

@@ -42,7 +42,7 @@ class Oscillation(nn.Module):
 
     Attributes:
         seen: rank 0, true once there are integers of an earlier step.
-        whole: of type `kind`, the integers of the last step; for frozen weights, the frozen integers.
+        whole: the integers of the last step, of type `kind`; for frozen weights, the frozen integers.
         direction: int8, the direction of the last move: -1, 0 or 1.
         frequency, average: float32, moving averages of oscillation and of the integers.
         frozen: bool.

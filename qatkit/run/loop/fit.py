@@ -41,10 +41,10 @@ class Stage:
     """The settings of one training stage.
 
     Attributes:
-        title: of the progress bar.
+        title: the title of the progress bar.
         epochs, max_steps: the length; the shorter of the two applies.
         judging: judges its epochs.
-        logger: of a tracking server, where there is one.
+        logger: the logger of a tracking server, where there is one.
         finish: called after the last step: turns the last weights into those that ship.
     """
 

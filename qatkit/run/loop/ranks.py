@@ -230,11 +230,11 @@ def start_together(
     """Makes several processes start from one checkpoint: rank 0 writes that of step 0 if needed, the others wait.
 
     Args:
-        module: before the first step.
+        module: the module before the first step.
         data: its images.
-        checkpoint: of the stage.
-        steps: of the whole training, which its first learning rate depends on.
-        writer: of checkpoints.
+        checkpoint: the checkpoint of the stage.
+        steps: the steps of the whole training, which its first learning rate depends on.
+        writer: the writer of checkpoints.
     """
     if not main_process():
         wait_for_first(checkpoint)

@@ -97,7 +97,7 @@ class Validating(Judging):
 
     Args:
         data: gives the validation images, which are not trained on.
-        title: of the bar; None shows none.
+        title: the title of the bar; None shows none.
     """
 
     def __init__(

@@ -143,7 +143,7 @@ class MisfitError(ValueError):
 
 
 def parsed(asked: str, known: Mapping[str, type[Request]]) -> Request | None:
-    """Returns the decision that a text requests; None if it is neither a word nor a call.
+    """Returns the decision that a string requests; None if it is neither a word nor a call.
 
     Raises:
         ConfigError: a word or an argument is unknown, or its value is not allowed.
@@ -189,4 +189,4 @@ def _value(asked: str, name: str, text: str, kind: type) -> Any:
     with contextlib.suppress(ValueError, OverflowError):
         if math.isfinite(number := kind(text)):
             return number
-    raise ConfigError(KEY, asked, f"{'a whole number' if kind is int else 'a number'} for {name}")
+    raise ConfigError(KEY, asked, f"{'an integer' if kind is int else 'a number'} for {name}")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Pattern(Limit):
-    """A limit that requires a text of a form.
+    """A limit that requires a string of a given form.
 
     Args:
         form: a regular expression.

@@ -120,7 +120,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Speeds:
-    """What a check needs to estimate its time before there is a finished file.
+    """The data from which a check estimates its time before there is a finished file.
 
     Attributes:
         of: returns the measured seconds per sample: of a file ("float", "int8", "unoptimized" for the int8 one

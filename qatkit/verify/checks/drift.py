@@ -59,7 +59,7 @@ def heading(found: Mapping[str, Any], label: str) -> str:
 
 
 def columns(found: Mapping[str, Any], task: TaskNames) -> tuple[str, ...]:
-    """Returns the column heads of the table of horizons."""
+    """Returns the column headings of the table of horizons."""
     outputs = found["horizons"][-1]["outputs"]
     return ("first steps", f"same {task.decision} %", *(f"{one['name']} dB" for one in outputs))
 

@@ -29,7 +29,7 @@ def dynamic_line(results: Results) -> str:
 
 
 def _speed(results: Results) -> float | None:
-    """Returns the speed as a multiple of that of the judged file."""
+    """Returns the speed of the dynamically quantized file relative to the int8 file."""
     mine, other = results.latency.get("int8"), results.latency.get(DYNAMIC)
     return None if mine is None or other is None else other.ratio / mine.ratio
 

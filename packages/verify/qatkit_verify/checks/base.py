@@ -92,7 +92,7 @@ class CheckInputs:
         return fixed_batch(open_session(self.int8, threads=1, options=self.options))
 
     def outputs(self, execute: Execute) -> list[Array]:
-        """Returns the outputs for the golden inputs of a function that runs the file."""
+        """Returns the outputs for the golden inputs; `execute` runs the file."""
         from qatkit_verify.session import in_its_batches
 
         if self.golden.runs:

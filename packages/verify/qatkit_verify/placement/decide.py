@@ -1,4 +1,4 @@
-"""Decides which of the files that were timed in turns is chosen."""
+"""Decides which of the files that were timed in alternation is chosen."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def chosen(timed: Timed, threads: int) -> str:
     another that does not need it: a smaller lead proves nothing.
 
     Args:
-        timed: at least two files, FLOAT and TABLE.
+        timed: timings of at least two files, FLOAT and TABLE.
         threads: threads of a run.
     """
     return fastest(timed.ms, 1 if timed.quiet else threads)

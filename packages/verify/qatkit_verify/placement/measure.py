@@ -1,6 +1,6 @@
 """qatkit-measure FOLDER: times the files that `export.py placement=variants` wrote, on the machine that will run them.
 
-    FOLDER/variants.json and FOLDER/*.onnx ── in turns ──> one table, and placement.json, which training takes
+    FOLDER/variants.json and FOLDER/*.onnx ── in alternation ──> one table, and placement.json, which training takes
 
 Only numpy and onnxruntime are needed. The exit status is 0, or 2 for a folder that cannot be used.
 """

@@ -56,7 +56,7 @@ def timed_quietly(
     sessions: int,
     options: Mapping[str, str] | None = None,
 ) -> Timed:
-    """Times files in turns until the requested number of sessions was quiet, at most twice as many sessions.
+    """Times files in alternation until the requested number of sessions was quiet, at most twice as many sessions.
 
     Args:
         files, input_shape, batch, threads, runs, sessions, options: see `latency.quickest`.

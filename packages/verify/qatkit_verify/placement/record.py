@@ -168,7 +168,7 @@ def read_placement(path: str | Path, key: str = "placement") -> Placed:
 
 
 def check_fits(placed: Placed, model: str, backend: str, shape: tuple[int, ...], path: Any) -> None:
-    """Rejects a placement of something else, by ConfigError that names what differs."""
+    """Rejects a placement of another model with a ConfigError that names what differs."""
     pairs = {"model.name": (placed.model, model), "backend": (placed.backend, backend),
              "input": (placed.input_shape, shape)}  # fmt: skip
     differ = [
@@ -183,7 +183,7 @@ def check_fits(placed: Placed, model: str, backend: str, shape: tuple[int, ...],
 
 
 def check_graph(placed: Placed, digest: str, known: Iterable[str], path: Any) -> None:
-    """Rejects a placement of another graph, by ConfigError that names a missing operator."""
+    """Rejects a placement of another graph with a ConfigError that names a missing operator."""
     if placed.graph == digest:
         return
     sites = list(known)

@@ -65,5 +65,5 @@ class Sites:
         """
         floats, opened = read_float_sites(stored["float"]), read_float_sites(stored["int8"])
         if not isinstance(for_amx := stored.get("amx", False), bool):
-            raise ValueError("amx is true or false")
+            raise ValueError("amx must be true or false")
         return cls(frozenset(floats), frozenset(opened), for_amx)
