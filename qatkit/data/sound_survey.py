@@ -95,8 +95,10 @@ class SoundSurvey:
                 )
         except ImportError as error:
             name = printable(os.path.relpath(path, self.root))
-            told = f"{name} is a FLAC file and needs the extra audio: {install_extra('audio')} ({one_line(error)})"
-            raise ConfigError("data.root", self.root, reason=told) from error
+            needed = (
+                f"{name} is a FLAC file and needs the extra audio; install it with {install_extra('audio')}"
+            )
+            raise ConfigError("data.root", self.root, reason=f"{needed} ({one_line(error)})") from error
         except Exception as error:  # damaged bytes may raise anything in decoders
             strerror = error.strerror if isinstance(error, OSError) else None
             self.unusable[path] = strerror.lower() if strerror else one_line(error)

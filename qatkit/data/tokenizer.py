@@ -60,7 +60,9 @@ def _read(place: str) -> Tokenizer:
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
-        reason = f"text needs the extra transformers: {install_extra('transformers')} ({error})"
+        reason = (
+            f"text needs the extra transformers; install it with {install_extra('transformers')} ({error})"
+        )
         raise ConfigError(KEY, place, reason=reason) from error
     file = Path(place, "tokenizer.json") if Path(place).is_dir() else Path(place)
     try:

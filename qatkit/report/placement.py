@@ -10,8 +10,8 @@ from html import escape
 from qatkit.records.results import Results
 from qatkit.report.html import section, table
 from qatkit.report.precision import named
+from qatkit_verify.errors import counted
 from qatkit_verify.placement.record import FLOAT, TABLE, Placed
-from qatkit_verify.table import counted
 
 COLUMNS = (
     "file",

@@ -54,8 +54,8 @@ def printable(value: object, longest: int = _LONGEST) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """Returns a number with its noun: "1 image", "2 images"."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+    """Returns a number with its noun: "1 image", "2,000 images"."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def near_matches(word: str, words: Iterable[str], n: int = 5) -> str:

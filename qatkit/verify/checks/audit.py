@@ -10,7 +10,7 @@ from qatkit.quant.spec import NARROW_BIAS, SIXTEEN_BITS
 from qatkit.records.results import Audit, Results
 from qatkit.verify.checks.base import Check, Shortfall, Subject, capped
 from qatkit.verify.checks.requested import RequestedSettings
-from qatkit_verify.table import counted
+from qatkit_verify.errors import counted
 
 if TYPE_CHECKING:
     from qatkit.config.schema import VerifyConfig

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from qatkit.records.results import Results
 from qatkit.verify.checks.base import Check, Shortfall, Speeds, Subject
 from qatkit.verify.checks.requested import RequestedSettings, either
+from qatkit_verify.errors import counted
 from qatkit_verify.records import Latency
-from qatkit_verify.table import counted
 
 if TYPE_CHECKING:
     from qatkit.config.schema import VerifyConfig

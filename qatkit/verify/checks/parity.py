@@ -11,9 +11,8 @@ from qatkit.verify.checks.base import Check, Shortfall, Speeds, Subject
 from qatkit.verify.checks.exact import exact, is_rounded
 from qatkit.verify.checks.requested import RequestedSettings
 from qatkit_verify.classification import NAMES
-from qatkit_verify.errors import ConfigError
+from qatkit_verify.errors import ConfigError, counted
 from qatkit_verify.records import Comparison, TaskNames
-from qatkit_verify.table import counted
 
 if TYPE_CHECKING:
     from qatkit.config.schema import VerifyConfig

@@ -16,9 +16,9 @@ from qatkit.records.scores import with_key
 from qatkit.verify.checks.base import Check, Shortfall, Subject, capped
 from qatkit.verify.checks.requested import RequestedSettings
 from qatkit_verify.classification import NAMES
+from qatkit_verify.errors import counted
 from qatkit_verify.proofs import never_on_arm, never_on_x86
 from qatkit_verify.records import Metric, TaskNames
-from qatkit_verify.table import counted
 
 if TYPE_CHECKING:
     from qatkit.config.schema import VerifyConfig

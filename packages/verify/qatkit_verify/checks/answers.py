@@ -15,10 +15,10 @@ from qatkit_verify.bundle.manifest import ARRAYS_FILE, PREPROCESS_FILE
 from qatkit_verify.bundle.ports import Port
 from qatkit_verify.checks.base import OK, OPEN, SHORT, CheckInputs, Found
 from qatkit_verify.classification import names_of
+from qatkit_verify.errors import counted
 from qatkit_verify.feeds import Array
 from qatkit_verify.runtimes.base import REFERENCE, load_runtimes
 from qatkit_verify.session import open_session
-from qatkit_verify.table import counted
 from qatkit_verify.untrusted import read_json
 
 

@@ -6,12 +6,12 @@ from typing import Any
 
 from qatkit_verify.bundle.manifest import FLOAT_FILE
 from qatkit_verify.checks.base import OK, OPEN, SHORT, CheckInputs, Found
+from qatkit_verify.errors import counted
 from qatkit_verify.int8_operators import Int8Operator, int8_operators
 from qatkit_verify.kernels import CONVS, MATMULS, executed
 from qatkit_verify.latency import latency
 from qatkit_verify.proofs import never_on_arm, never_on_x86
 from qatkit_verify.saturation import saturates_here
-from qatkit_verify.table import counted
 
 _LESS = 0.01  # of the multiply-accumulates: maximum decrease of the int8 share here
 _NAMED = 1  # operators that can saturate and are named; the figures have all
