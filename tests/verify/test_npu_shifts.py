@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
 import pytest
-from clean_nets import save
-from numpy.typing import NDArray
+from clean_nets import Arrays, save
 
 from qatkit.verify.graph_view import read_model
 from qatkit.verify.npu_pairs import broken_pairs
@@ -29,7 +27,7 @@ def test_a_transposed_weight_has_its_shift(
     dtype: type[np.generic], position: int, lines: int, tmp_path: Path
 ) -> None:
     step, zero = np.array(2.0**-4, np.float32), np.array(0, np.int8)
-    weights: dict[str, NDArray[Any]] = {
+    weights: Arrays = {
         "s": step, "z": zero, "t": np.array(2.0**-position, np.float32), "n": np.array(0, dtype),
         "w": np.ones((3, 4), dtype), "b": np.ones(3, dtype),
     }  # fmt: skip
