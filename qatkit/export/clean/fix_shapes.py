@@ -1,4 +1,4 @@
-"""Fixes the sizes of open axes of a file's inputs, by the name of the size or by the number of the axis."""
+"""Fixes sizes of open axes in a file's inputs, which are chosen by the name of a size or the number of an axis."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def batch_norm_of_concat(model: ir.Model, graph: ir.Graph, node: ir.Node) -> boo
 
 
 def gelu(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
-    """Joins 0.5 · x · (1 + erf(x / √2)), and the tanh form of it."""
+    """Joins 0.5 · x · (1 + erf(x / √2)), or its approximation by tanh, into a Gelu."""
     x, form = gelu_input(node), "none"
     if x is None:
         x, form = _tanh_gelu(node), "tanh"
