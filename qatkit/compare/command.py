@@ -1,4 +1,4 @@
-"""The command `compare.py FOLDER`: prints a table of the runs below a folder, and writes a page with them.
+"""Compares the runs below a folder: prints a table of them, and writes a page.
 
 The exit status is 0, or 2 if the folder cannot be used.
 """

@@ -77,7 +77,7 @@ def _written_out(program: fx.GraphModule, translated: Container[Any]) -> bool:
     """Applies the rules, and returns whether the exporter can translate every remaining operator.
 
     Args:
-        program: changed in place.
+        program: the graph of the program, changed in place.
         translated: the operators that the exporter can translate.
     """
     for node in list(

@@ -156,8 +156,9 @@ class _Packer:
         return self._made("Mul", [of_block, self._constant(tensor, "tensor_scale")])
 
     def _dequantized(self, codes: Array, scale: Array, held: HeldWeight, axis: int) -> ir.Value:
-        """Returns the output of a DequantizeLinear and a barrier; without the barrier, ONNX Runtime would look for integer
-        kernels.
+        """Returns the weight from a DequantizeLinear that is followed by a barrier.
+
+        Without the barrier, ONNX Runtime would look for integer kernels.
         """
         element = held.form.element
         integers = codes.view(_TYPES[element])

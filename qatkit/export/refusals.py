@@ -27,7 +27,7 @@ def refuse_modules(module: nn.Module) -> None:
     """Refuses modules that torch's exporter would write wrongly, or for which ONNX Runtime has no kernels.
 
     Raises:
-        ConfigError: there is such a module; the message names it.
+        ConfigError: `module` contains such a module; the message names it.
     """
     for path, child in module.named_modules():
         if is_opaque(child):

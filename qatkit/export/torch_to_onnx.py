@@ -266,8 +266,8 @@ def _torch_export(
         # At least two samples, because the exporter treats a batch of one as a constant.
         tensors = resized(tensors, max(2 * multiple, batch_size(tensors, axes)), axes)
     for one in free:
-        # The largest captured size: strides may reduce the example's size to 1, which the exporter treats as a constant,
-        # like a batch of one.
+        # The largest captured size, since strides may reduce the example's size to 1. The exporter treats a size of 1
+        # as a constant.
         tensors = with_sizes(tensors, dict.fromkeys(one.places, max(2, one.size, *one.others)))
         for i, axis in one.places:
             shapes[i][axis] = one.name
@@ -318,7 +318,7 @@ def _optimize(model: ir.Model, *, merge: bool) -> None:
         apply_default_rules(model)
         _register_constants(model.graph)
     for node in model.graph:
-        if node.op_type == "Split" and not node.metadata_props:  # the constant folder made it from a SplitToSequence
+        if node.op_type == "Split" and not node.metadata_props:  # made from a SplitToSequence
             node.metadata_props.update(sequences.get(str(node.outputs[0].name).rpartition("_split_")[0], {}))
     common.RemoveUnusedNodesPass()(model)
     common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
@@ -334,8 +334,8 @@ def _optimize(model: ir.Model, *, merge: bool) -> None:
 def _register_constants(graph: ir.Graph) -> None:
     """Registers constants that belong to no graph.
 
-    Rules that join a Min and a Max to a Clip name the bounds after the input. If two Clips read the same tensor, the
-    bounds of the second one are not registered.
+    Rules that join a Min and a Max to a Clip name the bounds after the input. If two Clips read the same tensor, their
+    bounds have the same names, and those of the second Clip are left without registration.
     """
     known = {id(value) for value in graph.initializers.values()}
     for node in graph:

@@ -20,7 +20,14 @@ def permutation(layout: str, rank: int) -> tuple[int, ...]:
 
 
 def change_layout(model: ir.Model, asked: Mapping[str, str]) -> list[str]:
-    """Transposes inputs and outputs.
+    """Gives inputs and outputs another layout.
+
+    Args:
+        model: the model, changed in place.
+        asked: the new layouts, by the names of inputs and outputs.
+
+    Returns:
+        A line for each changed input or output.
 
     Raises:
         ConfigError: a name is neither an input nor an output, a layout is unknown, or a tensor has fewer than 3 axes.
