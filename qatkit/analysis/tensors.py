@@ -39,7 +39,7 @@ _CAP = 99.0
 
 @dataclass
 class PairSums:
-    """Sums over all batches for a tensor (`exact`) and the same tensor computed in another way (`found`)."""
+    """Sums over all batches for the float values of a tensor (`exact`) and values compared with them (`found`)."""
 
     count: int = 0
     exact: float = 0.0  # sum of squares

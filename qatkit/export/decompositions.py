@@ -219,7 +219,7 @@ def _as_power(node: fx.Node) -> None:
     node.target, node.args = _aten.pow.Tensor_Scalar, (node.args[0], 2)
 
 
-# Reshape in ONNX; and checks, which the exporter removes.
+# Operators that stay: reshape, which becomes Reshape in ONNX, and checks, which the exporter removes.
 _LEFT = {
     _aten.reshape.default,
     _aten._assert_async.default,

@@ -1,4 +1,4 @@
-"""Finds, in a float run, the operators whose values float16 cannot hold. They compute in float32.
+"""Finds the operators whose values float16 cannot hold, from the ranges of a float run. They compute in float32.
 
 - Too large: operators that make or read a tensor or constant beyond 65504. For activations the limit is half of that,
   since other images may give larger values.

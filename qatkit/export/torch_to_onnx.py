@@ -211,7 +211,7 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def may_be_literals(module: nn.Module) -> dict[str, Tensor]:
-    """Returns, by name, the tensors that the exporter may write in another form.
+    """Returns the tensors that the exporter may write in another form, by name.
 
     These are the tensors of modules that are not ours, and the bounds to which a `QuantizeDequantize` clips. The other
     tensors of our modules keep their name in the file, or have the name of the quantizer after them.

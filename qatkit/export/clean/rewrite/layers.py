@@ -28,7 +28,7 @@ def batch_norm_to_conv(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
 
 
 def batch_norm_of_concat(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
-    """Folds a BatchNormalization after a Concat of convolutions into each of them."""
+    """Folds a BatchNormalization after a Concat of convolutions into these convolutions."""
     found = _affine(node)
     joined = operand(node, 0)
     concat = None if joined is None else joined.producer()

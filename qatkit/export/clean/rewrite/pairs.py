@@ -63,7 +63,7 @@ def weight_pairs(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
 
 
 def fold_relu(model: ir.Model, graph: ir.Graph, node: ir.Node) -> bool:
-    """Removes a Relu whose readers all quantize with the lowest integer as zero_point, which clips negatives too."""
+    """Removes a Relu if all its readers quantize with the lowest integer as zero_point, which also clips negatives."""
     result, source = node.outputs[0], operand(node, 0)
     if node.op_type != "Relu" or source is None or not result.uses() or result.is_graph_output():
         return False
