@@ -1,9 +1,9 @@
 """Rewrites a transposed convolution as a convolution, which has an 8-bit kernel, and operators that move values.
 
-With stride s, output q·s + r - padding is a sum over the taps r, r + s, r + 2s, ... of the kernel only. So each
-phase r has a convolution of its own with ceil(k / s) taps. All phases together are one convolution with s times the
-channels, whose output is interleaved (in ONNX: DepthToSpace) and cut to size. For k = s, the usual upsampling in a
-U-Net, that is a 1x1 convolution without a cut.
+With stride s, output q·s + r - padding is a sum over only the taps r, r + s, r + 2s, ... of the kernel. Each phase r
+is thus a convolution with ceil(k / s) taps. All phases together are one convolution with s times the channels, whose
+output is interleaved (in ONNX: DepthToSpace) and cut to size. For k = s, the usual upsampling in a U-Net, that is a 1x1
+convolution without a cut.
 
     weight [in, out / groups, k, ...]  →  [out · s · ..., in / groups, taps, ...], computed at each step
 """
@@ -33,7 +33,12 @@ def by_phases(weight: Tensor, stride: Sequence[int], taps: Sequence[int], groups
 
     Args:
         weight: the weight of the transposed convolution, [in, out / groups, kernel...].
-        taps: the number of taps of each phase, along each axis; those beyond the kernel are zero.
+        stride: the stride of the transposed convolution, per axis.
+        taps: number of taps of each phase, per axis; taps beyond the kernel are zero.
+        groups: the number of groups.
+
+    Returns:
+        [out · phases, in / groups, taps...]
     """
     rank = len(stride)
     missing = [(0, t * s - k) for t, s, k in zip(taps, stride, weight.shape[2:], strict=True)]
@@ -58,7 +63,7 @@ def from_phases(weight: Tensor, kernel: Sequence[int], stride: Sequence[int], gr
 
 
 def lower_transposed(builder: OperatorBuilder, node: fx.Node) -> str | None:
-    """Rewrites a call of nn.ConvTranspose or F.conv_transpose (None), or returns why it stays."""
+    """Rewrites a call of nn.ConvTranspose or F.conv_transpose and returns None, or returns why it can't."""
     given = _given(builder, node)
     shape, weight, bias = shape_of(given["input"]), given["weight"], given["bias"]
     value = builder.constants.tensor(weight)
@@ -127,7 +132,7 @@ def _cut(
     """Cuts each axis to the part that the transposed convolution outputs."""
     if list(sizes) == list(made) and not any(begin):
         return y
-    # Counted from the end, which is right for inputs of any size.
+    # Ends are counted from the back, which is correct for inputs of any size.
     rests = [m - b - size for b, size, m in zip(begin, sizes, made, strict=True)]
     parts = [slice(b, -rest if rest else None) for b, rest in zip(begin, rests, strict=True)]
     return _new(node, "cut", operator.getitem, y, (slice(None), slice(None), *parts))
