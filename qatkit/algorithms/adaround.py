@@ -2,9 +2,9 @@
 
     min over V of  |f_a(W x) - f_a(W'(V) x')|²_F + λ·Σ(1 - |2·h(V) - 1|^β)         (`qatkit.algorithms.blocks.learn`)
 
-Operators are rounded in graph order: x' comes from the earlier operators as they were rounded, x from the
+Operators are rounded in graph order: x' is the output of the earlier operators after rounding, x that of the
 float ones (asymmetric). f_a is the following activation, including a ReLU that a quantizer replaces. Scales
-and biases stay. `BlockReconstruction` does the same for several operators at once.
+and biases do not change. `BlockReconstruction` does the same for several operators at once.
 Source: Nagel et al., "Up or Down? Adaptive Rounding for Post-Training Quantization", 2020, equation 25.
 """
 
@@ -33,8 +33,8 @@ class AdaRound(LearnedRounding):
         """Learns the roundings; `changed` counts the operators that got one. Fake quantization is on afterwards.
 
         Args:
-            graph_module: calibrated.
-            inputs: batches, as for `calibrate`, read no further than needed.
+            graph_module: the calibrated graph.
+            inputs: batches as for `calibrate`; no more are read than needed.
         """
         from qatkit.algorithms.blocks.learn import Rounding
         from qatkit.algorithms.blocks.lesson import rounded

@@ -29,9 +29,9 @@ from qatkit.quant.qat_layers import QATOperator
 if TYPE_CHECKING:
     from qatkit.algorithms.awq import AWQ
 
-# The error of a strength has to be smaller by this share than without any.
+# A strength is used only if it makes the error smaller by at least this share.
 _BETTER = 0.02
-# A channel below this share of the largest counts as that large.
+# Channels smaller than this share of the largest one are treated as if they had this size.
 _LEAST = 1e-4
 
 
@@ -60,7 +60,7 @@ def scalable(graph_module: fx.GraphModule) -> tuple[list[ScalableOperator], list
 
 
 class _Search:
-    """The errors of the readers of each source by strength; the first is the one without factors."""
+    """A search for the strength of each source, by the errors of its readers; the first strength means no factors."""
 
     def __init__(self, steps: int, found: list[ScalableOperator]) -> None:
         self.strengths = [0.0, *((i + 1) / steps for i in range(steps))]
@@ -74,7 +74,7 @@ class _Search:
         self.sizes = {source: torch.zeros(len(source.followed.free), dtype=torch.float64) for source in found}
 
     def run(self, graph_module: fx.GraphModule, images: list[tuple[Tensor, ...]]) -> None:
-        """Adds the errors of all readers; moments come in rounds of one pass over the images each."""
+        """Adds the errors of all readers; moments are computed in rounds, each with one pass over the images."""
         for operator, moments in input_moments(graph_module, self.readers, images):
             for source, reader in self.readers[operator]:
                 sizes = self._sizes(operator, reader, moments, source)
@@ -84,7 +84,7 @@ class _Search:
                     self.errors[source][i] += _error(operator, moments, own)
 
     def best(self, source: ScalableOperator) -> Tensor | None:
-        """Returns the factors [channels], float64, with the least error; None where they gain nothing."""
+        """Returns the factors [channels], float64, with the least error; None if no factors help."""
         none, *others = self.errors[source]
         least = min(others)
         if not least < none * (1 - _BETTER):
@@ -116,7 +116,9 @@ def _error(operator: QATOperator, moments: list[Moments], own: Tensor) -> float:
     """Returns the squared error of an operator's outputs, as a share of their squares.
 
     Args:
-        own: factors [input channels], float64.
+        operator: the operator.
+        moments: moments of its inputs.
+        own: the factors of its inputs, [input channels], float64.
     """
     quantizer = operator.weight_fake_quant
     assert quantizer is not None

@@ -7,8 +7,8 @@
 They run in the order of their stages, and within a stage as listed. A new one takes two files: a subclass of
 `Algorithm`, and `conf/algorithm/NAME.yaml` with the entry above.
 
-`--help` and the check of a command line import the modules of algorithms. So these modules hold only
-settings, and import the computing code, with torch, when they are called.
+`--help` and the check of a command line import the modules of algorithms. These modules therefore hold only
+settings; they import the computing code, and torch, only when they are called.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ _ORDER = (FUSED, PREPARED, OBSERVED, CALIBRATED)
 
 
 class Algorithm(ABC):
-    """A change of a model's parameters that needs no labels. Subclasses are frozen dataclasses; fields are settings.
+    """A change to a model's parameters that needs no labels. Subclasses are frozen dataclasses; fields are settings.
 
     Attributes:
         stage: when it is called, and with what:
             "fused"        after fuse and stub, before prepare_qat, with an example: an image [1, C, H, W], or the
                            model's other inputs;
-            "prepared"     after prepare_qat, before calibration, with the same;
+            "prepared"     after prepare_qat, before calibration, with an example as well;
             "observed"     just before calibration, with batches of calibration images: it changes weights according
-                           to the activations, and keeps the function, so that their ranges are found afterwards;
-            "calibrated"   after calibration, with the same: ranges are available.
+                           to the activations and keeps the function; ranges are found afterwards;
+            "calibrated"   after calibration, with batches of calibration images: ranges are available.
             For a model with several inputs each batch is a tuple of tensors in the graph's order.
         images: the number of calibration images that it needs (observed, calibrated).
         weights_alone: whether it needs a weight-only backend (`backend=weight_only`).
         formats: whether it also supports weights and activations in number formats (`backend=simulated`).
-        expensive: whether it trains weights, so that it takes more than a few passes over the images; where
-            algorithms compete, such a one is tried only while the target is missed.
-        changes_weights: whether it writes into weights. False if it changes only biases and quantizers: then the
-            weights can stay in the float model's memory.
+        expensive: whether it trains weights and thus takes more than a few passes over the images. Where algorithms
+            compete, an expensive one is tried only while the target is missed.
+        changes_weights: whether it writes into weights. If it changes only biases and quantizers, the graph can share
+            the weights with the float model.
         rescales: whether it multiplies channels of weights and activations by factors, so that a scale or range that
             was given for the float model no longer fits.
     """
@@ -72,8 +72,8 @@ class Algorithm(ABC):
         """Changes the graph in place.
 
         Args:
-            graph_module: the graph at the stage.
-            inputs: an example, or batches of images, by the stage.
+            graph_module: the graph, at the algorithm's stage.
+            inputs: an example or batches of images, depending on the stage.
         """
 
     def notes(self, graph_module: fx.GraphModule) -> list[tuple[str, str]]:
@@ -81,8 +81,8 @@ class Algorithm(ABC):
         structure only.
 
         An algorithm that gets images is not called when a run is resumed, since its changes are in the
-        checkpoint, and its report has to say the same. The others report it by `PassResult.skipped`, since
-        they are called whenever a module is built.
+        checkpoint. The report must list the same operators nevertheless. The other algorithms are called whenever
+        a module is built, so they report these operators in `PassResult.skipped`.
         """
         return []
 
@@ -94,7 +94,7 @@ def algorithms_of(chosen: Mapping[str, Any]) -> dict[str, Algorithm]:
         chosen: `Config.algorithm`, whose structure `validate` has checked.
 
     Raises:
-        ConfigError: a target that is no algorithm, an unknown setting, or a value of another type or out of its limits.
+        ConfigError: a target is not an algorithm, a setting is unknown, or a value has another type or is out of range.
     """
     made = {name: _algorithm(f"algorithm.{name}", entry) for name, entry in chosen.items()}
     return dict(sorted(made.items(), key=lambda item: _ORDER.index(item[1].stage)))

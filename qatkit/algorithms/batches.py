@@ -13,7 +13,10 @@ Tensors = tuple[Tensor, ...]
 
 
 def first_images(graph_module: fx.GraphModule, batches: Iterable[Example], images: int) -> Iterator[Tensors]:
-    """Yields batches on the graph's device up to `images`; the last one is cut where the model takes any batch size."""
+    """Yields batches, on the graph's device, until there are `images` images.
+
+    The last batch is cut if the model takes any batch size.
+    """
     device = next(p.device for p in graph_module.parameters())
     left = images
     for batch in batches:
@@ -29,9 +32,9 @@ def first_images(graph_module: fx.GraphModule, batches: Iterable[Example], image
 
 
 def joined(graph_module: fx.GraphModule, batches: Iterable[Tensors]) -> Tensors:
-    """Joins all batches into one; inputs without a batch axis are those of the first.
+    """Joins all batches into one; inputs without a batch axis are taken from the first.
 
-    Of a model with a fixed batch size, only the first batch remains.
+    For a model with a fixed batch size, this is the first batch.
     """
     found = list(batches)
     axes = graph_axes(graph_module, found[0])

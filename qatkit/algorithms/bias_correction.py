@@ -1,19 +1,19 @@
 """Bias correction: rounding a weight shifts the mean of the operator's output; the bias compensates for the shift.
 
-    analytic     E[op(x, W')] - E[op(x, W)] = op(E[x], W' - W), since op is linear: one pass of the float model
-                 for E[x], an image of each operator's mean input, borders included
+    analytic     E[op(x, W')] - E[op(x, W)] = op(E[x], W' - W), since op is linear. One pass of the float model
+                 gives E[x], the mean input of each operator at every position, borders included
     empirical    the mean difference of each operator's output, quantized minus float. In graph order, every
                  operator is corrected before the next one runs, so that a shift from earlier operators
                  (rounded or clipped activations) is removed as well
 
-The empirical mean leaves out, channel by channel, the images with the largest differences: one image in 512
-that calibrated ranges clip may differ by as much as all others together, and would shift the bias for all of
-them (figures: docs/decisions/0015-small-measurements.md).
+The empirical mean leaves out, channel by channel, the images with the largest differences. If the ranges clip
+a single image in 512, its difference may be as large as those of all others together, and would shift the bias
+for all of them (figures: docs/decisions/0015-small-measurements.md).
 
-W' is the weight that will ship (`WeightFakeQuantize`); the corrected bias is rounded to int32 steps
-afterwards.
+W' is the weight as exported (`WeightFakeQuantize`); the corrected bias is rounded to int32 steps afterwards.
 Source: Nagel et al., "Data-free quantization through weight equalization and bias correction", 2019, section
-4.2 and appendix D. There E[x] comes from the BatchNorm before; here it is observed, so that none is needed.
+4.2 and appendix D. The paper takes E[x] from the preceding BatchNorm; here it is observed, so that no BatchNorm
+is needed.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class BiasCorrection(Algorithm):
         """Corrects the biases; `changed` counts the operators, and fake quantization is on afterwards.
 
         Args:
-            graph_module: prepared, with its ranges.
-            inputs: batches, as for `calibrate`, read no further than needed. A model with a fixed batch size gets whole
+            graph_module: the prepared graph, with ranges.
+            inputs: batches as for `calibrate`; no more are read than needed. A model with a fixed batch size gets whole
                 batches, and with "empirical" only the first.
         """
         from qatkit.algorithms.bias_errors import correct
@@ -69,7 +69,7 @@ class BiasCorrection(Algorithm):
         return correct(self, graph_module, inputs)
 
     def notes(self, graph_module: fx.GraphModule) -> list[tuple[str, str]]:
-        """Returns (site, reason) of the quantized operators whose bias stays."""
+        """Returns (site, reason) of the quantized operators whose bias is not corrected."""
         from qatkit.algorithms.bias_errors import targets
 
         return targets(graph_module)[1]

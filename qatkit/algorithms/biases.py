@@ -1,7 +1,8 @@
 """Changes of biases by corrections.
 
-The change belongs to the quantized operator: with quantization off it is left out, so that the prepared graph
-stays the float function. Each correction starts from the float bias: a later one replaces an earlier one.
+The change belongs to the quantized operator. With quantization off it is omitted, so that the prepared graph
+then computes the float function. Each correction starts from the float bias, so a later one replaces an
+earlier one.
 """
 
 from __future__ import annotations

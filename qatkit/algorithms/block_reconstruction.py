@@ -4,9 +4,9 @@
 
 y and y' are a block's outputs in float and quantized. Blocks follow from the graph's bottlenecks: a residual
 block or a layer of a transformer (`qatkit.algorithms.blocks.partition`). Errors between its operators count
-only as far as they reach the output. Biases may be learned with the roundings. Scales of activations are
-learned in an earlier walk of their own, after which all scales are aligned again, so that the roundings fit
-the scales that ship. F is 1, or the diagonal of the Fisher information (`qatkit.algorithms.blocks.fisher`),
+only as far as they reach the output. Biases may be learned together with the roundings. Scales of activations
+are learned first, in a separate walk. All scales are then aligned again, so that the roundings fit the exported
+scales. F is 1, or the diagonal of the Fisher information (`qatkit.algorithms.blocks.fisher`),
 which costs a backward pass through the rest of the model for every block and image.
 Sources: Li et al., "BRECQ: Pushing the Limit of Post-Training Quantization by Block Reconstruction", 2021,
 equation 10; Hubara et al., "Accurate Post Training Quantization With Small Calibration Sets" (AdaQuant),
@@ -46,8 +46,8 @@ class BlockReconstruction(LearnedRounding):
         """Learns the roundings; `changed` counts the operators that got one. Fake quantization is on afterwards.
 
         Args:
-            graph_module: calibrated.
-            inputs: batches, as for `calibrate`, read no further than needed.
+            graph_module: the calibrated graph.
+            inputs: batches as for `calibrate`; no more are read than needed.
         """
         from qatkit.algorithms.blocks.learn import Rounding
         from qatkit.algorithms.blocks.lesson import rounded

@@ -1,4 +1,4 @@
-"""Means of channels that `ShiftChannels` moves into the following biases: the candidates, their values, the move."""
+"""Finds the channels that `ShiftChannels` shifts, computes their means and moves these into the next biases."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from qatkit.quant.computed_weights import Computed
 
 @dataclass(frozen=True, eq=False)
 class ShiftableOperator:
-    """An operator to whose output channels constants can be added.
+    """An operator whose output channels can be shifted by constants.
 
     Attributes:
         bias: [channels], a parameter that nothing else reads.
@@ -114,6 +114,6 @@ class _Means(fx.Interpreter):
         return super().run_node(n)
 
     def means(self, source: ShiftableOperator) -> Tensor:
-        """Returns the means [channels], float64; 0 for channels that stay."""
+        """Returns the means [channels], float64; 0 for channels that are not shifted."""
         means = self._sums[source] / self._counts[source].clamp(min=1)
         return torch.where(source.followed.free, means, 0.0)

@@ -21,21 +21,20 @@ from qatkit.quant.granularity import along
 if TYPE_CHECKING:
     from qatkit.algorithms.equalize import Equalize
 
-# (first, second, whether a flatten is between them): an output channel is an input channel.
+# Pairs (first, second, whether a flatten is between them) in which output channels are the input channels.
 _SAME_AXIS = frozenset({("conv", "conv", False), ("linear", "linear", False), ("conv", "linear", True)})
 _FLATTENS = frozenset({"flatten", "reshape", "view"})
-# A channel whose range is this small a share of the largest is dead: if equalized, only its bias would
-# remain.
+# A channel with a range below this share of the largest is dead: after equalization only its bias would remain.
 _DEAD = 1e-5
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two operators with only homogeneous ones between them.
+    """A pair of operators with only homogeneous operators between them.
 
     Attributes:
-        repeat: inputs of `second` for each channel of `first`, more than 1 after a flatten.
-        clips: the ReLU6 between them.
+        repeat: number of inputs of `second` for each channel of `first`, more than 1 after a flatten.
+        clips: the ReLU6 between the two.
     """
 
     first: fx.Node
@@ -90,17 +89,17 @@ def magnitudes(operator: nn.Module) -> Tensor:
 
 
 def output_ranges(largest: Tensor) -> Tensor:
-    """Returns the largest value of each output, [outputs], of `magnitudes`."""
+    """Returns the largest weight of each output, [outputs], from the result of `magnitudes`."""
     return largest.amax(2).flatten()
 
 
 def input_ranges(largest: Tensor) -> Tensor:
-    """Returns the largest value of each input, [inputs], of `magnitudes`."""
+    """Returns the largest weight of each input, [inputs], from the result of `magnitudes`."""
     return largest.amax(1).flatten()
 
 
 def factor(first: Tensor, second: Tensor) -> Tensor:
-    """Returns the s [channels] that makes two ranges equal, first / s = second · s; 1 for a dead channel."""
+    """Returns s [channels], with which first / s = second · s; 1 for a dead channel."""
     alive = (first > _DEAD * first.max()) & (second > _DEAD * second.max())
     return torch.where(alive, (first / second.clamp(min=1e-300)).sqrt(), 1.0)
 
@@ -123,7 +122,7 @@ def _apply(pair: Pair, s: Tensor) -> None:
 
 
 def _pair(first: fx.Node, relu6: str, reads: Mapping[int, int]) -> Pair | str:
-    """Returns the pair that begins with `first`, or the reason for none ("" where there is nothing to report)."""
+    """Returns the pair that begins with `first`, or the reason why there is none ("": not reported)."""
     between = list[fx.Node]()
     node = first
     while True:

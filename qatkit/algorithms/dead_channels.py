@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor, fx
 
-# As a share of the operator's largest weight: below it the channel's contribution is lost in float32 itself.
+# Weights below this share of the operator's largest weight contribute less than float32 rounding.
 _NOTHING = 1e-7
 
 
 def dead_channels(graph_module: fx.GraphModule) -> list[tuple[str, str]]:
-    """Returns (site, number of dead channels in words) for every operator of a prepared graph that has some."""
-    # Late, since the command line imports this package to check the settings of algorithms.
+    """Returns (site, text with the number of dead channels) for every operator of a prepared graph that has any."""
+    # Imported late, since the command line imports this package to check the settings of algorithms.
     from qatkit.graph.nodes import facts, module_of, site
     from qatkit.quant.computed_weights import identity_of
     from qatkit.quant.qat_layers import QATOperator
@@ -44,7 +44,7 @@ def dead_channels(graph_module: fx.GraphModule) -> list[tuple[str, str]]:
 
 
 def _dead(weight: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    """Returns masks of the outputs [out] and inputs [in] that have no weight."""
+    """Returns masks of the outputs [out] and inputs [in] whose weights are all negligible."""
     nothing = weight.abs() <= _NOTHING * weight.abs().max()
     split = nothing.reshape(groups, weight.shape[0] // groups, weight.shape[1], -1).all(3)
     return split.all(2).flatten(), split.all(1).flatten()

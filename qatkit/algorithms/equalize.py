@@ -7,14 +7,14 @@ Dividing channel i of `first` by s_i and multiplying input i of `second` by it c
     s_i = sqrt(r1_i / r2_i)    r1_i, r2_i: largest weight of output i of `first`, of input i of `second`
 
 both ranges become sqrt(r1_i·r2_i), so that one scale per tensor serves all channels. An operator may be the
-second of one pair and the first of the next (conv → depthwise → conv): the pairs are visited in turn until
-nothing moves.
+second of one pair and the first of the next (conv → depthwise → conv), so the pairs are visited in turn until
+no range changes any more.
 
-It helps where channels are uneven and one scale serves a tensor; where they are even, or every channel has its
-scale, nothing is gained (figures: docs/decisions/0015-small-measurements.md).
+This helps where channels have different ranges but share one scale. Where their ranges are similar, or each
+channel has its own scale, nothing is gained (figures: docs/decisions/0015-small-measurements.md).
 
 Source: Nagel et al., "Data-free quantization through weight equalization and bias correction", 2019, section
-4.1. Its absorption of high biases, which needs the statistics of a BatchNorm, is not part of this.
+4.1. The paper's absorption of high biases needs the statistics of a BatchNorm and is not implemented.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Equalize(Algorithm):
         """Equalizes the channels; `changed` counts the pairs, `skipped` names operators that could not be equalized.
 
         Args:
-            graph_module: fused and stubbed, not prepared.
-            inputs: one batch of the real shapes.
+            graph_module: the graph after fuse and stub, before prepare_qat.
+            inputs: one batch with the real shapes.
         """
         from qatkit.algorithms.channel_pairs import equalize
 

@@ -6,22 +6,21 @@ the form is
 
     w ← w - (w_i - w'_i) / U_ii · U_i        U: upper Cholesky factor of H⁻¹
 
-Columns are taken in descending order of H_ii (`order`), so that the most important ones have the most others
-to compensate for them. Scales and zero points are found before any column is rounded ("static groups"), and
+Columns are rounded in order of decreasing H_ii (`order`), so that the most other columns remain to compensate
+for the most important ones. Scales and zero points are found before any column is rounded ("static groups"), and
 the scales are fitted to the integers afterwards (`qatkit.algorithms.gptq_scales`). Operators are rounded in
 graph order; H is computed from inputs that have passed the operators already rounded. The error of these
-inputs is compensated first: with x the float inputs and x' the quantized ones, the row that reproduces the
-float output best is
+inputs is compensated first. With x the float inputs and x' the quantized ones, the row that best reproduces the
+float output is
 
     w + share · w·E[(x - x')·x'ᵀ]·H⁻¹
 
-An operator with a bias leaves means to it: H and E are covariances then, and the bias takes the mean error. A
-weight that is also the table of an Embedding is rounded for the operator, and the table has the same
-integers. The looked-up rows are then a little further from float, which costs less than a head rounded to the
-nearest.
+If an operator has a bias, H and E are covariances, and the bias compensates for the mean error. A weight that is
+also the table of an Embedding is rounded for the operator, and the table has the same integers. The looked-up
+rows are then a little less accurate, which costs less than rounding the head to the nearest.
 
 Sources: Frantar et al., "GPTQ: Accurate post-training quantization for generative pre-trained transformers",
-2023, algorithm 1; act-order and static groups: its authors' code; the errors of the past: Li et al., "GPTAQ",
+2023, algorithm 1; act-order and static groups: its authors' code; errors of earlier operators: Li et al., "GPTAQ",
 2025.
 """
 
@@ -69,8 +68,8 @@ class GPTQ(BlockAlgorithm):
         Afterwards fake quantization is on, and the operators' scales and rounding are fixed.
 
         Args:
-            graph_module: calibrated.
-            inputs: batches, as for `calibrate`, read no further than needed.
+            graph_module: the calibrated graph.
+            inputs: batches as for `calibrate`; no more are read than needed.
         """
         from qatkit.algorithms import biases
         from qatkit.algorithms.blocks.column_rounding import ColumnRounding

@@ -1,4 +1,4 @@
-"""The arithmetic of GPTQ on tensors only; groups of a convolution are the first axis of all of them."""
+"""The arithmetic of GPTQ, on tensors only; the first axis of all tensors is the groups of a convolution."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from qatkit.quant.formats import elements
 from qatkit.quant.formats.table import Element
 from qatkit.quant.numerics import Ends, clamped
 
-# Columns that are rounded before their errors are applied to the others, and how often the damping grows
-# tenfold.
+# Number of columns that are rounded before their errors are applied to the others, and largest number of attempts,
+# each with ten times the damping.
 _BLOCK, _TRIES = 128, 6
 
 
 def damped(form: Tensor, share: float) -> Tensor:
-    """Returns a form with a share of its diagonal's mean added to its diagonal.
+    """Returns a quadratic form with a share of its diagonal's mean added to its diagonal.
 
     Args:
-        form: [groups, inputs, inputs].
+        form: the form, [groups, inputs, inputs].
+        share: the share.
     """
     found = form.clone()
     diagonal = found.diagonal(dim1=1, dim2=2)
@@ -29,15 +30,16 @@ def damped(form: Tensor, share: float) -> Tensor:
 
 
 def damped_factor(form: Tensor, damping: float) -> Tensor:
-    """Returns the lower Cholesky factor of a form with something added to its diagonal; float64.
+    """Returns the lower Cholesky factor of a damped quadratic form, float64.
 
     Args:
-        form: [groups, inputs, inputs], symmetric, not negative. An input that is always 0 counts as 1: its weights are
-            rounded to nearest, and change nothing.
-        damping: share of the diagonal's mean that is added, ten times as much while the form is still singular.
+        form: the form, [groups, inputs, inputs], symmetric and positive semidefinite. A diagonal value of 0 is replaced
+            by 1: the weights of an input that is always 0 are rounded to the nearest, and affect no others.
+        damping: share of the diagonal's mean that is added to the diagonal; it is multiplied by ten as long as the
+            form is singular.
 
     Raises:
-        ValueError: the form is not finite.
+        ValueError: the form is not finite, or not positive with any damping.
     """
     if not bool(form.isfinite().all()):
         raise ValueError("the second moments are not finite, because the inputs of this operator overflow")
@@ -60,11 +62,11 @@ class Columns:
 
     Args:
         form: [groups, inputs, inputs], second moments or covariance of the inputs.
-        order: whether the columns come in the order of a falling diagonal.
-        damping: as in `damped_factor`.
+        order: whether columns are rounded in order of decreasing diagonal.
+        damping: the damping of `damped_factor`.
 
     Attributes:
-        importance: [groups, inputs], the cost of one column's squared error once the others compensate for it.
+        importance: the cost of each column's squared error after the others have compensated for it, [groups, inputs].
     """
 
     def __init__(self, form: Tensor, *, order: bool, damping: float) -> None:
@@ -81,9 +83,9 @@ class Columns:
         Rows are independent.
 
         Args:
-            weight: [groups, rows, inputs].
-            scale: the scale of each weight.
-            ends: the least and the largest integer, broadcastable to the weight.
+            weight: the weight, [groups, rows, inputs].
+            scale: the scale of each weight, in the same shape.
+            ends: the smallest and the largest integer, broadcastable to the weight.
         """
         least, most = (
             self._in_order(torch.as_tensor(end, device=weight.device).expand_as(weight)) for end in ends
@@ -93,13 +95,11 @@ class Columns:
         )
 
     def rounded_to(self, weight: Tensor, scale: Tensor, element: Element) -> Tensor:
-        """Returns the same as `rounded` where each weight over its scale is a number of `element` instead of an
-        integer.
-        """
+        """Returns the same as `rounded`, but with numbers of `element` instead of integers."""
         return self._by_steps(weight, scale, lambda steps, _: elements.rounded(steps, element))
 
     def _in_order(self, of_weight: Tensor) -> Tensor:
-        """Turns columns into rows, which are contiguous in memory: the loop below reads and writes one at a time."""
+        """Turns columns into rows, in their order: rows are contiguous, and `_rounded` processes one at a time."""
         return of_weight.gather(2, self._places[:, None].expand_as(of_weight)).mT.contiguous()
 
     def _by_steps(self, weight: Tensor, scale: Tensor, nearest: Callable[[Tensor, int], Tensor]) -> Tensor:
@@ -110,11 +110,11 @@ class Columns:
 def _rounded(
     weight: Tensor, scale: Tensor, nearest: Callable[[Tensor, int], Tensor], factor: Tensor
 ) -> Tensor:
-    """Returns rounded steps [groups, inputs, rows] of a weight that is updated on the way, columns in their order.
+    """Returns the rounded steps [groups, inputs, rows] of a weight; changes the weight in place.
 
     Args:
-        weight, scale: [groups, inputs, rows].
-        nearest: rounds steps [groups, rows] of one column.
+        weight, scale: the weight and its scales, [groups, inputs, rows], columns in their order.
+        nearest: a function that rounds the steps [groups, rows] of one column.
         factor: the upper Cholesky factor of the inverse of the form, [groups, inputs, inputs].
     """
     found = torch.empty_like(weight)
@@ -133,7 +133,7 @@ def _rounded(
 
 
 def _places(form: Tensor, order: bool) -> Tensor:
-    """Returns the columns [groups, inputs] in their order."""
+    """Returns the indices of the columns, [groups, inputs], in the order in which they are rounded."""
     if order:
         return form.diagonal(dim1=1, dim2=2).argsort(dim=1, descending=True, stable=True)
     return torch.arange(form.shape[1], device=form.device).expand(form.shape[:2])

@@ -1,8 +1,8 @@
 """Scales for GPTQ: searched before columns are rounded, fitted to the integers afterwards.
 
 Search. An error e of one weight, compensated as well as possible by the weights that are free to move, costs
-e² / [H⁻¹]_ii. So each block takes the scale and the zero point, from a few candidates, that have the least
-sum of these costs when its weights are rounded to nearest.
+e² / [H⁻¹]_ii. Each block therefore takes, from a few candidates, the scale and zero point with the least sum of
+these costs when its weights are rounded to the nearest.
 
 Fit. Once the integers q are known, the error is a quadratic function of the scales. For a row w with integers
 q_b in block b (0 elsewhere) the best scales s solve
@@ -27,7 +27,7 @@ from qatkit.quant.granularity import PerBlock
 from qatkit.quant.held_scales import held
 from qatkit.quant.spec import QuantSpec
 
-# Shares of the range that are tried, and limits of a fitted scale's change.
+# Shares of the range that are tried, and limits for the change of a fitted scale.
 _SHARES = torch.linspace(1.05, 0.5, 23).tolist()
 _LEAST, _MOST = 0.5, 1.5
 _VALUES = 2**20  # size of the largest temporary tensors
@@ -37,9 +37,9 @@ def searched(weight: Tensor, importance: Tensor, spec: QuantSpec) -> tuple[Tenso
     """Returns the scales and the zero points, of the granularity's shape, with the least weighted squared error.
 
     Args:
-        weight: [out, ...].
-        importance: the importance of each squared error, not negative, broadcastable to the weight.
-        spec: the spec of the weight.
+        weight: the weight, [out, ...].
+        importance: the cost of each squared error, not negative, broadcastable to the weight.
+        spec: spec of the weight.
     """
     full, first = numerics.weight_scale(weight, spec), numerics.weight_zero_point(weight, spec)
     scale, zero, least = full.clone(), first.clone(), torch.full_like(full, torch.inf)
@@ -64,10 +64,11 @@ def fitted(wanted: Tensor, form: Tensor, integers: Tensor, scale: Tensor, spec: 
 
     Args:
         wanted: the weight that the integers represent, [groups, rows, inputs].
-        form: [groups, inputs, inputs], positive.
-        integers: [groups, rows, inputs].
-        scale: one per output channel [groups · rows], or per block [groups · rows, blocks]; one for the tensor stays.
-        spec: the spec of the weight.
+        form: the second moments or covariance of the inputs, [groups, inputs, inputs], positive.
+        integers: the integers, [groups, rows, inputs].
+        scale: the current scales, [groups · rows] or in blocks [groups · rows, blocks]; a single scale for the tensor
+            is not changed.
+        spec: spec of the weight.
     """
     if not spec.granularity.separates(0):
         return scale
@@ -96,7 +97,7 @@ def _fitted(wanted: Tensor, integers: Tensor, scale: Tensor, form: Tensor, size:
     joined = torch.einsum("rbi,bik->rbk", steps, form.unflatten(0, (-1, size)))
     system = torch.einsum("rbci,rci->rbc", joined.unflatten(2, (-1, size)), steps).double()
     aim = (steps * towards).sum(2).double()
-    # The step from the present scales: blocks of zeros, and undetermined ones, stay unchanged.
+    # Solves for the change of the current scales, so that blocks of zeros and undetermined blocks stay unchanged.
     lacking = aim - (system @ scale.double()[..., None])[..., 0]
     diagonal = system.diagonal(dim1=1, dim2=2)
     diagonal += 1e-4 * diagonal.mean(1, keepdim=True) + 1e-30

@@ -1,8 +1,8 @@
 """Mean and second moments of the inputs that each Conv and Linear multiplies by its weight.
 
-For a Conv these are the patches under its kernel, group by group. A part of the places is enough: a grid of
-at most `PLACES` per image. Moments of all operators at once would not fit into memory, so they come in rounds
-of one pass each.
+For a Conv these are the patches under its kernel, group by group. A grid of at most `PLACES` positions per image
+is enough. Moments of all operators at once would not fit into memory, so they are computed in rounds, each with
+one pass over the images.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from qatkit.algorithms.batches import Tensors
 from qatkit.quant.qat_layers import QATOperator
 
 PLACES = 256
-# Inputs per block of moments, and floats of all blocks of a round (half a GiB).
+# Largest number of inputs in a block of moments, and of floats in all blocks of a round (half a GiB).
 _WIDEST, _ROUND = 4608, 2**27
 
 
 @dataclass
 class Moments:
-    """Sums over `count` places: `total` [groups, inputs], `second` [groups, inputs, inputs]; float32."""
+    """Sums over `count` positions: `total` [groups, inputs] and `second` [groups, inputs, inputs], float32."""
 
     total: Tensor
     second: Tensor
@@ -55,7 +55,9 @@ def input_moments(
     """Yields moments of each operator's inputs, in blocks of at most `_WIDEST` inputs, in the graph's current phase.
 
     Args:
-        images: batches, read once per round.
+        graph_module: the graph.
+        operators: the operators.
+        images: batches of images, all of which are read once per round.
     """
     for chosen in _rounds(operators):
         found = {operator: _empty(operator) for operator in chosen}
@@ -73,8 +75,7 @@ def input_moments(
 
 
 def patches(operator: nn.Module, x: Tensor) -> Tensor:
-    """Returns the inputs that the weight is multiplied by, [groups, inputs of a group times kernel, places],
-    float32.
+    """Returns the inputs of the weight, [groups, inputs of a group times kernel size, positions], float32.
 
     Args:
         x: the input of a Conv [N, C, ...] or Linear [..., C].
@@ -100,7 +101,7 @@ def patches(operator: nn.Module, x: Tensor) -> Tensor:
 
 
 def _shape(operator: QATOperator) -> tuple[int, int]:
-    """Returns the number of groups, and inputs times kernel size of one."""
+    """Returns the number of groups, and inputs times kernel size of one group."""
     return int(getattr(operator, "groups", 1)), operator.weight[0].numel()
 
 

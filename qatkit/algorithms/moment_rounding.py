@@ -1,13 +1,13 @@
-"""Rounds weights up or down by the error of the operator's output, not to nearest: solved, without training.
+"""Rounds weights up or down so that the error of the operator's output is least, without training.
 
 For a row w of a weight, rounded to w + e, the mean squared error of the output is a quadratic form of e:
 
     E[(e·x)²]  =  e·C·e + (e·μ)²        C: covariance, μ: mean of the inputs x, from a few images
 
-The bias compensates for e·μ, which leaves e·C·e. Starting from the nearest integers, every weight in turn is
-moved to its other neighbour where that makes the form smaller, until hardly any moves: 2·δ·(C·e)_i + δ²·C_ii
-< 0, δ = ± one step. For an operator whose bias cannot be changed, C stands for the second moments, mean
-included.
+The bias compensates for e·μ, which leaves e·C·e. Starting from the nearest integers, each weight in turn is
+moved by δ = ± one step to its other neighbour if that makes the form smaller, 2·δ·(C·e)_i + δ²·C_ii < 0. This is
+repeated until hardly any weight moves. For an operator whose bias cannot be changed, C is the matrix of second
+moments, which include the mean.
 
 Source: Nagel et al., "Up or Down? Adaptive Rounding for Post-Training Quantization", 2020, section 3.2,
 equation 13: AdaRound's objective layer by layer, by coordinate descent on the rounding itself instead of
@@ -48,8 +48,8 @@ class MomentRounding(Algorithm):
         Afterwards fake quantization is on, and the operators' scales and rounding are fixed.
 
         Args:
-            graph_module: prepared, with its ranges.
-            inputs: batches, as for `calibrate`, read no further than needed.
+            graph_module: the prepared graph, with ranges.
+            inputs: batches as for `calibrate`; no more are read than needed.
         """
         from qatkit.algorithms.rounding_by_moments import round_weights
 

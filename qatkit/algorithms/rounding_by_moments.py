@@ -24,7 +24,7 @@ from qatkit.quant.qat_layers import QATOperator
 if TYPE_CHECKING:
     from qatkit.algorithms.moment_rounding import MomentRounding
 
-# Weights whose moves are applied to the rest of a row at once; and the share of moves that ends the rounds.
+# Number of weights whose moves are applied to the rest of a row together; share of moves below which rounds end.
 _BLOCK, _FEW = 64, 1e-4
 
 
@@ -74,16 +74,18 @@ def _parts(end: int | Tensor, weight: Tensor, steps: Tensor, sizes: list[int]) -
 
 
 def best_rounding(steps: Tensor, form: Tensor, ends: Ends, rounds: int) -> Tensor:
-    """Returns which weights to round up: no single change makes e·form·e smaller, or `rounds` are over.
+    """Returns which weights to round up so that e·form·e is small, e being the rounding error.
+
+    The search ends when hardly any single change makes it smaller, or after `rounds`.
 
     Args:
-        steps: [groups, rows, inputs], weights in steps of their scale.
-        form: [groups, inputs, inputs], symmetric, positive.
-        ends: the least and the largest integer, broadcastable to `steps`.
-        rounds: visits to each weight, at most.
+        steps: the weights in steps of their scale, [groups, rows, inputs].
+        form: the quadratic form, [groups, inputs, inputs], symmetric and positive.
+        ends: the smallest and the largest integer, broadcastable to `steps`.
+        rounds: the largest number of visits to each weight.
 
     Returns:
-        bool, of the shape of `steps`.
+        bool, in the shape of `steps`.
     """
     down = clamped(steps.floor(), ends)
     free = (down < ends[1]) & (steps > ends[0])
@@ -107,7 +109,7 @@ def best_rounding(steps: Tensor, form: Tensor, ends: Ends, rounds: int) -> Tenso
 
 
 def _descend(step: Tensor, slope: Tensor, form: Tensor, own: Tensor) -> Tensor:
-    """Returns the moves [groups, rows, inputs of a block] of one visit to each weight, in turn; 0 where it stays."""
+    """Returns the moves [groups, rows, inputs of a block] of one visit to each weight in turn; 0: it does not move."""
     near, moved = slope.clone(), torch.zeros_like(step)
     for i in range(step.shape[2]):
         one = step[..., i]

@@ -2,7 +2,7 @@
 
 LayerNorm, GroupNorm, RMSNorm, BatchNorm     weight and bias
 Conv, Linear                                 weight and bias, or those of the BatchNorm that follows
-a product with a parameter                   the parameter: norms that are written out
+a product with a parameter                   the parameter, such as in a norm that consists of simple operators
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class ScalableOperator:
 
     Attributes:
         node: the operator.
-        parameters: those that multiply and shift its channels, [channels, ...]; for a product with a parameter, that
-            parameter, in its own shape with one axis of channels.
+        parameters: the parameters that multiply and shift its channels, [channels, ...]; for a product with a
+            parameter, this parameter in its own shape, with one axis of channels.
         followed: the operators that its channels reach.
     """
 
@@ -52,7 +52,7 @@ def sources(graph_module: fx.GraphModule) -> tuple[list[ScalableOperator], list[
     """Returns the operators with channels that can be scaled, in graph order, and (site, reason) of the others.
 
     Args:
-        graph_module: prepared.
+        graph_module: the prepared graph.
     """
     reads = parameter_reads(graph_module.graph)
     found, skipped = list[ScalableOperator](), list[tuple[str, str]]()
@@ -76,9 +76,9 @@ def chosen_sources(
     """Returns the sources that are worth scaling, in graph order, and (site, "not VERB: why") of the others.
 
     Args:
-        graph_module: prepared.
-        takes: returns whether a reader gains by factors; a source needs one such reader.
-        verb: of what is done to the sources: "smoothed".
+        graph_module: the prepared graph.
+        takes: a function that returns whether a reader benefits from factors; a source needs one such reader.
+        verb: the participle for the reasons, such as "smoothed".
     """
     found, skipped = sources(graph_module)
     chosen = list[ScalableOperator]()
@@ -98,7 +98,7 @@ def weight_quantizer(node: fx.Node) -> WeightFakeQuantize | None:
 
 
 def _nearest(found: list[ScalableOperator]) -> list[ScalableOperator]:
-    """Removes operators followed by another one that scales the same channels: a Linear before a product."""
+    """Removes operators followed by another one that scales the same channels, such as a Linear before a product."""
     taken: dict[fx.Node, Tensor] = {}
     kept = list[ScalableOperator]()
     for source in reversed(found):
@@ -112,7 +112,7 @@ def _nearest(found: list[ScalableOperator]) -> list[ScalableOperator]:
 
 
 def by_channel(s: Tensor, channels: Tensor, other: float = 1) -> Tensor:
-    """Returns the source's factors [channels] at the numbers `channels`, with `other` where a number is -1."""
+    """Returns the factors of the source's channels with the indices `channels`; `other` where an index is -1."""
     return torch.cat([s, s.new_full((1,), other)])[channels.to(s.device)]
 
 
@@ -135,7 +135,7 @@ def multiply(reader: Reader, s: Tensor) -> None:
 def _given(node: fx.Node) -> tuple[int, tuple[Tensor, ...]] | None:
     """Returns the axis of the channels, counted from the end, and their parameters.
 
-    None for an operator without any.
+    None for an operator without such parameters.
     """
     kind = op_class(node)
     if node.op == "call_module":

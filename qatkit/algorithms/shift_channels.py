@@ -1,12 +1,12 @@
-"""Channel shifts: an activation whose channels have different means becomes easy to quantize; biases take the means.
+"""Channel shifts: activations become easy to quantize because the means of their channels are moved into biases.
 
     reader(x)  =  reader(x - m) + W·m        m_j = E[x_j]
 
 A scale per tensor has to cover the means of all channels, which carry no information. The subtraction is free
 where x comes from an operator with a bias: a LayerNorm, GroupNorm or BatchNorm, a Conv or Linear. Pairs are
 found by following the channels through the graph (`qatkit.graph.channels`): through views, and through
-attention, whose weights add up to 1. It pays with few bits, before `SmoothQuant`, which then divides the
-remainder.
+attention, whose weights add up to 1. Shifts help with few bits, and before `SmoothQuant`, which then divides
+channels around zero.
 
 Sources: Li et al., "RepQ-ViT: Scale Reparameterization for Post-Training Quantization of Vision
 Transformers", 2023, section 3.3, where zero points are the shifts; Wei et al., "Outlier Suppression+", 2023,
@@ -40,8 +40,8 @@ class ShiftChannels(Algorithm):
         """Shifts the channels; `changed` counts the operators whose outputs were shifted.
 
         Args:
-            graph_module: prepared; its ranges are found afterwards.
-            inputs: batches, as for `calibrate`, read no further than needed.
+            graph_module: the prepared graph; its ranges are found afterwards.
+            inputs: batches as for `calibrate`; no more are read than needed.
         """
         from qatkit.algorithms.channel_means import shift
 

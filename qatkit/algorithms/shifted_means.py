@@ -4,8 +4,8 @@
                                                     ───────  for inputs far from zero (pixels 0..255, after a SiLU)
                                                              the larger part, and the same for every image
 
-Ordinary networks keep 35 dB or more after each operator's rounded weights, where inputs lie around zero. An
-operator that falls below `KEPT` and gains by a shift of the bias is corrected (figures: decision 46).
+In ordinary networks, whose inputs lie around zero, each operator's outputs keep 35 dB or more with rounded
+weights. An operator that falls below `KEPT` is corrected if a shift of the bias helps (figures: decision 46).
 Algorithms of `algorithm=` that change biases replace this correction (`qatkit.algorithms.biases`).
 """
 
@@ -26,9 +26,9 @@ from qatkit.graph.signature import Example, inputs_of
 from qatkit.quant.qat_layers import QATOperator
 from qatkit.quant.spec import WHOLE
 
-# dB after an operator's rounded weights below which a shift is corrected, and the least gain that this needs.
+# A shift is corrected if the outputs with rounded weights reach less than KEPT dB, and the correction gains WON dB.
 KEPT, WON = 33.0, 6.0
-_LEAST = 256  # values that a channel must have, for a mean beyond chance
+_LEAST = 256  # number of values that a channel must have for its mean to be significant
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class ShiftedMean:
 
     Attributes:
         site: the site of the operator.
-        before_db, after_db: variance of the outputs over the error, as rounded and without the shift.
-        shift: the shift of each channel.
+        before_db, after_db: variance of the outputs over the error in dB, with the shift and without it.
+        shift: the shift of each channel, [channels].
     """
 
     site: str
@@ -50,12 +50,12 @@ class ShiftedMean:
 def shifted_means(
     graph_module: fx.GraphModule, batches: Iterable[Example], *, correct: bool = True
 ) -> list[ShiftedMean]:
-    """Finds the operators, and corrects their biases.
+    """Returns the operators whose outputs are shifted by rounded weights, and corrects their biases.
 
     Args:
-        graph_module: prepared, its ranges set; its phase stays.
-        batches: as for `calibrate`; a few images are enough.
-        correct: False changes nothing.
+        graph_module: the prepared graph, with ranges; its phase does not change.
+        batches: batches as for `calibrate`; a few images are enough.
+        correct: whether to correct the biases.
     """
     chosen = {
         operator: name

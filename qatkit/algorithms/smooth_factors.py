@@ -36,11 +36,11 @@ from qatkit.quant.qat_layers import QATOperator
 if TYPE_CHECKING:
     from qatkit.algorithms.smooth_quant import SmoothQuant
 
-# Images that judge the strengths.
+# Number of images on which strengths are compared.
 _JUDGES = 16
-# The error of a strength has to be smaller by this share than without any.
+# A strength is used only if it makes the error smaller by at least this share.
 _BETTER = 0.02
-# A channel below this share of the largest counts as that large: unlimited factors do not help.
+# Channels smaller than this share of the largest one are treated as if they had this size, to limit factors.
 _LEAST = 1e-5
 
 
@@ -90,7 +90,9 @@ def factors(source: ScalableOperator, largest: Tensor, strength: float) -> Tenso
     """Returns the paper's s [channels], float64; 1 for channels that are not free.
 
     Args:
-        largest: [channels], max|X_j|.
+        source: the operator whose channels are divided.
+        largest: max|X_j|, [channels].
+        strength: the paper's α.
     """
     weights = torch.zeros_like(largest)
     for reader in source.followed.readers:
@@ -105,7 +107,7 @@ def smoothable(graph_module: fx.GraphModule) -> tuple[list[ScalableOperator], li
 
 
 def _fake(reader: Reader) -> FakeQuantize | None:
-    """Returns the quantizer of the input of a reader that is quantized itself; else None."""
+    """Returns the quantizer of a reader's input if the reader itself is quantized; otherwise None."""
     node = quantizer_of(reader.node.args[0])
     if node is None or weight_quantizer(reader.node) is None:
         return None
@@ -133,7 +135,7 @@ def _largest(
 
 
 def _largest_of(total: Tensor, reader: Reader, values: Tensor) -> None:
-    """Updates the largest values by channel of the source with [input channels] of a reader."""
+    """Updates `total`, by channel of the source, with `values` [input channels] of a reader."""
     known = reader.channels >= 0
     total.scatter_reduce_(0, reader.channels[known], values.cpu().double()[known], "amax")
 
@@ -152,7 +154,7 @@ def _axis(reader: Reader) -> int:
 
 
 class _Judge(fx.Interpreter):
-    """Runs the float graph and tries every vector of factors at every reader on the way."""
+    """An interpreter that runs the float graph and tries every vector of factors at every reader."""
 
     def __init__(self, graph_module: fx.GraphModule, offered: dict[ScalableOperator, list[Tensor]]) -> None:
         super().__init__(graph_module)
@@ -172,7 +174,7 @@ class _Judge(fx.Interpreter):
         return super().run_node(n)
 
     def best(self, source: ScalableOperator) -> Tensor | None:
-        """Returns the factors with the least error; None where they gain nothing."""
+        """Returns the factors with the least error; None if no factors help."""
         none, *others = self.errors[source]
         least = min(others)
         return self.offered[source][1 + others.index(least)] if least < none * (1 - _BETTER) else None
@@ -182,9 +184,10 @@ def output_error(reader: Reader, fake: FakeQuantize, x: Tensor, s: Tensor) -> fl
     """Returns |r(q(x/s), q(W·s)) - r(x, W)|² / |r(x, W)|² of a reader without its bias.
 
     Args:
-        fake: quantizes the input, with a range that is found here.
-        x: the input.
-        s: [channels of the source].
+        reader: the reader.
+        fake: the quantizer of its input; the range is found here.
+        x: its input.
+        s: the factors, [channels of the source].
     """
     module = cast(QATOperator, module_of(reader.node))
     quantizer = module.weight_fake_quant
@@ -212,7 +215,7 @@ def _quantized_input(fake: FakeQuantize, x: Tensor) -> Tensor:
 
 
 def _qparams(fake: FakeQuantize, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns scale and zero point for the range of `x`, found as calibration will do."""
+    """Returns scale and zero point for the range of `x`, found in the same way as by calibration."""
     low, high = torch.aminmax(x)
     if isinstance(fake.observer, HistogramObserver):
         histogram = Histogram().to(x.device)

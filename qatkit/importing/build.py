@@ -57,7 +57,7 @@ def _attempt(
     library: Path | None,
     unsupported: Mapping[str, str],
 ) -> tuple[ImportedModel, dict[str, str]]:
-    """Returns a module of the file, and the reasons why nodes have no PyTorch equivalent, by their first outputs."""
+    """Returns a module of the file, and by first output of a node the reason why it has no PyTorch equivalent."""
     model = read(file)
     given = fixed_inputs(file, model.graph, fixed)
     constants = {name: array(value) for name, value in given.items() if value.dtype.kind not in "OUS"}
@@ -81,7 +81,7 @@ def _attempt(
 
 
 class _NeverError(UnsupportedError):
-    """Raised for a node that is refused, and that must not become an island either."""
+    """Raised for a node that is refused and must not become an island either."""
 
 
 class _Builder:
@@ -106,7 +106,7 @@ class _Builder:
         self.parameters: dict[tuple[str, str, str], nn.Parameter] = {}
 
     def program(self, graph: ir.Graph, constants: Mapping[str, Array] | None = None) -> Program:
-        """Returns the steps of a graph, and adds their modules to the model."""
+        """Returns a program with the steps of a graph, and adds the modules of the steps to the model."""
         self.known |= constants or {}
         for value in graph.initializers.values():
             if value.const_value is not None and value.dtype != ir.DataType.STRING:
@@ -132,7 +132,7 @@ class _Builder:
             yield self._step(given, constants)
 
     def _passed(self, node: Node) -> Iterable[Step]:
-        """Yields the steps of a node that returns its first input: the mask of a Dropout, or none."""
+        """Yields the steps of a node that returns its first input: one for the mask of a Dropout, otherwise none."""
         constants = [self.known.get(name) if name else None for name in node.inputs]
         if node.op_type == "Dropout" and drops(node, constants):
             reason = "Dropout in training mode draws random numbers, so no two runs would be equal"

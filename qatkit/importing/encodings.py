@@ -1,4 +1,4 @@
-"""Reads the encodings of a quantized ONNX file from any tool: scales and zero points of its pairs by tensor name.
+"""Reads the encodings (scales and zero points by tensor name) of an ONNX file that any tool has quantized.
 
     activation     the input of a QuantizeLinear, by the name of the tensor without quantization
     parameter      a constant that a DequantizeLinear reads, by the name of the original float constant
@@ -107,7 +107,7 @@ class _Found:
         self.activations[known] = encoding
 
     def _activation_names(self, node: ir.Node, given: str) -> Iterator[str]:
-        """Yields possible names of the tensor that a node quantizes, the best first; `given` is the node's input."""
+        """Yields possible names of the tensor that a node quantizes, best first; `given` is the name of its input."""
         for reader in node.outputs[0].consumers():
             yield from (str(one.name) for one in reader.outputs if one.is_graph_output())
         told = _TENSOR.fullmatch(node.name or "")
@@ -181,7 +181,7 @@ def _encoding(node: ir.Node) -> Encoding | None:
 
 
 def _is_lone(scales: Any, value: ir.Value, axis: int | None) -> bool:
-    """Returns whether a single scale applies to the whole tensor, rather than to its only channel."""
+    """Returns whether a single scale applies to the whole tensor, not just to the only channel of the tensor."""
     if scales.ndim == 0:
         return True
     shape = value.shape

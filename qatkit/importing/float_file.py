@@ -65,7 +65,10 @@ class FloatFile:
     upgraded: int | None = None
 
     def images(self, layout: str) -> ImageInput:
-        """Returns the input of a file that takes images.
+        """Returns the input of a file whose only input is a batch of images.
+
+        Args:
+            layout: nchw or nhwc.
 
         Raises:
             ConfigError: the file has several inputs, or its input is not a batch of images.
@@ -103,7 +106,7 @@ class FloatFile:
 
 
 def layout_of(path: Path, typed: str | None) -> str:
-    """Returns the layout of a file's images: from the configuration, or from a bundle's model.json next to the file."""
+    """Returns the layout of a file's images: `typed`, else the one in model.json next to the file, else nchw."""
     told = preprocessing_beside(path) or {}
     return typed or str(told.get("layout", "nchw")).lower()
 
@@ -112,7 +115,7 @@ def read_float_file(path: Path, fixed: Mapping[str, Any] | None = None) -> Float
     """Reads and checks `path`.
 
     Args:
-        path: an ONNX file, with its external data, if any, next to it.
+        path: an ONNX file, with any external data next to it.
         fixed: values of inputs that become constants, by name.
 
     Raises:
@@ -174,10 +177,10 @@ def _check_finite(path: Path, graph: ir.Graph) -> None:
 
 
 def for_tools(file: FloatFile, opset: int) -> FloatFile:
-    """Returns the file as ONNX Runtime's quantization tools need it: of `opset` or higher, with weights to quantize.
+    """Returns the file in the form that ONNX Runtime's quantization tools need, with `opset` or a higher one.
 
     Raises:
-        ConfigError: the file has no such weights, has them in branches, or cannot be upgraded.
+        ConfigError: the file has no weights to quantize, has them in branches, or cannot be upgraded.
     """
     from qatkit.export.float_graph import float_graph
 

@@ -26,7 +26,7 @@ _PRODUCT = re.compile(r"(?P<rows>[A-Za-z.]*)(?P<c>[A-Za-z]),(?P=c)(?P<m>[A-Za-z]
 
 
 def take_apart(model: ir.Model) -> None:
-    """Replaces every fused operator of a model by its parts; the output keeps its name."""
+    """Replaces every fused operator of a model by its parts; its output keeps its name."""
     found = [node for node in ir.traversal.RecursiveGraphIterator(model.graph) if _is_fused(node)]
     if not found:
         return

@@ -26,7 +26,7 @@ _STANDARD = ("", "ai.onnx")
 
 
 def rows_indexed_by(value: ir.Value) -> int | None:
-    """Returns the rows of the smallest table that a value indexes by a Gather or a one-hot; None if none is known.
+    """Returns the number of rows of the smallest table that a value indexes by a Gather or a one-hot; None: unknown.
 
     The search ends where the value is changed, for example by adding an offset.
     """
@@ -47,7 +47,7 @@ def rows_indexed_by(value: ir.Value) -> int | None:
 
 
 def _rows(node: ir.Node, place: int) -> int | None:
-    """Returns the rows of the table in which a node looks a value up."""
+    """Returns the number of rows of the table in which a node looks up its input with index `place`; None: unknown."""
     if node.op_type == "Gather" and place == 1 and node.inputs[0] is not None:
         axis = node.attributes["axis"].as_int() if "axis" in node.attributes else 0
         sizes = _shape(node.inputs[0])
@@ -64,7 +64,7 @@ def _rows(node: ir.Node, place: int) -> int | None:
 
 
 def _classes(compared: NDArray[Any]) -> int | None:
-    """Returns the classes of a one-hot written as a comparison with 0, 1, 2, ...; None for other constants."""
+    """Returns the number of classes of a one-hot that is a comparison with 0, 1, 2, ...; None for other constants."""
     counted = compared.size > 1 and np.array_equal(compared.reshape(-1), np.arange(compared.size))
     return compared.size if counted else None
 

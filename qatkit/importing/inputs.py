@@ -21,8 +21,15 @@ _RECURRENT = ("LSTM", "GRU", "RNN")
 
 
 class FileInput(NamedTuple):
-    """An input of a file: NumPy's name of its type, its sizes (None: open), the batch axis, the names of the sizes, and
-    the number of rows of the smallest table that it indexes.
+    """An input of a file.
+
+    Attributes:
+        name: the name in the file.
+        dtype: NumPy's name of its type.
+        shape: its sizes; None for an open size.
+        axis: the batch axis; None without one.
+        names: the names of the sizes.
+        below: the number of rows of the smallest table that it indexes; None if it indexes none.
     """
 
     name: str
@@ -39,7 +46,7 @@ class ImageInput:
 
     Attributes:
         shape: the sizes in the order of `layout`, the batch first; None for an open axis.
-        layout: nchw | nhwc.
+        layout: nchw or nhwc.
     """
 
     shape: tuple[int | None, ...]
@@ -52,12 +59,12 @@ class ImageInput:
         return (three, one, two) if self.layout == "nhwc" else (one, two, three)
 
     def size(self, asked: int | Sequence[int] | None, file: object) -> int | list[int] | None:
-        """Returns the size of an image as a setting: the sizes in the file, and open sizes from `asked`.
+        """Returns the size of an image as for `data.image_size`; sizes that are open in the file come from `asked`.
 
-        If the file gives only one side and no size is requested, images are square.
+        If the file has only one fixed side and `asked` is None, images are square.
 
         Args:
-            asked: `data.image_size`.
+            asked: the setting `data.image_size`, in pixels.
             file: the name of the file, for messages.
 
         Raises:
@@ -113,7 +120,7 @@ def _is_tensor(value: ir.Value) -> bool:
 
 
 def one_sample_per_run(inputs: Sequence[ir.Value], graph: ir.Graph) -> bool:
-    """Returns whether the first axis of all inputs is a batch of 1; for the state of a recurrence it is the second."""
+    """Returns whether the first axis of all inputs is a batch of 1; it is not for initial states of recurrent nodes."""
     return (
         bool(inputs)
         and all(_one_sample(value) for value in inputs)
@@ -140,7 +147,7 @@ def _source(value: ir.Value) -> ir.Value:
 
 
 def batch_axes(inputs: Sequence[ir.Value], widened: bool) -> dict[str, int | None]:
-    """Returns the batch axis of each input: the axis with the same name as the first input's first open size."""
+    """Returns the batch axis of each input: the axis with the name of the first open size of the first input."""
     shapes = {str(value.name): list(value.shape) if value.shape is not None else [] for value in inputs}
     if widened:
         return dict.fromkeys(shapes, 0)

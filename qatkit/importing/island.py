@@ -36,7 +36,7 @@ class Border:
 
     Attributes:
         name: the name in the file.
-        dtype: the type in the file, which the module may not support (float16, uint64); None for tensors that leave.
+        dtype: the type in the file, which the module may not support (float16, uint64); None for outputs.
         one_image: whether its first axis counts images and has size 1 in the file; None if its shape is not known.
     """
 
@@ -50,8 +50,8 @@ class Region:
     """Nodes of a file that stay as they are.
 
     Attributes:
-        name: the name of the first node without a PyTorch equivalent, which stands for the region in reports.
-        reason: why it has none, as a clause that follows its name.
+        name: the name of the first node without a PyTorch equivalent; reports use it for the region.
+        reason: why this node has no equivalent, as a clause that follows the name.
         operators: the operators of all nodes, with their domain if it is not the standard one.
         nodes: the first output of each node.
         inputs, outputs: the tensors at the border of the region.
@@ -90,7 +90,7 @@ class Island(nn.Module):
 
     @property
     def reason(self) -> str:
-        """The reason for the report why PyTorch does not compute the region."""
+        """The reason why PyTorch does not compute the region, for the report."""
         told = f"stays in float and runs in ONNX Runtime, because {self.region.reason}"
         others = [name for name in self.region.weighted if name != self.region.name]
         return f"{told}; so do the nodes with weights in it: {', '.join(others)}" if others else told

@@ -26,7 +26,7 @@ _MAKE_SEQUENCES = (
     *("Optional", "ZipMap"),
 )
 _WEIGHTED = ("Conv", "ConvTranspose", "Gemm", "MatMul", "LSTM", "GRU", "RNN")
-# Operators whose functions and modules do not record the size of their inputs, so that it may differ from run to run.
+# Operators whose functions and modules do not depend on the size of their inputs, which may differ from run to run.
 _ANY_SIZE = {
     *SINGLE_VALUES, "Conv", "Gemm", "MatMul", "BatchNormalization", "Concat", "Transpose", "GlobalAveragePool",
     "GlobalMaxPool", "MaxPool", "AveragePool", "Identity", "Dropout", "ReduceMax", "ReduceMin", "ReduceSum",
@@ -80,7 +80,7 @@ def operator_name(node: ir.Node) -> str:
 
 
 def takes_any_size(node: ir.Node) -> bool:
-    """Returns whether the module or function of a node does not record the size of its inputs."""
+    """Returns whether the module or function of a node accepts a different size of its inputs in each run."""
     if node.domain not in STANDARD or node.op_type not in _ANY_SIZE:
         return False
     pads = node.attributes.get_ints("pads", ())

@@ -1,8 +1,8 @@
 """Groups the nodes of a file that have no PyTorch equivalent (`unsupported_nodes`) into regions.
 
-Nodes that read each other's results without a node of PyTorch between them form one region, so only tensors of numbers
-cross its border. A region also contains the constants and sizes that it reads. In the graph, each region becomes one
-node of the domain `DOMAIN`, and its nodes are removed.
+Such nodes form one region if they read each other's results without a PyTorch node in between, so that only tensors of
+numbers cross its border. A region also contains the constants and sizes that it reads. In the graph, each region
+becomes one node of the domain `DOMAIN`, and its nodes are removed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def cut_islands(
         file: the file, for messages.
         model: the model with shapes inferred; changed in place.
         fixed: values of inputs that are constants.
-        unsupported: why the table of operators refuses a node, by the node's first output.
+        unsupported: the reasons why the table of operators refuses nodes, by first output of the node.
         any_batch: whether the file takes one image per run, but the module several.
 
     Returns:
@@ -133,7 +133,7 @@ class _Cutter:
         return list(distinct.values())
 
     def _makers(self, node: ir.Node, graph: ir.Graph) -> list[ir.Node]:
-        """Returns the nodes whose results a node reads; a node of a region looks past the sizes that it includes."""
+        """Returns the nodes whose results a node reads; for a node of a region, without the sizes that it includes."""
         values = (
             self._needed([node])[0] if node in self.why and self.found.is_computed(node) else read_by(node)
         )
@@ -143,7 +143,7 @@ class _Cutter:
     def _stages(self, graph: ir.Graph) -> dict[ir.Node, int]:
         """Returns how often the path to each node changes from a region to PyTorch.
 
-        There is no node of PyTorch between region nodes of the same stage.
+        There is no PyTorch node between region nodes of the same stage.
         """
         stage: dict[ir.Node, int] = {}
         for node in graph:
@@ -155,7 +155,7 @@ class _Cutter:
         return stage
 
     def _between(self, graph: ir.Graph, stage: Mapping[ir.Node, int]) -> set[ir.Node]:
-        """Returns the nodes of PyTorch between two region nodes whose values cannot cross a border."""
+        """Returns the PyTorch nodes between two region nodes, if their values cannot cross the border of a region."""
         found: set[ir.Node] = set()
         for node in graph:
             for value in read_by(node) if node in self.why and self.found.is_computed(node) else ():

@@ -1,4 +1,4 @@
-"""Finds the region of a prepared or converted graph that makes a tensor of the file.
+"""Finds the region of a prepared or converted graph that computes a tensor of the file.
 
 The search passes through nodes of the file that the graph lacks: those that became part of a range (Relu) or of weights
 (a BatchNormalization, a layer scale), and those that only move values.
@@ -13,7 +13,7 @@ from torch import nn
 from qatkit.importing.program import ImportedModel, Operator, Step
 from qatkit.importing.regions import INPUT, Regions, region_of
 
-# Operators of the file that the graph may lack: they became part of a range or of weights, or change nothing.
+# Operators of the file that the graph may lack, because they became part of a range or of weights, or change nothing.
 _ABSORBED = ("Relu", "Clip")
 _NOTHING = (
     *(
@@ -34,10 +34,10 @@ _NOTHING = (
 
 
 class Way(NamedTuple):
-    """The path from a tensor back to the region that makes it.
+    """The path from a tensor back to the region that computes it.
 
     Attributes:
-        region: the region; "" for values that no region makes (sizes, constants).
+        region: the region; "" for values that no region computes (sizes, constants).
         absorbed: number of nodes on the path that are part of a range or of weights.
         moved: whether other nodes on the path move values.
     """
@@ -48,11 +48,11 @@ class Way(NamedTuple):
 
 
 class Makers:
-    """Finds the makers of tensors for one graph.
+    """Finds the regions of a graph that compute the tensors of the file.
 
     Args:
         model: the imported model.
-        regions: the regions of its graph.
+        regions: the regions of the prepared or converted graph.
     """
 
     def __init__(self, model: ImportedModel, regions: Regions) -> None:
@@ -70,11 +70,11 @@ class Makers:
         return norm or (isinstance(own, Operator) and own.node.op_type == "Mul" and _factor(step))
 
     def region(self, name: str) -> str:
-        """Returns the region that makes a value of the file; "" if there is none."""
+        """Returns the region that computes a value of the file; "" if there is none."""
         return self.way(name).region
 
     def way(self, name: str) -> Way:
-        """Returns the path to the region that makes a value of the file."""
+        """Returns the path from a value of the file back to the region that computes it."""
         absorbed, moved = 0, False
         while (step := self.by_output.get(name) or self._inside.get(name)) is not None:
             if region_of(step) in self.regions.nodes:
@@ -96,5 +96,5 @@ class Makers:
 
 
 def _factor(step: Step) -> bool:
-    """Returns whether a Mul multiplies by exactly one constant, of floats."""
+    """Returns whether exactly one input of a Mul is a constant of floats."""
     return len(step.constants) == 1 and next(iter(step.constants.values())).dtype.kind == "f"

@@ -9,7 +9,7 @@ import unicodedata
 from torch import nn
 
 _FORBIDDEN = re.compile(r"[\"'\\\s{}\x00-\x1f]")  # characters that the code of torch.fx cannot quote
-# Attributes of every module, and the first argument of a graph's forward function.
+# Names of attributes of every module, and of the first argument of a graph's forward function.
 _NEVER = frozenset((*dir(nn.Module()), "self"))
 
 

@@ -1,6 +1,6 @@
 """A graph of ONNX nodes as a PyTorch module that runs them in order.
 
-    initializers, constants and what follows from them  →  constants
+    initializers, constants and values computed from them  →  constants
     nodes with constant weights (Conv, Gemm, LSTM)      →  ordinary torch modules with parameters
     nodes without a PyTorch equivalent                  →  an `Island` of nodes that run in ONNX Runtime
     If                                                  →  both branches; the condition selects the one that runs
@@ -30,8 +30,8 @@ from qatkit.importing.operators.values import array, one_int, tensor
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.session import use_library
 
-LARGE = 4096  # constants with so many values are not stored a second time
-_SIZES = 16  # largest number of values of an output that are converted one by one
+LARGE = 4096  # constants with at least this many values are not stored a second time
+_SIZES = 16  # outputs with at most this many values are converted value by value
 
 
 class Operator(nn.Module):
@@ -107,12 +107,12 @@ class Step:
     Attributes:
         path: the path of its module; "" for an If.
         name: the name of the node in messages.
-        inputs: names of values; "" for constants and omitted inputs.
+        inputs: names of the values that it reads; "" for constants and omitted inputs.
         constants: constants by position among the inputs, except large ones that its module holds.
-        outputs: names of values.
+        outputs: names of the values that it computes.
         branches: the programs of an If for a true and for a false condition.
         originals: shape and digest of the large constants that its module holds, by position among the inputs.
-        node: its description for selectors; None for an island and an If.
+        node: the description of the node for selectors; None for an island and an If.
     """
 
     path: str
@@ -150,9 +150,9 @@ class Program:
     """The steps of a graph in order, and its outputs.
 
     Attributes:
-        steps: the steps.
-        outputs: names of values.
-        constants: outputs that are constants, by name.
+        steps: the steps, in the order in which they run.
+        outputs: names of the values that it returns.
+        constants: the outputs that are constants, by name.
     """
 
     steps: tuple[Step, ...]
@@ -202,7 +202,7 @@ class ImportedModel(nn.Module):
 
     @property
     def paths(self) -> dict[str, str]:
-        """The paths of modules, by the names of their nodes and of the tensors that these make."""
+        """The paths of modules, by the names of their nodes and of these nodes' outputs."""
         found: dict[str, str] = {}
         for step in self.program.modules():
             found |= dict.fromkeys((*filter(None, step.outputs), step.name), step.path)
@@ -210,7 +210,7 @@ class ImportedModel(nn.Module):
 
     @property
     def norms_in_parts(self) -> list[str]:
-        """The nodes x - ReduceMean(x), with which a LayerNorm begins if the file has it in parts."""
+        """The names of the nodes x - ReduceMean(x), with which a LayerNorm of simple operators begins."""
         makers = {name: step for step in self.program.steps for name in step.outputs}
         kinds = {name: self._kind(step) for name, step in makers.items()}
         return [
@@ -248,7 +248,7 @@ class ImportedModel(nn.Module):
         """Runs the file's nodes and returns the values of `program.outputs`; with `keep`, every value.
 
         Raises:
-            ConfigError: an input is missing, or a node has no PyTorch equivalent for these inputs.
+            ConfigError: an input is missing, or a node has no PyTorch equivalent for the given inputs.
         """
         missing = [name for name in self.inputs if name not in inputs]
         if missing:
@@ -303,8 +303,8 @@ def import_onnx(
 ) -> ImportedModel:
     """Returns a float ONNX file as a PyTorch module in inference mode.
 
-    Nodes without a PyTorch equivalent (unknown operators, loops, sizes that depend on values) become an `Island`, which
-    stays float, and through which no gradient passes.
+    Nodes without a PyTorch equivalent (unknown operators, loops, sizes that depend on values) become an `Island`. It
+    stays float, and no gradient passes through it.
 
     Args:
         path: the file, with its external data next to it.
@@ -337,7 +337,7 @@ def _of_sizes(value: Value) -> Tensor:
 
 
 def _last_readers(program: Program) -> dict[int, list[str]]:
-    """Returns, by the number of the step, the values that no later step reads."""
+    """Returns for each step, by its index, the values that no later step reads."""
     readers: dict[str, int] = {}
     for number, step in enumerate(program.steps):
         for name in (*step.inputs, *step.outputs, *step.captured()):

@@ -29,11 +29,12 @@ def prove_import(model: ImportedModel, feeds: Feeds) -> dict[str, float]:
     """Compares the module with its file on one set of inputs.
 
     If all outputs reach `ENOUGH`, the check ends. Otherwise each node is computed from ONNX Runtime's values of its
-    inputs. A network may amplify rounding errors, but those of a single node are small, and a mistake is not.
+    inputs. A network may amplify rounding errors, but the rounding errors of a single node are small, unlike those of
+    a wrong implementation.
 
     Args:
         model: the imported module.
-        feeds: arrays by the names of the module's inputs.
+        feeds: the input arrays, by the names of the module's inputs.
 
     Returns:
         The signal-to-noise ratio of each output, in dB.
@@ -75,7 +76,7 @@ def _expected(model: ImportedModel, feeds: Feeds, shapes: Sequence[tuple[int, ..
 
 
 def _joined(values: Sequence[Array], shape: Sequence[int]) -> Array:
-    """Joins outputs of single images to a batch of this shape, along the axis that is longer there."""
+    """Joins outputs of single images to a batch of `shape`, along the axis that is longer in `shape`."""
     one = values[0].shape
     longer = [axis for axis, size in enumerate(one) if len(shape) == len(one) and size != shape[axis]]
     return np.concatenate(values, longer[0] if longer else 0)
@@ -116,7 +117,7 @@ def _prove_nodes(model: ImportedModel, feeds: Feeds) -> None:
 
 
 def _every_value(model: ImportedModel, feeds: Feeds) -> dict[str, Array]:
-    """Returns all intermediate values of ONNX Runtime, by name."""
+    """Returns all intermediate values that ONNX Runtime computes, by name."""
     graph = read(model.file)
     names = {one for step in model.program.steps for one in (*step.inputs, *step.outputs)} - {""}
     made = [value for node in graph.graph for value in node.outputs if value.name in names]

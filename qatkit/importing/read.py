@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 MAX_BYTES = 2**31 - 1  # protobuf's limit for one message
-FIRST_OPSET = 7  # before it, operands broadcast by an attribute
+FIRST_OPSET = 7  # in earlier opsets an attribute controls broadcasting
 
 
 def last_opset() -> int:
@@ -42,7 +42,7 @@ def read(
     Args:
         path: the file.
         most: the largest allowed number of bytes, including external data; None: any number.
-        check: gets the graph of the file, before onnx_ir is imported (which takes long).
+        check: a function that is called with the graph of the file, before onnx_ir is imported (which takes long).
         as_is: whether to keep operators whole, and external data in its files.
 
     Raises:
@@ -92,7 +92,7 @@ def _read(
     _fill_sparse(proto.graph)
     model = ir.from_proto(proto)
     for value, given in zip(model.graph.inputs, proto.graph.input, strict=True):
-        if value.is_graph_output():  # the output may declare less about it than the input
+        if value.is_graph_output():  # the declaration as an output may be less complete than that as an input
             ir.serde.deserialize_value_info_proto(given, value)
     ir.external_data.set_base_dir(model.graph, plain.parent)
     _check_opset(path, model)

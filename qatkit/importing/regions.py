@@ -1,9 +1,9 @@
-"""Maps the nodes of a converted graph to the nodes of the file, and finds the pairs on the edges between these.
+"""Maps the nodes of a converted graph to the nodes of the file, and finds the pairs on the edges of the file's graph.
 
 A region is the set of all nodes of the graph that belong to one node of the file. Pairs and barriers belong to no
-region. They form the chain of an edge, from the region that makes a value to the region that reads it. A pair between
-two nodes of the same region is moved to the edge of the region, across nodes that only move values: before the reader,
-or after the maker.
+region. They form the chain of an edge, from the region that computes a value to the region that reads it. A pair
+between two nodes of the same region is moved to an input or output edge of the region, across nodes that only move
+values.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ INPUT, CONSTANT = "input ", "constant"  # regions that are not nodes of the file
 
 @dataclass(frozen=True)
 class Edge:
-    """An edge to a region: a value that it reads.
+    """An edge to a region: a value that the region reads.
 
     Attributes:
-        maker: the region that makes the value; "input NAME" for an input of the graph.
-        source: the node of the graph that makes the value.
-        chain: the pairs and barriers between maker and reader.
+        maker: the region that computes the value; "input NAME" for an input of the graph.
+        source: the node of the graph that computes the value.
+        chain: the pairs and barriers between the two regions.
         place: the node that reads the value, and the position of the argument.
     """
 
@@ -69,7 +69,7 @@ class Regions:
         for node, name in zip(given, named, strict=False):
             self.region[node] = INPUT + name
         self.nodes: dict[str, list[fx.Node]] = {}
-        self.part: dict[fx.Node, str] = {}  # the step of each node, including branches
+        self.part: dict[fx.Node, str] = {}  # the step of each node, including nodes in branches
         for node in graph.graph.nodes:
             if node.op == "get_attr":
                 self.region[node] = CONSTANT
@@ -136,7 +136,7 @@ class Regions:
         return found
 
     def back(self, node: fx.Node) -> tuple[fx.Node, Chain]:
-        """Returns the node of a region whose values `node` has, and the chain between the two."""
+        """Returns the node of a region from which `node` gets its values, and the chain between the two."""
         chain: list[Pair | Layout | str] = []
         while (links := _link(node)) is not None:
             chain[:0] = links
@@ -144,7 +144,7 @@ class Regions:
         return node, tuple(chain)
 
     def _ahead(self, node: fx.Node, path: str) -> Chain:
-        """Returns the pairs in a region after a node that only moves its input."""
+        """Returns the pairs in a region after `node`, which only moves its input."""
         chain: list[Pair | Layout | str] = []
         while facts(node).keeps_range and len(node.users) == 1:
             links, user = self._forward(next(iter(node.users)))
@@ -164,7 +164,7 @@ class Regions:
         return chain, node
 
     def _behind(self, node: fx.Node, path: str) -> Chain:
-        """Returns the pairs in a region before nodes at its end that only move values."""
+        """Returns the pairs in a region before the nodes at its end, if these only move values."""
         chain: Chain = ()
         while facts(node).keeps_range and node.all_input_nodes:
             source, links = self.back(node.all_input_nodes[0])
@@ -232,7 +232,7 @@ def _arguments(node: fx.Node) -> list[fx.Node]:
 
 
 def shape(node: fx.Node) -> tuple[int, ...]:
-    """Returns the shape that a node had for the example."""
+    """Returns the shape of a node's output for the example."""
     value = node.meta.get("value")
     return tuple(value.shape) if isinstance(value, Tensor) else ()
 

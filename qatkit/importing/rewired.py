@@ -1,4 +1,4 @@
-"""Finds the inputs of a step in the file: those of its node or of the parts that were joined into it."""
+"""Makes steps read other values in the file, at the inputs of their nodes or of the nodes joined into them."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class Rewired:
 
 
 def origin(value: ir.Value) -> ir.Value:
-    """Returns the value from which nodes that change nothing make another one."""
+    """Returns the value that `value` is a copy of, across nodes that change nothing."""
     node = value.producer()
     while node is not None and node.op_type in _PASSING and node.domain == "":
         before = node.inputs[0]

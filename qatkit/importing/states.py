@@ -13,16 +13,16 @@ from qatkit_verify.free_run import KEY
 
 
 def file_states(file: Path, model: ir.Model, asked: Any, fixed: Collection[str]) -> dict[str, str]:
-    """Returns the output from which each state comes, by the name of the input, in the file's order.
+    """Returns the name of the output that becomes each state, by the name of the input, in the file's order.
 
     Args:
         file: the file, for messages.
-        model: its model.
-        asked: {INPUT: OUTPUT}.
-        fixed: names of inputs that are constants.
+        model: the model in the file.
+        asked: the setting `model.kwargs.states`, {INPUT: OUTPUT}.
+        fixed: the names of inputs that are constants.
 
     Raises:
-        ConfigError: `asked` is not a mapping, names something that the file does not have, or a fixed input, uses an
+        ConfigError: `asked` is not a mapping, names a fixed input or something that the file does not have, uses an
             output twice, leaves no input for the data, or combines an input and an output of different types or shapes.
     """
     if not isinstance(asked, Mapping) or not asked:
@@ -56,7 +56,7 @@ def _check_name(given: str, name: object, known: Mapping[str, object], what: str
 
 
 def _check_alike(name: str, output: str, given: ir.Value, found: ir.Value) -> None:
-    """Checks that an input and an output have the same type and shape, as far as the file gives them."""
+    """Checks that an input and an output have the same type and shape, as far as these are known."""
     told = f"the input '{name}' is {_described(given)}, but the output '{output}' is {_described(found)}"
     types = {one.dtype for one in (given, found) if one.dtype is not None}
     alike = given.shape is None or found.shape is None or _fits(list(given.shape), list(found.shape))

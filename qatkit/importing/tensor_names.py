@@ -23,7 +23,7 @@ def names_of_file(model: ImportedModel, graph_module: fx.GraphModule) -> TensorN
 
     Args:
         model: the file, imported by `import_onnx`.
-        graph_module: the graph that was prepared from it.
+        graph_module: the graph that was prepared from `model`.
     """
     regions = Regions(model, graph_module)
     makers = Makers(model, regions)
@@ -42,16 +42,17 @@ def names_of_file(model: ImportedModel, graph_module: fx.GraphModule) -> TensorN
 
 
 def _tensors(model: ImportedModel) -> Iterator[tuple[str, str]]:
-    """Yields the names of a file's tensors, and the names under which the program has them."""
+    """Yields the names of a file's tensors, each with its name in the program."""
     for name in (*model.inputs, *(name for step in model.program.steps for name in step.outputs if name)):
         yield name, name
     yield from zip(model.outputs, model.program.outputs, strict=True)
 
 
 def _quantizer(regions: Regions, region: str) -> tuple[fx.Node | None, bool]:
-    """Returns the quantizer of a region's output, and whether its range is another region's.
+    """Returns the quantizer of a region's output, and whether its range belongs to another region.
 
-    It is if the region only moves values. The quantizer is None if there is none, or several.
+    The range belongs to another region if this one only moves values. Without a quantizer, or with several, the
+    quantizer is None.
     """
     if region.startswith(INPUT):
         nodes = [node for node, one in regions.region.items() if one == region]

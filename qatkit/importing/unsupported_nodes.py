@@ -21,7 +21,7 @@ from qatkit.importing.operators.table import Array, known_places
 _MEASURES = ("Shape", "Size")
 _LOOPS = ("Loop", "Scan", "SequenceMap")
 _SIZED_BY_VALUES = ("NonZero", "NonMaxSuppression", "Unique", "Compress", "StringSplit")
-# The same in the domain com.microsoft.
+# Operators of the domain com.microsoft whose output sizes depend on values.
 _SIZED_ELSEWHERE = ("Tokenizer", "BeamSearch", "GreedySearch", "Sampling", "WhisperBeamSearch")
 # What a value depends on: nothing, shapes of the inputs, values of the inputs.
 _CONSTANT, _SIZES, _VALUES = range(3)
@@ -33,10 +33,10 @@ class UnsupportedNodes:
     Args:
         graph: the graph, with shapes inferred.
         fixed: values of inputs that are constants.
-        unsupported: why the table of operators refuses a node, by the node's first output.
+        unsupported: the reasons why the table of operators refuses nodes, by first output of the node.
 
     Attributes:
-        why: the reason why a node has no PyTorch equivalent, as a clause, by node.
+        why: the reasons why nodes have no PyTorch equivalent, as clauses, by node.
     """
 
     def __init__(self, graph: ir.Graph, fixed: Mapping[str, Array], unsupported: Mapping[str, str]) -> None:
@@ -121,7 +121,7 @@ class UnsupportedNodes:
         return ""
 
     def _sizes_depend(self, node: ir.Node) -> bool:
-        """Returns whether output sizes of a region's node may depend on values; for unknown operators it is False."""
+        """Returns whether output sizes of a region's node may depend on values; False for unknown operators."""
         if any(value in self._open for value in read_by(node)):
             return True
         if node.domain not in STANDARD:

@@ -6,10 +6,10 @@
     written_packed.py    writes packed weights of few bits, multiplied with float activations
     written_forms.py     writes nodes in another form: gates, SiLU and transposed convolutions in 8 bits
 
-Each region of the graph is a node of the file. For each of its inputs, the graph says whether the node reads the value
-as it is or after a pair. The pair is inserted after the file's value, and exactly these inputs read it. Nodes that the
-graph has absorbed (a ReLU in a range that starts at zero, a reshape around a Linear) stay in the file, where they
-change nothing. A BatchNorm or a layer scale that was folded into weights is removed.
+Each region of the graph is a node of the file. For each of its inputs, the graph shows whether the node reads the value
+directly or after a pair. The pair is inserted after the file's value, and exactly the inputs after a pair read it.
+Nodes that the graph has absorbed (a ReLU in a range that starts at zero, a reshape around a Linear) stay in the file,
+where they change nothing. A BatchNorm or a layer scale that was folded into weights is removed.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ class _Writer:
         return self.makers.region(step.inputs[place]) == edge.maker
 
     def _matched(self, step: Step, edges: Sequence[Edge]) -> Iterator[tuple[int, Chain]]:
-        """Yields the position of each input of a node and the chain through which it is read.
+        """Yields the position of each input of a node, and the chain after which the node reads it.
 
         Raises:
             ConfigError: the region reads a value that the node does not read, or its inputs are ambiguous.
@@ -264,7 +264,7 @@ class _Writer:
         """Returns a chain with exactly the barriers that ONNX Runtime needs at this node."""
         node = self.file.maker(next(name for name in step.outputs if name))
         if node.op_type in ("LayerNormalization", "Gelu") and chain[-1:] == (BARRIER,):
-            return chain[:-1]  # a single node here, so that no fusion must be prevented
+            return chain[:-1]  # a single node in the file, so there is no fusion to prevent
         if node.op_type in _NORM and carries(chain[-1:]) and self.readers[step.inputs[place]] >= _NORM:
             return (*chain, BARRIER)  # a LayerNorm in parts, which is not fused if each part has its own pair
         if node.op_type == "AveragePool" and node.attributes.get_int("ceil_mode", 0) == 1 and carries(chain):
@@ -309,7 +309,7 @@ class _Writer:
             self._output(place, self.file.link(self._source(source, chain), chain), source)
 
     def _declare_outputs(self) -> None:
-        """Gives outputs types and shapes where onnx cannot infer them: after operators of other domains."""
+        """Sets types and shapes of outputs that onnx cannot infer, after operators of other domains."""
         outputs = self.file.graph.outputs
         if all(value.type is not None and value.shape is not None for value in outputs):
             return
@@ -337,7 +337,7 @@ class _Writer:
 
 
 def _differs(module: nn.Module, own: nn.Module) -> bool:
-    """Returns whether a module of the graph has other parameters than the module of the file."""
+    """Returns whether the parameters of a module of the graph differ from those of the module of the file."""
     if is_packed(module) or type(module).__name__.startswith("Quantized"):
         return any(True for _ in own.parameters())
     return any(

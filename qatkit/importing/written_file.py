@@ -25,18 +25,18 @@ from qatkit_verify.errors import ConfigError
 _OTHER_FLOATS = (ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 _PAIRS = ("QuantizeLinear", "DequantizeLinear")
 _SIXTEEN, _STANDARD_16 = (ir.DataType.INT16, ir.DataType.UINT16), 21
-_SIZES = ("Shape", "Size")  # they read only the shape, so quantized values are as good
+_SIZES = ("Shape", "Size")  # they read only the shape, so they may read quantized values
 _PASSING = ("Identity", "Dropout")
 _LONGEST = 100  # characters of a derived name
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A QuantizeLinear and a DequantizeLinear.
+    """A QuantizeLinear with the DequantizeLinear that follows it.
 
     Attributes:
         scale, zero_point, dtype: the encoding, in a type of 8 or 16 bits.
-        ends: the values to which the input is clipped first; None if they are those of the type.
+        ends: the values to which the input is clipped first; None if these are the ends of the type.
     """
 
     scale: float
@@ -86,7 +86,7 @@ class WrittenFile:
     def __init__(self, model: ImportedModel, opset: int) -> None:
         self.path, self.model = model.file, _at(model.file, read(model.file), opset)
         self.graph = self.model.graph
-        for node in self.graph:  # the names in reports and overrides, which the audit reads from the file
+        for node in self.graph:  # reports and overrides use these names, which the audit reads from the file
             node.name = name_of(node)
         if any(value.type is None for value in self.graph.outputs):
             infer_shapes(self.model)  # onnx's checker needs the types
@@ -104,7 +104,7 @@ class WrittenFile:
         self._links: dict[tuple[int, Chain], ir.Value] = {}
 
     def name(self, wanted: str) -> str:
-        """Returns `wanted`, with a number appended if it is taken, and reserves it; long names lose their middle.
+        """Returns `wanted` as a new name: with a number appended if it is taken, and without its middle if it is long.
 
         TensorFlow's converters join the names of all operators that became one node, to hundreds of characters.
         """
@@ -121,7 +121,7 @@ class WrittenFile:
         return self.values[name]
 
     def maker(self, name: str) -> ir.Node:
-        """Returns the node that makes a value."""
+        """Returns the node that computes a value."""
         value = self.values.get(name) or self._inside.get(name)
         node = None if value is None else value.producer()
         if node is None:
@@ -168,7 +168,7 @@ class WrittenFile:
         return MICROSOFT
 
     def link(self, value: ir.Value, chain: Chain) -> ir.Value:
-        """Returns `value` after the pairs and barriers of a chain, which are shared by all its readers."""
+        """Returns `value` after the pairs and barriers of a chain, which all its readers share."""
         if chain and (kind := _other_float(value)) is not None:
             return self._converted(value, kind, chain)
         for count in range(1, len(chain) + 1):
@@ -179,7 +179,7 @@ class WrittenFile:
         return self._links[id(value), chain] if chain else value
 
     def _converted(self, value: ir.Value, kind: ir.DataType, chain: Chain) -> ir.Value:
-        """Writes a chain for a value of another float type than float32, the type of the scales.
+        """Writes a chain for a value whose float type is not float32, the type of the scales.
 
         The chain is inserted before the Cast that makes the value, or between two new Casts.
         """
@@ -315,14 +315,14 @@ def _names(graph: ir.Graph) -> set[str]:
 
 
 def _in_branches(graph: ir.Graph) -> dict[str, ir.Value]:
-    """Returns, by name, the values that exactly one branch or loop body makes."""
+    """Returns, by name, the values that exactly one branch or loop body computes."""
     made = [value for node in ir.traversal.RecursiveGraphIterator(graph) for value in node.outputs]
     count = Counter(value.name for value in made)
     return {str(value.name): value for value in made if count[value.name] == 1}
 
 
 def _other_float(value: ir.Value) -> ir.DataType | None:
-    """Returns the float type of a value if it is not float32, as far as the file or a Cast shows."""
+    """Returns the float type of a value if the file or a Cast shows that it is not float32; otherwise None."""
     maker = value.producer()
     kind = value.dtype
     if kind is None and maker is not None and maker.op_type == "Cast":

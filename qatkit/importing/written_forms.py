@@ -5,8 +5,8 @@
     ConvTranspose in 8 bits             Conv, DepthToSpace (or Reshape and Transpose), Slice
     ReduceMean of images in 8 bits      GlobalAveragePool (and Flatten)
 
-ONNX Runtime has an int8 kernel for the first two only in this form, and none for ConvTranspose and ReduceMean. It would
-give each part of a SiLU its own DequantizeLinear, and would then not fuse them.
+ONNX Runtime has an int8 kernel for HardSwish and HardSigmoid only in this form, and none for ConvTranspose and
+ReduceMean. It would give each part of a SiLU its own DequantizeLinear, and would then not fuse the parts.
 """
 
 from __future__ import annotations
@@ -101,7 +101,10 @@ class Form:
         return self.file.link(self.made[source], chain)
 
     def _new(self, kind: str, inputs: Sequence[ir.Value | None], **attributes: Any) -> ir.Value:
-        """Inserts a node before the old one and returns its output; the first of the same operator gets its name."""
+        """Inserts a node before the old one, and returns its output.
+
+        The first new node with the operator of the old one gets its name.
+        """
         items = [ir.convenience.convert_attribute(k, v) for k, v in attributes.items()]
         name = self.file.name(f"{self.node.name or self.base}_{kind}")
         new = ir.Node("", kind, list(inputs), items, name=name, num_outputs=1)

@@ -68,7 +68,7 @@ class PackedWeights:
             self._float_product(step, node, module)
 
     def operands(self, module: WeightOnly, shape: Sequence[int], name: str) -> ir.Value:
-        """Returns the float weight in torch's layout and this shape, as nodes that compute it from constants."""
+        """Returns the float weight, in torch's layout and the given shape, computed from constants by new nodes."""
         held, scale, zero = self._operands(module, name)
         rows = self._rows(module, held, scale, zero, name, scale)
         return self._reshaped(rows, shape, name)
@@ -109,7 +109,7 @@ class PackedWeights:
             node.replace_input_with(1 + place, value)
 
     def _bias(self, node: ir.Node, module: WeightOnly) -> ir.Value | None:
-        """Returns the bias [out]; that of the file if it has the same values."""
+        """Returns the bias [out]; it is the constant of the file if that has the same values."""
         if module.bias is None:
             return None
         wanted = array_of(module.bias)
@@ -140,8 +140,10 @@ class PackedWeights:
         self._becomes(node, "Reshape", [rows, sizes], {})
 
     def _stored(self, module: WeightOnly | PackedEmbedding, name: str) -> list[ir.Value | None]:
-        """Returns constants: bytes [out, blocks, bytes per block], scales [out, blocks] as they are stored, the units
-        of the scales and the zero points [out, bytes]; None for those that the weight lacks.
+        """Returns the stored constants; None for those that the weight does not have.
+
+        They are bytes [out, blocks, bytes per block], scales [out, blocks], units of the scales, and zero points
+        [out, bytes].
         """
         held = {
             "quantized": module.weight,
@@ -208,7 +210,7 @@ class PackedWeights:
     def _integers(
         self, held: ir.Value, bits: int, shape: Sequence[int], base: str, after: ir.Value | None
     ) -> ir.Value:
-        """Returns the integers that bytes hold, as float32 in this shape."""
+        """Returns the integers that are stored in bytes, as float32 in the given shape."""
         if bits == 8:
             return self.file.node(after, "Cast", [held], base, [ir.AttrInt64("to", _FLOAT)])
         places = self.file.node(after, "Cast", [held], base, [ir.AttrInt64("to", _INT32)])
@@ -216,7 +218,7 @@ class PackedWeights:
         return self._reshaped(self.file.node(places, "Gather", [every, places], base), shape, base)
 
     def _first(self, value: ir.Value, count: int, wanted: int, base: str) -> ir.Value:
-        """Returns the first values of each row of `count`."""
+        """Returns the first `wanted` of the `count` values of each row."""
         if count == wanted:
             return value
         ends = [self._constant(np.array([one], np.int64), base, f"at_{one}") for one in (0, wanted, 1)]

@@ -56,7 +56,7 @@ class WrittenWeights:
             self._floats(step, node, module)
 
     def stored(self, array: Array, name: str) -> ir.Value:
-        """Returns an initializer with these values; an existing one if it has the same values."""
+        """Returns an initializer with the given values; reuses an existing one if it has the same values."""
         key = str(array.dtype), array.shape, array.tobytes()
         if key not in self._stored:
             self._stored[key] = self.file.constant(array, name)
@@ -86,7 +86,7 @@ class WrittenWeights:
         if module.float_bias is not None:
             found.append(self.file.constant(array_of(module.float_bias)[:count], names[1]))
         elif module.bias is not None:
-            # Not shared: a bias scale fits only one operator.
+            # The constant is not shared, since the scale of a bias fits only one operator.
             bias = self.file.constant(array_of(module.bias)[:count], f"{names[1]}_quantized")
             own = array_of(module.bias_scale)
             own = own[:count] if own.ndim else own
@@ -174,7 +174,7 @@ class WrittenWeights:
             self._float(node, 3, array_of(cast(Tensor, module.bias_l0)), None)
 
     def _floats(self, step: Step, node: ir.Node, module: nn.Module) -> None:
-        """Writes new float values where those of the module differ from the file."""
+        """Writes the float values of the module that differ from those of the file."""
         found = _float_inputs(node, module)
         if node.op_type == "ConvTranspose" and not isinstance(module, nn.modules.conv._ConvTransposeNd):
             found = self._transposed(step, node, found)
@@ -182,7 +182,7 @@ class WrittenWeights:
             self._float(node, place, array, step.original(place))
 
     def _transposed(self, step: Step, node: ir.Node, found: Mapping[int, Array]) -> dict[int, Array]:
-        """Returns the weight and bias of a transposed convolution from the convolution that computes its phases."""
+        """Returns the weight and bias of a transposed convolution, from those of the convolution that computes it."""
         kernel = step.shape(1)[2:]
         stride = list(node.attributes.get_ints("strides", [1] * len(kernel)))
         groups = node.attributes.get_int("group", 1)

@@ -3,9 +3,9 @@
 granularity           which elements of a tensor share a scale
 formats/              numbers beyond evenly spaced integers: floats of few bits, blocks with a shared scale
 spec                  what a quantized tensor is: number type, symmetry, granularity (plain data, no torch)
-backends              what each target wants per operator class (data only)
+backends              how each target quantizes each operator class (data only)
 numerics, pairs       rounding, scales and zero points; weights whose products cannot saturate
 observers/            ranges of activations from the values seen
 fake_quantize, weight_fake_quantize, learned/   quantizers of activations and weights; scales that are trained
-qat_layers, recurrent_layers, computed_weights  layers whose weights are quantized while they train
+qat_layers, recurrent_layers, computed_weights  layers with quantized weights for training
 """

@@ -6,8 +6,8 @@
 
 With an integer multiplier, a bias of 8 or 16 bits is a whole number of steps too. Every bias is thus added to
 the products' sums as an integer, and requantization gets no new ties (`qatkit.graph.scales.align`). A step is
-far finer than the rounding of a result, so nothing is lost. Where scales are powers of two, so is the
-multiplier: hardware shifts to the left.
+far finer than the rounding of a result, so nothing is lost. If scales are powers of two, the multiplier is one as
+well, so that hardware shifts to the left.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ def whole_bias(
     """Returns the integers of a bias and the multiplier of their step.
 
     Args:
-        bias: [out].
+        bias: the float bias, [out].
         step: input scale times weight scale, [] or [out].
         spec: spec of the weight.
-        shift: the multiplier is at most 2^shift, and a bias that does not fit is clipped; None: no limit.
+        shift: the base-2 logarithm of the largest multiplier; a bias that does not fit is clipped. None: no limit.
 
     Returns:
-        Whole numbers in float64: the integers [out], and the multiplier in the shape of `step`, which is 1
-        for int32 and float.
+        Whole numbers in float64: the integers [out], and the multiplier in the shape of `step`. The multiplier is
+        1 for int32 and float.
     """
     steps = bias.detach().double() / step.double()
     if not spec.narrow_bias:
@@ -48,7 +48,7 @@ def whole_bias(
 
 
 def rounded_bias(bias: Tensor, step: Tensor, spec: QuantSpec, shift: int | None = None) -> Tensor:
-    """Returns `bias` [out] as the file holds it, with a straight-through gradient (Args as `whole_bias`)."""
+    """Returns the values of `bias` [out] in the file, with a straight-through gradient; Args as for `whole_bias`."""
     with torch.no_grad():
         whole, multiplier = whole_bias(bias, step, spec, shift)
         change = (whole * multiplier * step.double()).to(bias.dtype) - bias
@@ -56,11 +56,11 @@ def rounded_bias(bias: Tensor, step: Tensor, spec: QuantSpec, shift: int | None 
 
 
 def _multiplier(steps: Tensor, one_for_all: bool, spec: QuantSpec) -> Tensor:
-    """Returns the multiplier (of each channel) that has the least squared error and clips nothing."""
+    """Returns the multiplier of each channel, or of all channels, that has the least error and clips nothing."""
     largest = steps.abs().amax() if one_for_all else steps.abs()
     high = DTYPES[spec.bias_dtype].high
     first = torch.ceil(largest / high).clamp(min=1.0)
-    if spec.powers_of_two:  # a larger one only has coarser steps
+    if spec.powers_of_two:  # a larger multiplier only has coarser steps
         return rounded_up(first, spec).double()
     best, least = first, torch.full_like(first, torch.inf)
     for more in range(_TRIED):

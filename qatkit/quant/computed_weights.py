@@ -28,8 +28,8 @@ class Computed(nn.Module):
     """A mixin that computes the weight or bias of a Conv or Linear.
 
     Attributes:
-        leaves: for "weight" and "bias", where computed, the names (relative to this module) of the tensors
-            that the program takes. They are parameters and buffers of this module or of its children.
+        leaves: for "weight" and "bias", if computed, the names of the tensors that the program reads, relative to
+            this module. They are parameters and buffers of this module or of its children.
     """
 
     leaves: dict[str, tuple[str, ...]]
@@ -107,7 +107,7 @@ def tensor_at(module: nn.Module, path: str) -> Tensor:
 
 
 def settled(module: nn.Module) -> nn.Module:
-    """Returns a `Computed` module as a plain one, its current weight and bias as parameters; others unchanged."""
+    """Returns a plain module with the current weight and bias of a `Computed` one; any other module unchanged."""
     if not isinstance(module, Computed):
         return module
     with torch.no_grad():
@@ -122,6 +122,6 @@ def settled(module: nn.Module) -> nn.Module:
 
 
 def identity_of(module: nn.Module, name: str) -> int:
-    """Returns a key that two operators have in common if and only if they share their "weight" or "bias"."""
+    """Returns a key of an operator's "weight" or "bias"; two operators have equal keys exactly if they share it."""
     program = module.program(name) if isinstance(module, Computed) else None
     return id(program) if program is not None else id(getattr(module, name))

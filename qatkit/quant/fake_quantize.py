@@ -4,11 +4,11 @@
 `FakeQuantize` is the quantizer of an edge: its scale and zero point come from an observer's range. The
 quantizer of a weight is in `qatkit.quant.weight_fake_quantize`.
 
-Alignment, conversion, the cache and the report ask a quantizer for its scale and its integers and compute
-neither. A scale or a rounding that was found in another way thus reaches the file: learned (LSQ), solved for
-(GPTQ, AdaRound) or given. `fix` freezes a scale, so that it no longer follows its source. A quantizer that
-learns its scale is a subclass that says which scale it wants (`settle`, `wanted_scale`), named by
-`quantizer.activation` and `quantizer.weight`.
+Alignment, conversion, the cache and the report get the scale and the integers from a quantizer and compute
+neither. Scales and roundings that are learned (LSQ), solved for (GPTQ, AdaRound) or given by the user therefore
+reach the file. `fix` freezes a scale, so that it no longer follows its source. A quantizer that learns its scale
+is a subclass that returns the wanted scale (`settle`, `wanted_scale`). The settings `quantizer.activation` and
+`quantizer.weight` choose it.
 
 A ReLU or ReLU6 before the edge is absorbed as the edge's `bounds`: quantizing to a range that starts at zero
 implements the activation. This holds in the simulation (one pass less forward and backward) and in the
@@ -36,13 +36,13 @@ class Quantizer(nn.Module):
 
     Attributes:
         spec: dtype, symmetry and granularity.
-        enabled: the next forward passes quantize.
+        enabled: whether the next forward passes quantize.
         fixed_scale: the frozen scale; None while the scale follows its source. A checkpoint holds it only
-            where it is set.
+            if it is set.
     """
 
     _optional: ClassVar[tuple[str, ...]] = ("fixed_scale",)
-    decayed: ClassVar[bool] = False  # whether weight decay is applied to what it learns
+    decayed: ClassVar[bool] = False  # whether weight decay is applied to the learned parameters
     scale_types: ClassVar[tuple[str, ...]] = SCALE_VALUES  # accepted values of `QuantSpec.scale_type`
     spec: QuantSpec
     enabled: bool
@@ -68,21 +68,21 @@ class Quantizer(nn.Module):
         """Sets what the next forward passes do.
 
         Args:
-            observe: ranges follow the values.
-            quantize: values are quantized.
-            calibrating: ranges that fine-tuning does not move follow as well.
+            observe: whether ranges follow the values.
+            quantize: whether values are quantized.
+            calibrating: whether ranges that fine-tuning does not move follow the values as well.
         """
         self.enabled = quantize
 
     def begin(self, weight: Tensor | None = None) -> None:
-        """Starts what is learned from calibration; called before the optimizer is created.
+        """Initializes learned parameters from calibration; called before the optimizer is created.
 
         Args:
             weight: the weight as inference uses it, for a weight's quantizer.
         """
 
     def begin_anew(self, weight: Tensor | None = None) -> None:
-        """Restarts what is learned from the current range and weight; called before anything was quantized."""
+        """Initializes learned parameters again, from the current range and weight, before quantization starts."""
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         device = next(self.buffers()).device
@@ -102,14 +102,15 @@ class FakeQuantize(Quantizer):
 
     Args:
         spec: dtype and symmetry.
-        observer: finds the range; None when `bounds` fixes it (a sigmoid's 0..1).
-        bounds: values are clamped to these before they are observed and quantized (None: open end).
+        observer: the observer that finds the range; None if `bounds` fixes it (a sigmoid's 0..1).
+        bounds: the two bounds to which values are clamped before they are observed and quantized; None for an
+            open end.
 
     Attributes:
-        scale, zero_point: rank 0, float32 and int32, as they will ship.
-        observing: the next forward passes update the range.
+        scale, zero_point: rank 0, float32 and int32, as in the exported file.
+        observing: whether the next forward passes update the range.
         range_limits: [2], the ends to which ranges are cut, since no reader distinguishes values beyond them
-            (`qatkit.calibration.limits`); None where there are none.
+            (`qatkit.calibration.limits`); None if there are none.
         features: number of values of the tensor for one image.
     """
 
@@ -149,11 +150,11 @@ class FakeQuantize(Quantizer):
         return numerics.choose_qparams(low, high, self.spec)
 
     def follow_range(self, low: Tensor, high: Tensor) -> None:
-        """Takes scale and zero point from a range without waiting for a device; an empty one changes nothing.
+        """Sets scale and zero point from a range, without waiting for a device; an empty range changes nothing.
 
-        In a range that holds only zero, zero is placed in the middle unless a ReLU cuts off values below it.
-        At an end of the range a value has no gradient, so a branch that begins at zero (an adapter, a
-        BatchNorm whose γ is 0) would stay there.
+        If the range is only zero, zero becomes its middle unless a ReLU cuts off values below it. At an end of the
+        range a value has no gradient, so a branch that begins at zero (an adapter, a BatchNorm whose γ is 0) would
+        stay at zero.
         """
         scale, zero_point = self.qparams(low, high)
         if self.bounds[0] != 0.0:
@@ -165,7 +166,7 @@ class FakeQuantize(Quantizer):
 
     @torch.no_grad()
     def begin(self, weight: Tensor | None = None) -> None:
-        """Lets a range of only zeros follow the training, whichever observer found it: it can hold next to nothing."""
+        """Makes a range of only zeros follow the training, with any observer, since it would clip all other values."""
         if not self.frozen and self._is_empty:
             self._observe_anew()
 
@@ -190,7 +191,7 @@ class FakeQuantize(Quantizer):
         if low == 0.0 and high is None:
             return torch.relu(x)
         if low is not None and high is not None:
-            return F.hardtanh(x, low, high)  # backward is one pass; clamp's five
+            return F.hardtanh(x, low, high)  # its backward takes one pass, that of clamp five
         return x if low is None and high is None else torch.clamp(x, low, high)
 
     @torch.no_grad()
@@ -199,7 +200,7 @@ class FakeQuantize(Quantizer):
         if self.observer is None or not x.numel():
             return
         low, high = torch.aminmax(x.detach().float())
-        if self.training:  # of all ranks; in inference each sees what all do
+        if self.training:  # the range of all ranks; in inference every rank sees the same values
             low, high = ends_of_all_ranks(low, high)
         self.observer.update(self.clamp_bounds(low), self.clamp_bounds(high), x.detach())
         if self.observer.follows_training:
@@ -207,25 +208,25 @@ class FakeQuantize(Quantizer):
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Ends calibration with the range of what all ranks have seen."""
+        """Ends calibration; the range becomes that of the values on all ranks."""
         if self.observer is not None:
             self.observer.all_reduce()
             self.observer.finish(self.spec)
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Takes scale and zero point from the observer's range, if it has seen any, before alignment."""
+        """Sets scale and zero point from the observer's range, if it has one; called before alignment."""
         if not self.frozen and self.observer is not None:
             self.follow()
 
     @torch.no_grad()
     def follow(self) -> None:
-        """Does what `settle` does for a scale that is not frozen; no value is read on the host."""
+        """Does the same as `settle` if the scale is not frozen, without reading a value on the host."""
         assert self.observer is not None
         self.follow_range(self.observer.low, self.observer.high)
 
     def own_scale(self) -> Tensor | None:
-        """Returns the scale of the range before any alignment; None where it is frozen or nothing was seen."""
+        """Returns the scale of the range before any alignment; None if it is frozen or no values were observed."""
         if self.frozen or (self.observer is not None and not self.observer.seen):
             return None
         if self.observer is None:

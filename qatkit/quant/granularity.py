@@ -30,7 +30,7 @@ BLOCK_SIZES = (16, 32, 64, 128, 256)  # supported by ONNX Runtime's kernels
 
 
 class Granularity(ABC):
-    """The base class of all granularities; `str` gives the text that configurations hold."""
+    """The base class of all granularities; `str` returns the text that configurations use."""
 
     @abstractmethod
     def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
@@ -38,7 +38,7 @@ class Granularity(ABC):
 
     @abstractmethod
     def spread(self, scale: Tensor, shape: Sequence[int]) -> Tensor:
-        """Returns `scale` expanded to broadcast against a tensor of `shape`, so that each element meets its own."""
+        """Returns `scale`, reshaped so that it broadcasts against a tensor of `shape`, each element with its scale."""
 
     @abstractmethod
     def grouped(self, x: Tensor) -> tuple[Tensor, list[int]]:
@@ -77,7 +77,7 @@ class PerChannel(Granularity):
     """A granularity with one scale for each index along an axis; weights use axis 0, the output channels.
 
     Attributes:
-        axis: negative values count from the last one.
+        axis: the axis; negative values count from the last one.
     """
 
     axis: int
@@ -100,10 +100,10 @@ class PerChannel(Granularity):
 
 @dataclass(frozen=True)
 class PerBlock(Granularity):
-    """A granularity with one scale for each block of inputs of an output channel; the last may be shorter.
+    """A granularity with one scale for each block of inputs of an output channel; the last block may be shorter.
 
     Attributes:
-        size: elements of a block.
+        size: number of elements in a block.
     """
 
     size: int
@@ -133,11 +133,11 @@ class PerBlock(Granularity):
 
 @dataclass(frozen=True)
 class AlongAxis(Granularity):
-    """A granularity with one scale for each block of neighbours along an axis; the last may be shorter.
+    """A granularity with one scale for each block of neighbours along an axis; the last block may be shorter.
 
     Attributes:
-        size: elements of a block.
-        axis: negative values count from the last one.
+        size: number of elements in a block.
+        axis: the axis; negative values count from the last one.
     """
 
     size: int
@@ -172,10 +172,10 @@ BLOCKS = f"{{{_BLOCK}: {' | '.join(map(str, BLOCK_SIZES))}}}"
 
 
 def granularity_of(asked: Any) -> Granularity:
-    """Returns the granularity of a weight that a configuration names: a string or {block: SIZE}.
+    """Returns the granularity of a weight from its setting, a text or {block: SIZE}.
 
     Raises:
-        ValueError: it is neither one of `GRANULARITIES` nor blocks of one of `BLOCK_SIZES`.
+        ValueError: the setting is neither one of `GRANULARITIES` nor a block of one of `BLOCK_SIZES`.
     """
     if isinstance(asked, Mapping) and set(asked) == {_BLOCK} and asked[_BLOCK] in BLOCK_SIZES:
         return PerBlock(int(asked[_BLOCK]))

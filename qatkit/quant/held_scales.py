@@ -6,8 +6,8 @@
 
 Blocks of 32 weights of 4 bits with zero points take 5.1 bits per weight with scales in float32, 4.6 in float16 and 4.4
 in uint8; blocks of 64 take 4.6, 4.3 and 4.2. A unit has 16 significant bits, so that its products with codes
-are exact in float32. The scales of the file are therefore those of the simulation bit for bit, and `held`
-does not change scales that it returned.
+are exact in float32. The scales in the file therefore equal those of the simulation bit for bit, and `held`
+does not change scales that it has returned.
 
 Source: Dettmers et al., "QLoRA: Efficient finetuning of quantized LLMs", 2023, section 3.
 """
@@ -23,14 +23,14 @@ from qatkit.quant.spec import QuantSpec
 _CODES = 255
 _INT32_MAX = 2**31 - 1
 _LEAST_HALF, _LARGEST_HALF = 2.0**-24, 65504.0  # the ends of float16's positive values
-_LOW_BITS = 0xFF  # of a float32, which a unit has not
+_LOW_BITS = 0xFF  # the bits of a float32 that are 0 in a unit
 
 
 def held(scale: Tensor, spec: QuantSpec) -> Tensor:
     """Returns the scales that the file holds instead of `scale`, in float32.
 
     Args:
-        scale: above 0, [out, blocks], [out] or []; in the last two cases all scales share one unit.
+        scale: the scales, above 0, [out, blocks], [out] or []; in the last two cases all scales share one unit.
         spec: spec of the weight; the nearest scales of its type are taken.
     """
     scale = nearest(scale, spec)
@@ -42,8 +42,8 @@ def avoid_overflow(
 ) -> tuple[Tensor, Tensor | None]:
     """Raises the scales of channels whose bias would not fit int32, which leaves their weights fewer steps.
 
-    A per-tensor scale becomes one per channel where that is needed, and the other channels keep theirs. A
-    raised step is 2⁻³⁰ of the bias, so that the error of a result is a few times its float32 rounding error
+    If needed, a per-tensor scale becomes one scale per channel; the other channels keep its value. A raised
+    step is 2⁻³⁰ of the bias, so that the error of a result is a few times its float32 rounding error
     (docs/decisions/0078).
 
     Returns:

@@ -21,27 +21,27 @@ from qatkit.quant.spec import QuantSpec
 
 # The smallest and the largest integer, of a tensor or of each of its elements.
 Ends = tuple[int | Tensor, int | Tensor]
-# Below this a float32 scale makes x / scale overflow for ordinary x; a channel this small is zero anyway.
+# A smaller float32 scale would make x / scale overflow for ordinary x; so small a channel is practically zero.
 MIN_SCALE = 1e-12
-_PIECE = 2**17  # values per thread that all passes process before the next ones: they stay in a core's cache
+_PIECE = 2**17  # values per thread that all passes process together, so that they stay in a core's cache
 
 
 def choose_qparams(low: Tensor, high: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
     """Returns scale (float32) and zero_point (int32) that represent [low, high], widened to hold 0.
 
     Args:
-        low, high: float tensors of the same shape, [] or [channels].
-        spec: the target range.
+        low, high: the ends of the range, float tensors of the same shape, [] or [channels].
+        spec: spec of the tensor.
     """
     low = torch.clamp(low.float(), max=0.0)
     high = torch.clamp(high.float(), min=0.0)
     levels = spec.quant_max - spec.quant_min
     if spec.symmetric:
-        # Half of the levels on each side: 127 for int8, 127.5 for uint8 around 128.
+        # Half of the levels lie on each side: 127 for int8, 127.5 for uint8 around 128.
         middle = (spec.quant_max + spec.quant_min + 1) // 2
         scale = torch.maximum(-low, high) / (spec.quant_max - middle)
         return scale.clamp(min=MIN_SCALE), torch.full_like(scale, middle, dtype=torch.int32)
-    # Halves (exact in binary), since high - low may be more than float32 holds.
+    # Computed from halves (exact in binary), since high - low may exceed float32's range.
     scale = ((high / 2 - low / 2) / levels * 2).clamp(min=MIN_SCALE)
     zero_point = torch.clamp(spec.quant_min - torch.round(low / scale), spec.quant_min, spec.quant_max)
     return scale, zero_point.to(torch.int32)
@@ -59,8 +59,8 @@ def flat(x: Tensor) -> Tensor | None:
 def to_steps(x: Tensor, scale: float, low: int, high: int, *, in_place: bool = False) -> Tensor:
     """Returns clamp(round(x / scale), low, high)·scale on the CPU, without a gradient.
 
-    Four passes over a large tensor read memory four times; when they process it piece by piece they read it
-    once.
+    Four passes over a large tensor would read memory four times. The tensor is processed piece by piece, so that
+    memory is read once.
     """
     x = x.detach()
     made = x if in_place else torch.empty_like(x)
@@ -76,8 +76,8 @@ def to_steps(x: Tensor, scale: float, low: int, high: int, *, in_place: bool = F
 class _FakeQuantizePerTensor(torch.autograd.Function):
     """Fake quantization on the CPU with a straight-through gradient inside the representable range.
 
-    ATen's fake_quantize kernels on the CPU are scalar code, so these four vectorised passes replace them
-    (figures: decision 1). The backward is hardtanh's kernel: for a range that starts at zero it is
+    ATen's fake_quantize kernels on the CPU are scalar code, so four vectorised passes replace them
+    (figures: decision 1). The backward pass is hardtanh's kernel. For a range that starts at zero it is
     exactly the gradient of ReLU.
     """
 
@@ -97,9 +97,9 @@ class _FakeQuantizePerTensor(torch.autograd.Function):
 def _known_behind(x: Tensor, gradient: Tensor) -> Tensor:
     """Returns a copy that a compiler can only make in the backward pass, because it depends on a gradient.
 
-    Comparisons with `x` are then computed there. Otherwise a compiler stores their results, one bool per
-    value, in the forward pass. That takes a quarter of the memory, but on the CPU Inductor writes bools one
-    by one (torch 2.13).
+    Comparisons with `x` are then computed in the backward pass. Otherwise a compiler stores their results, one
+    bool per value, in the forward pass. That would take a quarter of the memory, but on the CPU Inductor writes
+    bools one by one (torch 2.13).
     """
     return x.clone()
 
@@ -110,7 +110,7 @@ def _(x: Tensor, gradient: Tensor) -> Tensor:
 
 
 def within(gradient: Tensor, x: Tensor, ends: Tensor) -> Tensor:
-    """Returns `gradient` where `x` lies between `ends` [2], else 0: hardtanh's gradient, in compilable form."""
+    """Returns `gradient` where `x` lies between `ends` [2], else 0: hardtanh's gradient, in a form for compilers."""
     low, high = _known_behind(ends, gradient) if x.device.type == "cpu" else ends
     return torch.where((x > low) & (x < high), gradient, 0.0)
 
@@ -137,8 +137,8 @@ class _FakeQuantizeTraced(torch.autograd.Function):
 class _FakeQuantizeOnDevice(torch.autograd.Function):
     """Fake quantization on an accelerator by torch's fused kernel, with the same gradient as on the CPU.
 
-    The kernel's own gradient also passes half a step outside of the range. With a range that starts at zero,
-    ReLU has no gradient there. Like the kernel, this keeps one byte per value for the backward pass.
+    The kernel's own gradient also passes up to half a step outside of the range, where the ReLU of a range that
+    starts at zero has no gradient. Like the kernel, this keeps one byte per value for the backward pass.
     """
 
     @staticmethod
@@ -156,7 +156,7 @@ class _FakeQuantizeOnDevice(torch.autograd.Function):
 class _RoundWeight(torch.autograd.Function):
     """Fake quantization of a weight within its range.
 
-    Nothing is clipped, so the straight-through gradient is the identity and saves nothing.
+    Nothing is clipped, so the straight-through gradient is the identity, and nothing is stored for it.
     """
 
     @staticmethod
@@ -171,22 +171,22 @@ class _RoundWeight(torch.autograd.Function):
 def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, spec: QuantSpec) -> Tensor:
     """Applies per-tensor fake quantization with a straight-through gradient; `scale`, `zero_point` are rank 0.
 
-    Saturates at the ends of the type, as QuantizeLinear does, even where `spec` chose a narrower range.
+    Saturates at the ends of the type, as QuantizeLinear does, even if the range of `spec` is narrower.
     """
     qmin, qmax = spec.type_range
     if x.dtype != torch.float32:  # bfloat16 holds neither the scale nor q·scale
         return fake_quantize(x.float(), scale, zero_point, spec).to(x.dtype)
-    # Without training, an accelerator divides by the scale, as the file does: its fused kernel multiplies by
+    # Without training an accelerator has to divide by the scale, as the file does; its fused kernel multiplies by
     # 1/scale.
     if torch.compiler.is_compiling() or (x.device.type != "cpu" and not torch.is_grad_enabled()):
         traced: Tensor = _FakeQuantizeTraced.apply(x, scale, zero_point, qmin, qmax)  # type: ignore[no-untyped-call]
         return traced
     if x.device.type != "cpu":
-        # No transfer of the scale to the host.
+        # This kernel reads the scale on the device, without a transfer to the host.
         fused: Tensor = _FakeQuantizeOnDevice.apply(x, scale, zero_point, qmin, qmax)  # type: ignore[no-untyped-call]
         return fused
     apply: Any = _FakeQuantizePerTensor.apply
-    # Read directly: on the CPU there is no device to wait for.
+    # The scale is read directly, since on the CPU there is no device to wait for.
     result: Tensor = apply(x, float(scale.numpy()), int(zero_point.numpy()), qmin, qmax)
     return result
 
@@ -204,7 +204,7 @@ def _(x: Tensor) -> Tensor:
 def computed_once(x: Tensor) -> Tensor:
     """Returns `x` without a gradient, so that a compiler computes it once, at this place.
 
-    A compiler otherwise inlines it into the kernels that read it: the scale of a channel, in float64, would
+    A compiler otherwise inlines `x` into the kernels that read it. The scale of a channel, in float64, would then
     be computed for each of the channel's weights, and again in the backward pass.
     """
     return cast(Tensor, _computed_once(x.detach())) if torch.compiler.is_compiling() else x.detach()
@@ -214,8 +214,9 @@ def fake_quantize_weight(w: Tensor, scale: Tensor, spec: QuantSpec, ends: Ends |
     """Applies fake quantization to a weight within its range: nothing is clipped.
 
     Args:
-        w: [out, ...].
-        scale: the scale, in the granularity's shape.
+        w: the weight, [out, ...].
+        scale: the scales, in the granularity's shape.
+        spec: spec of the weight.
         ends: the smallest and the largest integer; None: `weight_ends` of `w`.
     """
     apply: Any = _RoundWeight.apply
@@ -225,7 +226,7 @@ def fake_quantize_weight(w: Tensor, scale: Tensor, spec: QuantSpec, ends: Ends |
 
 
 def weight_scale(w: Tensor, spec: QuantSpec) -> Tensor:
-    """Returns the scales of a weight, in the granularity's shape, from the range of the values that share each.
+    """Returns the scales of a weight, in the granularity's shape, from the ranges of the values that share a scale.
 
     Scales are larger where `spec.pairs` requires it (`guarded_scale`).
     """
@@ -244,7 +245,9 @@ def weight_ends(w: Tensor, spec: QuantSpec, zero_point: Tensor | None = None) ->
     """Returns the smallest and largest integer of a weight, counted from its zero point, shaped to broadcast.
 
     Args:
-        zero_point: the zero_point, in the granularity's shape; None: `weight_zero_point`.
+        w: the weight.
+        spec: spec of the weight.
+        zero_point: the zero points in the granularity's shape; None: `weight_zero_point`.
     """
     if not spec.has_zero_point:
         return spec.quant_min, spec.quant_max
@@ -276,12 +279,13 @@ def guarded_scale(scale: Tensor, w: Tensor, spec: QuantSpec) -> Tensor:
 
 
 def mse_clip(w: Tensor, spec: QuantSpec, *, least: float = 0.4, steps: int = 31) -> Tensor:
-    """Returns the share of a weight's `weight_scale` with the least squared error of rounding and clipping.
+    """Returns the shares of a weight's `weight_scale` with the least squared error of rounding and clipping.
+
+    Below `least`, 2-bit weights have an even smaller error, but clipped weights have no gradient, so that
+    training gets worse.
 
     Returns:
-        In the scales' shape, one of `steps` factors from 1 to `least`, chosen for each scale separately.
-        Below `least`, 2-bit weights have an even smaller error, but clipped weights have no gradient, so
-        training gets worse.
+        For each scale one of `steps` factors from 1 to `least`, in the scales' shape.
     """
     w = w.detach()
     full, ends = weight_scale(w, spec), weight_ends(w, spec)
@@ -298,7 +302,7 @@ def mse_clip(w: Tensor, spec: QuantSpec, *, least: float = 0.4, steps: int = 31)
 
 
 def odd_fraction(multiplier: Tensor, *, up: bool) -> Tensor:
-    """Returns the nearest p/q, q odd, not below (`up`) or not above `multiplier`, within 1 %; float64.
+    """Returns the nearest p/q with odd q, not below (`up`) or not above `multiplier`, within 1 %, float64.
 
     An integer times p/q is at least 1/(2q) away from every k + 1/2, so that small errors do not change its
     rounding (`qatkit.graph.scales.align`). p is 1 unless the multiplier is large.
@@ -312,7 +316,7 @@ def odd_fraction(multiplier: Tensor, *, up: bool) -> Tensor:
 
 @torch.library.custom_op("qatkit::quantize", mutates_args=())
 def quantize(x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
-    """Computes ONNX QuantizeLinear, per tensor: the result has zero_point's dtype and saturates at its ends."""
+    """Computes ONNX QuantizeLinear per tensor; the result has the dtype of `zero_point` and saturates at its ends."""
     info = torch.iinfo(zero_point.dtype)
     q = x.div(scale).round_().add_(zero_point.to(x.dtype))
     return q.clamp_(info.min, info.max).to(zero_point.dtype)

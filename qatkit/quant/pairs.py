@@ -5,13 +5,14 @@ of two neighbours along the depth of a matrix product and saturates at 16 bits (
 
     x0·w0 + x1·w1 with x0, x1 in 0..255 fits      ⇔      |w0 + w1| <= 128
 
-if both weights have the same sign, and always if their signs differ. So a weight is exact on every processor
-if no two neighbours add up to more. This needs a larger scale only in a few channels, and costs them less
-than the one bit that 7-bit weights cost all channels (figures: docs/decisions/0042-guarded-weights.md).
+if both weights have the same sign, and always if their signs differ. A weight is therefore exact on every
+processor if no two neighbours of the same sign add up to more than 128. Only a few channels need a larger scale for
+this, and it costs them less than the one bit that 7-bit weights cost all channels (figures:
+docs/decisions/0042-guarded-weights.md).
 
 The depth of a convolution runs over the positions of its kernel and, innermost, the channels of its group. If
 the number of channels is odd, pairs span two positions unless the export adds channels of zeros
-(`qatkit.graph.pad_channels`): such weights are made to fit both ways.
+(`qatkit.graph.pad_channels`). Such weights are fitted for both cases.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch.nn import functional as F
 
 from qatkit.quant.spec import PAIR_LIMIT as LIMIT
 
-# A little below 128: the sum of two integers rounded to nearest can reach 129 from 128 steps on.
+# A little below 128, since from 128 steps on the sum of two rounded weights can reach 129.
 _STEPS = 127.99
 
 
@@ -33,10 +34,10 @@ def least_scale(weight: Tensor, *, per_channel: bool) -> Tensor:
 
     Args:
         weight: [out, in / groups, ...], the weight of a convolution or a Linear.
-        per_channel: one scale per output channel.
+        per_channel: whether each output channel has its own scale.
 
     Returns:
-        [out], or [] without `per_channel`.
+        The scales, [out], or [] without `per_channel`.
     """
     sums = [(pairs[..., 0] + pairs[..., 1]).abs().amax(1) for pairs in _arranged(weight)]
     largest = torch.stack(sums).amax(0) if len(sums) > 1 else sums[0]
@@ -47,8 +48,8 @@ def fitted(integers: Tensor, steps: Tensor) -> Tensor:
     """Returns `integers` with each pair that exceeds the limit moved to the nearest pair that does not.
 
     Args:
-        integers: float, in the weight's shape.
-        steps: the values before rounding (not necessarily to nearest): the weight over its scale.
+        integers: the integers, in float, in the weight's shape.
+        steps: the weight over its scale, before rounding (which need not be to the nearest).
 
     Returns:
         Integers of the same shape and memory format. No absolute value grows.
@@ -57,7 +58,7 @@ def fitted(integers: Tensor, steps: Tensor) -> Tensor:
         pairs, wanted = _pairs(integers, within=within), _pairs(steps, within=within)
         over = (pairs[..., 0] + pairs[..., 1]).abs() > LIMIT
         pairs = torch.where(over[..., None], _nearest(pairs, wanted), pairs)
-        # In the weight's own memory format, which convolutions follow.
+        # Keeps the weight's memory format, which convolutions follow.
         integers = torch.empty_like(integers).copy_(_restored(pairs, integers.shape, within=within))
     return integers
 

@@ -1,4 +1,4 @@
-"""Conv and Linear layers with a quantized weight, and a BatchNorm where it is kept during training.
+"""Conv and Linear layers with a quantized weight, and with a BatchNorm if it is kept during training.
 
 `QATConv2d` is a `Conv2d` with the same parameters under the same names. Its `weight_fake_quant` is None
 until `prepare_qat` decides that this operator runs in int8. Its `bn`, if any, is the BatchNorm that followed:
@@ -49,7 +49,7 @@ class QATOperator(nn.Module):
         return fold_batch_norm(self.weight, self.bias, self.bn)
 
     def quantized(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Returns weight and bias after fake quantization, if there is any."""
+        """Returns weight and bias after fake quantization; unchanged if the layer is not quantized."""
         if self.weight_fake_quant is None:
             return weight, bias
         return cast("tuple[Tensor, Tensor | None]", self.weight_fake_quant(weight, bias))
@@ -128,7 +128,7 @@ class QATEmbedding(nn.Embedding):
 
 
 def with_the_same_parameters(module: nn.Module, kind: type[_Module] | None = None) -> _Module:
-    """Returns a module (of type `kind` if given) with the settings of `module` and the same parameters."""
+    """Returns a module with the settings of `module` and the same parameters; of type `kind` if that is given."""
     chosen = cast("type[_Module]", kind or type(module))
     new = chosen.__new__(chosen)
     new.__dict__ = {k: v.copy() if isinstance(v, dict) else v for k, v in module.__dict__.items()}

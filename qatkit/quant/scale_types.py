@@ -32,7 +32,7 @@ from qatkit.quant.pairs import fitted
 from qatkit.quant.spec import QuantSpec
 
 _FRACTION, _EXPONENT = 0x7FFFFF, 0x7F800000  # the bits of a positive float32
-_LEAST_HALF, _NORMAL_HALF, _LARGEST_HALF = 2.0**-24, 2.0**-14, 65504.0  # of float16's positive values
+_LEAST_HALF, _NORMAL_HALF, _LARGEST_HALF = 2.0**-24, 2.0**-14, 65504.0  # limits of float16's positive values
 # A range is stored a little smaller than its scale, so that float32 rounding never leads to a larger scale.
 _WITHIN = 1 - 2.0**-18
 
@@ -65,9 +65,9 @@ class ScaleType:
     """A set of allowed scales.
 
     Attributes:
-        rounded: rounds float32 scales above 0 up or down to the next allowed scales.
-        factors: multiples of the rounded-down scale to try, of which the first of equally good ones wins.
-            Empty: the rounded-down and the rounded-up scale are tried.
+        rounded: a function that rounds float32 scales above 0 up (true) or down to the next allowed scales.
+        factors: factors of the rounded-down scale to try; the first of equally good ones is used. Empty: the
+            rounded-down and the rounded-up scale are tried.
     """
 
     rounded: Callable[[Tensor, bool], Tensor]
@@ -107,13 +107,13 @@ def subnormal_scales(scale: Tensor, spec: QuantSpec) -> int:
 
 
 def qparams(low: Tensor, high: Tensor, spec: QuantSpec, *, fixed: bool = False) -> tuple[Tensor, Tensor]:
-    """Returns scale and zero point of a range like `numerics.choose_qparams`, with the next scale of the type.
+    """Returns scale and zero point of a range like `numerics.choose_qparams`, with the next larger scale of the type.
 
     Args:
-        low, high: rank 0.
-        spec: the target range.
-        fixed: the range is that of a function (a Sigmoid's 0..1). With powers of two its end may then be one
-            step beyond the largest integer. This costs the values next to the end at most one step, whereas
+        low, high: the ends of the range, rank 0.
+        spec: spec of the tensor.
+        fixed: whether the range is that of a function (a Sigmoid's 0..1). With powers of two its end may then be
+            one step beyond the largest integer. This costs the values next to the end at most one step, whereas
             the next larger scale would cost all others half of their resolution.
     """
     if not spec.powers_of_two:
@@ -138,12 +138,12 @@ def qparams(low: Tensor, high: Tensor, spec: QuantSpec, *, fixed: bool = False) 
 def range_of(
     points: Tensor, shares: Tensor, ends: tuple[float, float], spec: QuantSpec
 ) -> tuple[float, float]:
-    """Returns the range whose `qparams` have the least squared error near those of another range.
+    """Returns the range with the least squared error among those with a scale near that of another range.
 
     Args:
-        points, shares: values [n] and their weights [n].
+        points, shares: values [n] and the share of each, [n].
         ends: the other range.
-        spec: the target range.
+        spec: spec of the tensor.
     """
     low, high = min(ends[0], 0.0), max(ends[1], 0.0)
     wanted = numerics.choose_qparams(torch.tensor(low), torch.tensor(high), spec)[0]
@@ -182,7 +182,7 @@ def weight_scale(weight: Tensor, wanted: Tensor, spec: QuantSpec, ends: numerics
 
 
 def _ends(scale: float, zero: int, spec: QuantSpec) -> tuple[float, float]:
-    """Returns a range whose `qparams` are these."""
+    """Returns a range for which `qparams` returns this scale and zero point."""
     low, high = spec.quant_min - zero, spec.quant_max - zero
     if not spec.powers_of_two:
         low, high = (-high, high) if spec.symmetric else (low, high)

@@ -13,9 +13,9 @@ from qatkit_verify.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-# The reason of an operator that computes in float although its weights are bytes in the file.
+# The reason for an operator that computes in float although its weights are bytes in the file.
 WEIGHT_ONLY = "weight-only int8"
-# Reasons of operators that compute in float between pairs; none is a mistake in the file.
+# Reasons for operators that compute in float between pairs, which is not a mistake in the file.
 SIXTEEN_BITS = "it reads or makes 16-bit values, which ONNX Runtime computes in float and rounds"
 NARROW_BIAS = (
     "its bias has fewer than 32 bits, for which ONNX Runtime has no kernel (it has one for bias_dtype=int32)"
@@ -32,13 +32,13 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class NumberType:
-    """A number type, with all that the rest of the code knows about it.
+    """A number type and its properties.
 
     Attributes:
-        low, high: its ends, at which quantization saturates.
-        storage: the name of the PyTorch type that holds it. Its integers may fill only a part of that type;
-            since a QuantizeLinear saturates at the ends of its output type, such an activation is clipped
-            before it.
+        low, high: the smallest and largest value, at which quantization saturates.
+        storage: the name of the PyTorch type that holds its values. The integers may fill only a part of this
+            type; a QuantizeLinear saturates at the ends of its output type, so such an activation is clipped
+            first.
         kind: the spacing of its values.
     """
 
@@ -69,13 +69,13 @@ DTYPES = {
     "uint16": NumberType(0, 65535, "uint16", Kind.INTEGER),
 }
 _HELD = tuple(name for name, row in DTYPES.items() if row.kind is Kind.INTEGER and row.storage == name)
-# Types that kernels compute with: their name is that of their storage.
+# Types that kernels compute with; they have the name of their storage.
 WHOLE = tuple(name for name in _HELD if not DTYPES[name].wide)
 # Integers of 16 bits: the file holds and rounds to them, and ONNX Runtime multiplies the dequantized floats.
 WIDE = tuple(name for name in _HELD if DTYPES[name].wide)
-# Types of weights that fit into 4 bits and are stored in bytes, which those kernels take.
+# Types of weights with at most 4 bits; they are stored in bytes, so that the kernels for `WHOLE` can read them.
 FEW_BITS = tuple(name for name in DTYPES if name not in _HELD)
-# Types of activations: the above, and uint4, which is simulated in float wherever the file runs.
+# Types of activations. uint4 is simulated in float, wherever the file runs.
 ACTIVATIONS = (*WHOLE, "uint4", *WIDE)
 # Types of weights that an override may name.
 SIGNED = tuple(name for name, row in DTYPES.items() if row.signed)
@@ -88,7 +88,7 @@ SCALE_TYPES = ("float32", "float16", "uint8")
 SCALE_VALUES = ("float", "pow2", "float16", "int16")
 # Types that hold biases (`qatkit.quant.bias_types`).
 BIAS_TYPES = ("int32", "int16", "int8", "float")
-# Types of biases with a scale of their own, which no kernel of ONNX Runtime takes.
+# Types of biases with a scale of their own, which no kernel of ONNX Runtime supports.
 NARROW_BIASES = ("int16", "int8")
 # Largest sum of two weights of one sign whose products with uint8 activations fit into 16 bits: 255 · 128 <
 # 2¹⁵.
@@ -105,11 +105,11 @@ class QuantSpec:
         symmetric: real zero is the middle of the range and both ends are equally far from it. For a signed
             type the range is then narrow (int8: -127..127; int2: -1, 0 and 1), and zero_point is 0.
         granularity: which elements share a scale; an activation has one scale.
-        reduce_range: give up one bit (0..127, -64..63). On x86 without VNNI the int8 kernels add pairs of
-            products in 16 bits and saturate; 7-bit weights cannot.
-        pairs: for weights: no two integers that such a kernel adds up can saturate, whatever their
-            activations (`qatkit.quant.pairs`), as `backend.reduce_range=auto` asks; refused for asymmetric
-            weights that `may_saturate`.
+        reduce_range: whether the type loses one bit (0..127, -64..63). On x86 without VNNI the int8 kernels add
+            pairs of products in 16 bits and may saturate; with 7-bit weights they cannot.
+        pairs: for weights: whether scales are chosen so that no pair of products can saturate in such a kernel, with
+            any activations (`qatkit.quant.pairs`), as with `backend.reduce_range=auto`. Asymmetric weights that
+            `may_saturate` are refused.
         scale_dtype: for weights: the type in `SCALE_TYPES` that holds the scales.
         scale_type: the values that scales may have: "float" (any), or for integers only "pow2" (powers of
             two), "float16" (numbers of float16) or "int16" (15-bit integers times powers of two).
@@ -232,14 +232,14 @@ class QuantSpec:
 
     @property
     def may_saturate(self) -> bool:
-        """Returns whether two of a weight's largest integers can saturate.
+        """Returns whether the products of two of a weight's largest integers can saturate.
 
-        Unsigned weights and 16-bit weights are multiplied in another way.
+        Kernels for unsigned or 16-bit weights do not add such pairs in 16 bits.
         """
         narrow = self.form is None and not self.wide
         return narrow and self.number_type.signed and 2 * self.quant_max > PAIR_LIMIT
 
     @property
     def guards_pairs(self) -> bool:
-        """Returns whether there are pairs to keep from saturating."""
+        """Returns whether `pairs` is set and pairs could saturate."""
         return self.pairs and self.may_saturate

@@ -1,7 +1,7 @@
 """The quantizer of a weight and its bias, and the factory that `prepare_qat` creates all quantizers with.
 
-The scale follows the largest values and weights are rounded to nearest, unless a scale and a rounding
-were found in another way (`WeightFakeQuantize.fix`).
+The scale follows the largest values and weights are rounded to the nearest, unless an algorithm has set scale and
+rounding (`WeightFakeQuantize.fix`).
 """
 
 from __future__ import annotations
@@ -31,15 +31,16 @@ class Integers:
     """The integers of a weight and its bias, as exported.
 
     Attributes:
-        weight: integers of the quantized type, in the weight's shape.
-        scale: the scale in the granularity's shape, or [out] where a per-tensor scale was repaired.
-        zero_point: the zero_point in the scale's shape, of the weight's type; 0 for a symmetric spec of a signed type.
-        bias: [out] in steps of `bias_scale`, whole numbers in float64; None without a bias.
+        weight: the integers of the weight, of the quantized type, in the weight's shape.
+        scale: the scales, in the granularity's shape, or [out] if a per-tensor scale was raised for some channels.
+        zero_point: the zero points, in the scale's shape and of the weight's type; 0 for a symmetric spec of a signed
+            type.
+        bias: the bias [out] in steps of `bias_scale`, whole numbers in float64; None without a bias.
         bias_scale: input scale times `scale` times the multiplier.
-        bias_multiplier: 1, or for biases of 8 or 16 bits other whole numbers in float64, in the shape of
-            `scale`.
+        bias_multiplier: the multiplier, whole numbers in float64, in the shape of `scale`; always 1 unless biases have
+            8 or 16 bits.
         repaired: number of channels whose scale was raised so that the bias fits int32.
-        lost: the largest change of a result by the rounding of their weights, as a share of the bias and per
+        lost: the largest change of a result by the coarser rounding in these channels, as a share of the bias and per
             step of the input.
     """
 
@@ -61,13 +62,13 @@ class WeightFakeQuantize(WeightQuantizerState):
     are not.
 
     Args:
-        spec: a symmetric spec of a signed type has no zero point (0), which most of ONNX Runtime's kernels
-            prefer.
+        spec: spec of the weight. A symmetric spec of a signed type has no zero point (0), which most of ONNX Runtime's
+            kernels prefer.
         shape: shape of the weight; its first axis holds the output channels.
 
     Attributes:
-        source, target: FakeQuantize of the operator's input and of its output; None where there is none, or
-            more than one. They are not submodules, since they belong to the graph's edges.
+        source, target: FakeQuantize of the operator's input and of its output; None if there is none, or more
+            than one. They are not submodules, since they belong to the graph's edges.
 
     `WeightQuantizerState` documents the other attributes.
     """
@@ -94,12 +95,12 @@ class WeightFakeQuantize(WeightQuantizerState):
         target: FakeQuantize | None,
         shifts: Shifts | None = None,
     ) -> None:
-        """Sets the quantizers of the operator's input and output, and the shifts that the hardware has."""
+        """Sets the quantizers of the operator's input and output, and the bounds of the hardware's shifts."""
         self._edges, self._shifts = (source, target), shifts
 
     @property
     def _bias_shift(self) -> int | None:
-        """The largest shift that the hardware has for a bias; None where any shift will do."""
+        """The largest shift of the hardware for a bias; None if any shift is allowed."""
         return None if self._shifts is None else self._shifts.bias
 
     def bounded(self, scale: Tensor) -> Tensor:
@@ -112,7 +113,7 @@ class WeightFakeQuantize(WeightQuantizerState):
         return scale.clamp(ratio * 2.0**-most, ratio * 2.0**-least)
 
     def share(self, other: WeightFakeQuantize) -> None:
-        """Shares what `other` learns, since it quantizes the same weight; here nothing is learned."""
+        """Shares the learned parameters of `other`, which quantizes the same weight; this class has none."""
 
     def clip_to_least_error(self, weight: Tensor) -> None:
         """Sets `clip` to the shares with the least squared error of `weight`; it stays while `weight` is trained.
@@ -130,7 +131,7 @@ class WeightFakeQuantize(WeightQuantizerState):
         rows = along(factors, 0, weight.ndim)
         if self.fixed_scale is None:
             return weight * rows
-        if not self.spec.any_scale:  # the products are not of that type, so frozen values are rounded again
+        if not self.spec.any_scale:  # the products are not allowed scales, so frozen values are rounded again
             weight = self._shipped(weight, self.fixed_scale) * rows
             self.fixed_scale = self.fixed_zero_point = self.rounding = None
             return weight
@@ -147,7 +148,7 @@ class WeightFakeQuantize(WeightQuantizerState):
         return numerics.weight_scale(weight, self.spec) * self.clip
 
     def unbounded(self, weight: Tensor) -> Tensor:
-        """Returns the scales before bounds and alignment, as a file can hold them."""
+        """Returns the scales before bounds and alignment, rounded to values that the file can store."""
         wanted = self.wanted_scale(weight)
         if not self.spec.any_scale:
             wanted = scale_types.weight_scale(weight, wanted, self.spec, self.ends(weight))
@@ -200,8 +201,8 @@ class WeightFakeQuantize(WeightQuantizerState):
         given, ends = weight, self.ends(weight)
         if self._clips:
             weight = numerics.clamped(weight, self._reach(scale, weight))
-        # Takes the weight before clipping, since the floor of one at the range's end may be a step below.
-        # With a scale that is not the weight's own, pairs may have to be moved.
+        # Rounds the weight before clipping, since the floor of a weight clipped to the range's end may be one step
+        # lower. If the scale does not follow the weight, pairs may have to be moved.
         if self.rounding is not None or (self._clips and self.spec.guards_pairs):
             return weight + (self._shipped(given, scale) - weight).detach()
         return numerics.fake_quantize_weight(weight, scale, self.spec, ends)
@@ -222,13 +223,13 @@ class WeightFakeQuantize(WeightQuantizerState):
         return self._steps(weight, self._spread(self.scale(weight), weight))
 
     def dampening(self, weight: Tensor) -> Tensor:
-        """Returns Σ (ŵ - w)² over the weights that are not clipped, ŵ being w rounded, without gradient; rank 0."""
+        """Returns Σ (ŵ - w)² over the weights that are not clipped, rank 0; ŵ is w rounded, without a gradient."""
         scale = self.scale(weight)
         target = self._shipped(weight, scale).detach()
         return (target - numerics.clamped(weight, self._reach(scale, weight))).square().sum()
 
     def _by_outputs(self, scale: Tensor) -> Tensor:
-        """Returns `scale`, [] or [out], as a quantized bias needs it; raises ValueError for blocks."""
+        """Returns `scale` as [] or [out], as a quantized bias needs it; raises ValueError for scales of blocks."""
         if isinstance(self.spec.granularity, PerBlock):
             allowed = (
                 "per_tensor or per_channel where a bias is quantized, which has one scale per output channel"
@@ -274,7 +275,7 @@ class WeightFakeQuantize(WeightQuantizerState):
             whole[rows] = (steps + zeros).to(whole.dtype)
         if bias is not None and raised is not None:
             spread = granularity.spread(scale, weight.shape)
-            steps = self._nearest(weight / spread, self.ends(weight))  # frozen rounding is of another scale
+            steps = self._nearest(weight / spread, self.ends(weight))  # frozen rounding has another scale
             found = (steps + granularity.spread(zero, weight.shape)).to(whole.dtype)
             whole = torch.where(along(raised, 0, weight.ndim), found, whole)
             errors = (steps * spread - weight).abs().flatten(1).sum(1) * input_scale

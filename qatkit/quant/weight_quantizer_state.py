@@ -1,4 +1,4 @@
-"""The state of a weight's quantizer: clip, frozen scales, rounding and number type; and parts of it for some rows."""
+"""The state of a weight's quantizer (clip, frozen scales, rounding, number type), of the whole weight or some rows."""
 
 from __future__ import annotations
 
@@ -17,29 +17,26 @@ from qatkit.quant.held_scales import held
 from qatkit.quant.learned.oscillation import Oscillation
 from qatkit.quant.spec import QuantSpec
 
-_PIECE = 2**19  # values of a weight processed at a time: all at once would take several times its memory
+_PIECE = 2**19  # values processed at a time, since all at once would take several times the weight's memory
 
 
 class WeightQuantizerState(Quantizer):
     """The buffers of a weight's quantizer, and the methods that set them.
 
     Args:
-        spec: what the weight is quantized to.
+        spec: spec of the weight.
         shape: shape of the weight; its first axis holds the output channels.
 
     Attributes:
-        clip: in the scales' shape, the share of the range that is kept; weights beyond it are clipped and get
+        clip: the share of the range that is kept, in the scales' shape; weights beyond it are clipped and get
             no gradient.
-        fixed_zero_point: int32, in the scales' shape, the frozen zero point; None while it follows the
-            weight.
-        rounding: integers in the weight's shape, the distance by which each weight is rounded above `below`:
-            0 down, 1 up, others where an algorithm compensates for the errors of other weights; None: to the
-            nearest.
-        bias_shift: [out], the part of the operator's bias that compensates for quantization and is omitted
-            without quantization; None: nothing compensates.
-        bits: [], bits of the number type that `narrow` chose; None: the type that the quantizer was created
-            with.
-        oscillation: tracks the integers during fine-tuning and holds frozen ones; None: not tracked.
+        fixed_zero_point: the frozen zero point, int32, in the scales' shape; None while it follows the weight.
+        rounding: the difference between each rounded weight and `below`, integers in the weight's shape: 0 down,
+            1 up, other values if an algorithm compensates for errors of other weights; None: to the nearest.
+        bias_shift: the part of the operator's bias that compensates for quantization and is omitted without
+            quantization, [out]; None: there is no such part.
+        bits: number of bits of the type that `narrow` set, []; None: the type is that of the original spec.
+        oscillation: the history of the integers during fine-tuning, with the frozen ones; None: not tracked.
     """
 
     _optional: ClassVar[tuple[str, ...]] = (
@@ -75,7 +72,7 @@ class WeightQuantizerState(Quantizer):
 
     @torch.no_grad()
     def clip_to(self, shares: Tensor) -> None:
-        """Sets `clip` to the shares of the range to keep, in its shape and above 0.
+        """Sets `clip` to `shares`, the shares of the range to keep, above 0 and in the shape of `clip`.
 
         Does nothing where the scale is frozen.
         """
@@ -93,15 +90,15 @@ class WeightQuantizerState(Quantizer):
     ) -> None:
         """Freezes the scale, and optionally the zero point and the integers of a weight.
 
-        If the weight is trained, the integers move with it: their distance from `below` stays.
+        If the weight is trained, the integers move with it, since their distance from `below` stays the same.
 
         Args:
-            scale: in the shape of `clip`, above 0, rounded to the spec's scales (`held`); weights beyond it
-                times the largest integer are clipped.
+            scale: the scales, above 0, in the shape of `clip`. They are rounded to scales of the spec (`held`).
+                Weights beyond scale times largest integer are clipped.
             weight: the weight as inference uses it; given together with `integers`.
             integers: whole numbers of any type, in the weight's shape, counted from the zero point; None: the
-                weight is rounded to nearest.
-            zero_point: whole numbers in the shape of `clip`, frozen as well; None: they follow the weight.
+                weight is rounded to the nearest.
+            zero_point: the zero points to freeze, whole numbers in the shape of `clip`; None: they follow the weight.
 
         Raises:
             ValueError: a zero point was given for a spec that has none.
@@ -135,7 +132,7 @@ class WeightQuantizerState(Quantizer):
         """Returns a quantizer of some output channels, which uses this one's scales and rounding.
 
         Args:
-            rows: a slice, or indices; all of them unless `by_rows`.
+            rows: a slice or indices of output channels; it has to contain all of them unless `by_rows`.
         """
         new = copy.copy(self)
         for kind in ("_buffers", "_parameters") if self.by_rows else ():
@@ -154,7 +151,7 @@ class WeightQuantizerState(Quantizer):
 
     @torch.no_grad()
     def below(self, weight: Tensor, scale: Tensor) -> Tensor:
-        """Returns `weight` over `scale` rounded down, in float: in range, or one below where the weight is below."""
+        """Returns `weight` over `scale`, rounded down, in float; integers in range or the next one below the range."""
         return floor(weight.detach() / self._spread(scale, weight), self.ends(weight))
 
     @torch.no_grad()
@@ -184,5 +181,5 @@ class WeightQuantizerState(Quantizer):
 
 
 def floor(steps: Tensor, ends: numerics.Ends) -> Tensor:
-    """Returns steps rounded down: in range, or one below the range."""
+    """Returns `steps` rounded down to integers in range or the next one below the range."""
     return numerics.clamped(torch.floor(steps), (ends[0] - 1, ends[1]))

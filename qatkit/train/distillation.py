@@ -25,7 +25,7 @@ from qatkit.graph.trace import copy_of
 from qatkit_verify.errors import ConfigError, did_you_mean
 
 KEY = "schedule.distill_features"
-_NEAR = 1e-4  # relative to the size of the values: float sums differ by their order
+_NEAR = 1e-4  # relative tolerance, since float sums depend on their order
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Feature:
 
 def feature_loss(ours: Tensor, theirs: Tensor) -> Tensor:
     """Returns the mean squared error relative to the teacher's mean square, so that all layers count equally."""
-    ours, theirs = ours.float(), theirs.float()  # out of autocast
+    ours, theirs = ours.float(), theirs.float()  # autocast computes in fewer bits
     return F.mse_loss(ours, theirs) / theirs.square().mean().clamp(min=torch.finfo(theirs.dtype).tiny)
 
 
@@ -59,7 +59,7 @@ def watched(model: nn.Module, batch: Example, paths: Sequence[str]) -> tuple[Any
 
 @contextmanager
 def _hooks(model: nn.Module, paths: Sequence[str], found: dict[str, Tensor]) -> Iterator[None]:
-    """Registers hooks that fill `found`, only within the context, because the model is also traced and exported."""
+    """Registers hooks that fill `found` only within the context, because the model is also traced and exported."""
 
     def keeper(path: str) -> Any:
         def keep(module: nn.Module, given: Any, output: Any) -> None:
@@ -90,12 +90,13 @@ def find_features(
 
     Args:
         graph_module: the graph prepared from `model`; a graph of the same structure has the same names.
-        tensors, example: one batch in the form of the graph and in that of the models.
+        tensors, example: one batch, in the form for the graph and in the form for the models.
         model, teacher: the models, in inference mode.
+        pairs: paths of modules in the model, each followed by ":" and a path in the teacher if that differs.
 
     Raises:
-        ConfigError: a path is not a module or its output not a tensor, the graph has no such value, or shapes
-            differ.
+        ConfigError: a path is not a module, the output of a module is not a tensor, the graph has no such value, or
+            shapes differ.
     """
     paths = [(one.partition(":")[0], one.partition(":")[2] or one) for one in pairs]
     given = in_float32(example)
@@ -118,9 +119,9 @@ def find_features(
 
 
 def with_drawn_norms(model: nn.Module) -> nn.Module:
-    """Returns a copy with random BatchNorm statistics, so that a Conv's output differs from its folded norm's.
+    """Returns a copy with random BatchNorm statistics, so that the output of a Conv differs from that of its norm.
 
-    The norms of an untrained model change nothing.
+    The norms of an untrained model are identities.
     """
     drawn, generator = copy_of(model), torch.Generator().manual_seed(0)
     for norm in drawn.modules():

@@ -34,9 +34,9 @@ class FineTuning(Learner):
     """A Lightning module that trains a prepared graph by a `ScheduleConfig`.
 
     Args:
-        schedule: milestones, rates and terms of the loss.
+        schedule: the milestones, learning rates and terms of the loss.
         example: an input of the model (`qatkit.graph.signature`).
-        quantize: False trains the same graph in float.
+        quantize: whether to quantize; False trains the same graph in float.
 
     Attributes:
         graph: the prepared GraphModule, called with the example's tensors as positional arguments.
@@ -55,17 +55,17 @@ class FineTuning(Learner):
         self.features: list[Feature] = []
         self._observing = True
         self._step = -1  # the last step that has begun
-        self._alignment: Alignment | None = None  # of learned scales, once fine-tuning has begun
-        self._variances: dict[nn.Module, Tensor] = {}  # of training BatchNorms, when the step begins
+        self._alignment: Alignment | None = None  # that of learned scales, once fine-tuning has begun
+        self._variances: dict[nn.Module, Tensor] = {}  # those of training BatchNorms when the step begins
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Returns the graph's outputs, flat: a tensor, or a tuple in the order of `graph.meta["outputs"]`.
 
         Args:
-            inputs, named: the model's arguments, or one batch of the example's form, or the graph's tensors.
+            inputs, named: the model's arguments, one batch in the form of the example, or the graph's tensors.
 
         Raises:
-            ConfigError: the form is not that of the example.
+            ConfigError: the inputs do not have the form of the example.
         """
         return self.graph(*self.tensors(*inputs, **named))
 
@@ -108,7 +108,7 @@ class FineTuning(Learner):
         loss = output.new_zeros(())
         if schedule.distill < 1:  # otherwise there may be no targets
             loss = (1 - schedule.distill) * self.of_targets(output, auxiliary, targets)
-        else:  # with several processes every parameter must have a gradient
+        else:  # with several processes every parameter needs a gradient
             loss = loss + sum(0.0 * head.sum() for head in auxiliary)
         if schedule.distill > 0:
             loss = loss + schedule.distill * self._distillation(output, outputs, answer)
@@ -118,7 +118,7 @@ class FineTuning(Learner):
         return loss
 
     def _distillation(self, output: Tensor, outputs: Any, answer: Any) -> Tensor:
-        """Returns the task's distillation loss for the first output, or the mean over all if the task uses them."""
+        """Returns the task's distillation loss of the first output, or the mean over all if the task uses all."""
         task, wanted, t = self.task, output_leaves(answer)[1], self.schedule.distill_temperature
         if not task.every_output:
             return task.distillation(output, task.trained(wanted), t)
@@ -153,7 +153,7 @@ class FineTuning(Learner):
         """Checks that the gradient of the loss reaches all weights.
 
         Raises:
-            ConfigError: it does not reach some; the message names them and the module that torch does not
+            ConfigError: it does not reach some weights; the message names them and the module that torch does not
                 compute.
         """
         trains = self.schedule.epochs and not self.schedule.distill_features
@@ -192,9 +192,9 @@ class FineTuning(Learner):
         self.follow_oscillation(self._progress)
 
     def after_step(self) -> None:
-        """Updates scales that no weight determines from training BatchNorms (`qatkit.graph.batch_norm.follow`).
+        """Updates, from training BatchNorms, scales that no weight determines (`qatkit.graph.batch_norm.follow`).
 
-        Called after each optimizer step. A custom loop calls it too, and `set_phase` before the step.
+        Called after each optimizer step. A custom training loop must also call it, and `set_phase` before the step.
         """
         follow(self.graph, self._variances)
         self._variances = {}
@@ -224,7 +224,7 @@ class FineTuning(Learner):
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         for one in resting(self.graph) if _ranks() > 1 else ():
-            one.grad = None  # as in one process
+            one.grad = None  # as without DDP
 
     @property
     def _progress(self) -> float:
@@ -232,7 +232,7 @@ class FineTuning(Learner):
         return self.trainer.global_step / max(1, int(self.trainer.estimated_stepping_batches))
 
     def set_phase(self, progress: float) -> None:
-        """Sets what is observed, quantized and frozen after the share `progress` of all steps.
+        """Sets what is observed, quantized and frozen when the share `progress` (0 to 1) of all steps is done.
 
         Called before each batch. The phase is a function of the step only, so a resumed run continues in the phase in
         which it stopped.

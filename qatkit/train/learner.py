@@ -25,7 +25,7 @@ from qatkit.train.weight_average import WeightAverage
 from qatkit_verify.errors import ConfigError
 
 Batch = tuple[Any, Tensor]  # the model's input, targets
-EMA = "ema"  # key in the record of a float checkpoint: the decay, if its weights are an average
+EMA = "ema"  # key in the record of a float checkpoint; the value is the decay, if the weights are an average
 
 
 class Learner(lightning.LightningModule):
@@ -35,7 +35,7 @@ class Learner(lightning.LightningModule):
     loss takes the first output. A `ScheduleConfig` holds the settings.
 
     Checkpoints hold the state of torch's random generator, so that a run resumed in mid-epoch drops the same
-    activations as an uninterrupted one. They also hold the average of the weights and the figures of the
+    activations as an uninterrupted one. They also hold the average of the weights and the metrics of the
     epochs so far.
 
     Raises:
@@ -43,11 +43,11 @@ class Learner(lightning.LightningModule):
 
     Attributes:
         task: the task that is learned.
-        keys: prefix of the names of this training's own settings.
-        average: average of the weights, if `schedule.ema` is set, from the first step until `take_average`.
-        curve: figures of each evaluated epoch (`qatkit.records.tried.Epoch`).
-        best: state_dict of the best epoch, where epochs are selected; None before there is one.
-        finished: the weights are final.
+        keys: the prefix of the keys of this training's own settings.
+        average: the average of the weights, if `schedule.ema` is set, from the first step until `take_average`.
+        curve: the metrics of each evaluated epoch (`qatkit.records.tried.Epoch`).
+        best: the state_dict of the best epoch, if epochs are selected; None before there is one.
+        finished: whether the weights are final.
     """
 
     keys: ClassVar[str] = "schedule."
@@ -71,7 +71,7 @@ class Learner(lightning.LightningModule):
 
     @property
     def original(self) -> nn.Module | None:
-        """The float model that the graph was made from; None for a graph without one."""
+        """The float model from which the graph was made; None if there is none."""
         return self._original[0] if self._original else None
 
     def learn(self, task: Task) -> None:
@@ -85,7 +85,7 @@ class Learner(lightning.LightningModule):
         return self.task.trained(found[:kept]), () if kept is None else tuple(found[kept:])
 
     def kept(self, outputs: Any) -> int | None:
-        """Returns the number of outputs that the file has; None: all of them."""
+        """Returns the number of outputs that the exported file has; None: all outputs of the graph."""
         return outputs_in_inference(self.graph, outputs)
 
     def loss(self, images: Example, targets: Tensor) -> Tensor:
@@ -154,7 +154,7 @@ class Learner(lightning.LightningModule):
         After a training with `schedule.ema` by a plain Trainer, the caller must call this.
 
         Args:
-            stored: the average in the checkpoint that the weights were read from; None: that of this
+            stored: the average in the checkpoint from which the weights were read; None: the average of this
                 training.
         """
         stored = stored or self._stored_average
@@ -165,7 +165,7 @@ class Learner(lightning.LightningModule):
 
     @contextmanager
     def untouched(self) -> Iterator[None]:
-        """Restores the training state on exit; within, the graph is in inference mode and may be changed freely."""
+        """Restores the training state on exit; within the context the graph is in inference mode and may be changed."""
         average, stored = self.average, self._stored_average
         values = {} if average is None else {name: one.clone() for name, one in average.state.items()}
         weights = {name: one.clone() for name, one in self.state_dict().items()}
@@ -196,9 +196,9 @@ class Learner(lightning.LightningModule):
             self._draw_apart(batch_idx)
 
     def _draw_apart(self, batch_idx: int) -> None:
-        """Seeds random numbers of other ranks by the step; rank 0's generator is stored in checkpoints."""
+        """Seeds random numbers on ranks other than 0 by the step; the generator of rank 0 is stored in checkpoints."""
         trainer: Any = self.trainer
-        seed = getattr(trainer.datamodule, "seed", 0)  # a user's own loaders have none
+        seed = getattr(trainer.datamodule, "seed", 0)  # a user's own loaders have no seed
         torch.manual_seed(seed_of("draws", seed, self.global_rank, self.global_step, batch_idx))
 
     def check_finite(self) -> None:
@@ -208,7 +208,7 @@ class Learner(lightning.LightningModule):
             raise self.diverged("its weights are NaN or infinite")
 
     def diverged(self, how: str) -> ConfigError:
-        """Returns the error for a diverged training, with its learning rate and what to try.
+        """Returns the error for a diverged training, with the learning rate and advice.
 
         Args:
             how: the symptom, as a clause.
@@ -239,7 +239,7 @@ class Learner(lightning.LightningModule):
 
 
 def _recount(checkpoint: dict[str, Any], accumulate: int) -> None:
-    """Converts Lightning's counts of batches to those of the same steps, if batches per step have changed."""
+    """Converts Lightning's counts of batches for the same number of steps, if the batches per step have changed."""
     before = checkpoint.get("accumulate", accumulate)
     progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
     for counts in (progress["total"], progress["current"]):
@@ -265,7 +265,7 @@ class FloatModule(Learner):
 
 
 def rate_factor(step: int, total: int, schedule: ScheduleConfig) -> float:
-    """Returns the learning rate at `step` of `total`, relative to the configured one: warm-up, then decay to 0."""
+    """Returns the learning rate at `step` of `total`, relative to `schedule.lr`: first warm-up, then decay to 0."""
     warmup = round(schedule.warmup * total)
     if step < warmup:
         return (step + 1) / (warmup + 1)

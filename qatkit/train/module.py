@@ -71,24 +71,24 @@ class QATModule(FineTuning):
         example: an input of the real shapes: images [N, C, H, W], a tuple of positional arguments or a
             mapping of keyword arguments, with tensors anywhere in them (`qatkit.graph.signature`).
         schedule: settings of fine-tuning, such as the BatchNorm mode and the milestones.
-        backend: defines what is quantized and how.
+        backend: the backend, which defines what is quantized and how.
         overrides: overrides by pattern (`qatkit.graph.overrides`).
         quantizers: factories of the quantizers of activations and weights, and of the observers.
         algorithms: corrections without labels, each at its stage, in this order.
-        quantize: False makes the control, which has the same graph and schedule in float.
-        task: the loss and the metric of epochs.
+        quantize: whether to quantize; False makes the control, which has the same graph and schedule in float.
+        task: the task, which defines the loss and the metric of epochs.
 
     Attributes:
         graph: the prepared GraphModule, called with the example's tensors as positional arguments.
-        example: a batch of one, in the same form; if the model takes only one batch size, that size.
+        example: a batch of one sample, in the same form; if the model takes only one batch size, a batch of that size.
         skipped: (site, reason) of everything left float, over all hooks.
         notes: (site, reason) of everything that the corrections left unchanged, and of dead channels.
         mixed_scales: "float" or "report", the response of `calibrate` to tensors that one scale cannot represent.
-        mixed: the tensors of this kind that it found.
-        floats: sites of the operators that it left float because of them.
-        progress: progress bars are shown.
+        mixed: the tensors of this kind that `calibrate` found.
+        floats: the sites of the operators that `calibrate` left float because of these tensors.
+        progress: whether progress bars are shown.
         mean_shifts: "correct" or "report", the response of `calibrate` to outputs shifted by rounded weights.
-        shifted: the operators for which it found such a shift.
+        shifted: the operators whose outputs `calibrate` found to be shifted.
 
     Raises:
         ConfigError: the model cannot be traced or quantized, or an override matches nothing.
@@ -140,7 +140,7 @@ class QATModule(FineTuning):
 
         Args:
             model: the float model in single precision.
-            example: input of the proof of equivalence; None: it is not repeated.
+            example: the input for the proof of equivalence; None: the proof is not repeated.
         """
         captured = model if isinstance(model, Captured) else None
         given = model if captured is None else captured.graph(share=self._shares_weights())
@@ -166,7 +166,7 @@ class QATModule(FineTuning):
         return graph
 
     def opened(self, model: nn.Module | Captured) -> fx.GraphModule:
-        """Returns the input graph of `prepare_qat`, rebuilt from the float model, to decide on placements."""
+        """Returns the input graph of `prepare_qat`, rebuilt from the float model to decide on placements."""
         captured = self._captured(model)
         model = model.model if isinstance(model, Captured) else model
         shares = self._shares_weights()
@@ -180,9 +180,9 @@ class QATModule(FineTuning):
     def fuse(self, model: nn.Module) -> PassResult:
         """Folds BatchNorms into their operators, in a traced copy or in an already traced graph (hook)."""
         schedule = self.schedule
-        # Without training, merged weights are plain ones, which the algorithms may change.
+        # Without training, branches are merged into plain weights, which the algorithms may change.
         branches = schedule.branches if schedule.epochs else "merged"
-        # With quantized weights only, the scales of depthwise weights would take more space than a BatchNorm.
+        # If only weights are quantized, the scales of depthwise weights would take more space than a BatchNorm.
         depthwise = not self.backend.weights_alone
         return fuse(model, self.example, schedule.batch_norm, depthwise=depthwise, branches=branches)
 
@@ -203,7 +203,7 @@ class QATModule(FineTuning):
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
     def _captured(self, model: nn.Module | Captured) -> Captured | None:
-        """Returns the capture whose graph `fuse` gets; None if `fuse` is overridden and gets the model itself."""
+        """Returns the capture whose graph is passed to `fuse`; None if an overridden `fuse` gets the model itself."""
         return model if isinstance(model, Captured) and type(self).fuse is QATModule.fuse else None
 
     def stub(self, model: nn.Module) -> PassResult:
@@ -242,8 +242,8 @@ class QATModule(FineTuning):
     def left_float(self) -> list[str]:
         """The sites that are float in the file for a good reason: an override, or a missing int8 kernel.
 
-        There is no kernel for a Linear with a float bias whose result is float. The audit checks everything else
-        that was skipped.
+        There is no kernel for a Linear with a float bias and a float result. The audit checks all other operators
+        that were skipped.
         """
         found = [
             where
@@ -272,7 +272,7 @@ class QATModule(FineTuning):
         """
         sample = Sample(self.graph)
         images = calibrate(self.graph, sample.of(map(self.tensors, batches)))
-        if self.quantize and not self.backend.simulated:  # both only apply to evenly spaced steps
+        if self.quantize and not self.backend.simulated:  # both checks only apply to evenly spaced steps
             if fake_quantizers(self.graph):
                 self._find_mixed_scales(sample)
             correct = self.mean_shifts == "correct"
@@ -299,7 +299,7 @@ class QATModule(FineTuning):
 
         Args:
             sites: sites of the operators.
-            batches: batches that calibrate tensors that were not quantized before.
+            batches: batches to calibrate tensors that were not quantized before.
 
         Raises:
             ConfigError: nothing is left to quantize.
@@ -333,21 +333,21 @@ class QATModule(FineTuning):
 
     def _with_images(self, chosen: list[Algorithm], batches: Iterable[Any]) -> None:
         given = batches if isinstance(self.example, Tensor) else map(self.tensors, batches)
-        seen = given if len(chosen) < 2 else list(given)  # a generator would serve only one of them
+        seen = given if len(chosen) < 2 else list(given)  # a generator can be read by only one algorithm
         done = self.run_algorithms(chosen, self.graph, seen)
         idle = [name for name, reason in done.skipped if reason == NOTHING]
         # Stored in the checkpoint, since a resumed run does not call the algorithms again.
         self.about[IDLE] = [*self.about.get(IDLE, ()), *idle]
 
     def learn_from(self, model: nn.Module, teacher: nn.Module | None = None) -> None:
-        """Sets the teacher, and finds `schedule.distill_features` in model and teacher.
+        """Sets the teacher, and finds `schedule.distill_features` in the model and the teacher.
 
         Args:
             model: the float model of this module.
             teacher: the teacher; None: the model itself.
 
         Raises:
-            ConfigError: one of them lacks a feature, or its shapes differ.
+            ConfigError: model or teacher lacks a feature, or the shapes of a feature differ.
         """
         pairs = self.schedule.distill_features
         model = in_single_precision(model)[0].cpu().eval()

@@ -47,7 +47,7 @@ from qatkit.quant.observers import MinMaxObserver
 from qatkit.quant.weight_fake_quantize import Quantizers
 from qatkit_verify.errors import ConfigError, did_you_mean
 
-# With a larger ratio between the inputs of a part's calls, the smallest one gets 5 bits or fewer.
+# With a larger ratio between the inputs of a part's calls, the smallest input gets 5 bits or fewer.
 _FAR_APART = 8.0
 
 
@@ -55,8 +55,8 @@ class Seen(NamedTuple):
     """The first call of a part.
 
     Attributes:
-        example: its arguments.
-        result: its result, without values.
+        example: the arguments of the call.
+        result: the result of the call, without values.
     """
 
     example: Example
@@ -89,16 +89,16 @@ class Parts:
     """A model with quantized parts.
 
     Args:
-        model: the float model; not changed.
+        model: the float model, which is not changed.
         scope: paths of the submodules to quantize. Each takes one or more tensors, in the same form at every
             call. A submodule that is called several times (a head over a pyramid's levels) has one range for
-            all calls; `calibrate` warns if the inputs of these differ too much.
+            all calls; `calibrate` warns if the inputs of these calls differ too much.
         example: one input of `model`.
-        backend: as in `QATModule`.
-        batch_norm: as in `QATModule`.
+        backend: the backend, as for `QATModule`.
+        batch_norm: the BatchNorm mode, as in the schedule of `QATModule`.
         quantizers: factories of quantizers and observers. An observer that averages over calls would clip the
             widest level.
-        overrides: overrides by part, then by pattern within it.
+        overrides: overrides by path of a part, then by pattern within the part.
 
     Attributes:
         model: the copy that holds the parts, to calibrate, train and evaluate.
@@ -148,7 +148,7 @@ class Parts:
     def calibrate(self, batches: Iterable[Any]) -> None:
         """Finds the ranges by calling the model with each of `batches`.
 
-        A part whose calls have ranges far apart is added to `skipped`, with a warning.
+        A part whose calls have very different ranges is added to `skipped`, with a warning.
         """
         with _Calls({path: self._part(path) for path in self.inputs}) as calls:
             calibrate_parts(self.graphs, self.model, calls.counted(self.model), batches)
@@ -180,7 +180,7 @@ class Parts:
 
 
 class _Calls:
-    """A record of the largest input of every part, call by call: the first of an image, the second, ..."""
+    """A record of the largest input of every part, by number of the call within one batch."""
 
     def __init__(self, parts: Mapping[str, Part]) -> None:
         self.largest: dict[str, list[float]] = {path: [] for path in parts}
@@ -201,7 +201,7 @@ class _Calls:
         return record
 
     def counted(self, model: nn.Module) -> Callable[[Any], Any]:
-        """Returns `model`, with the counts reset for each batch."""
+        """Returns a function that calls `model` and counts the calls of parts from the start for each batch."""
 
         def run(batch: Any) -> Any:
             self.done = dict.fromkeys(self.done, 0)
@@ -281,7 +281,7 @@ def _valueless(seen: Seen) -> Seen:
 
 
 def _advice(reason: str, example: Example) -> str:
-    """Returns why a part cannot be captured, with advice to name submodules if it takes containers of tensors."""
+    """Returns why a part cannot be captured, with advice to name its submodules if it takes containers of tensors."""
     args, kwargs = arguments_of(example)
     values = (*args, *kwargs.values())
     if all(isinstance(value, Tensor) for value in values):

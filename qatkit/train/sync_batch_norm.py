@@ -7,7 +7,7 @@ normalization", 2015, section 3):
 
     dx = w/σ · (dy - mean(dy) - x̂·mean(dy·x̂))        means over all ranks
 
-The modules are not replaced, so passes and checkpoints find the types, names and state that they know.
+The modules are not replaced, so that passes and checkpoints find the usual types, names and state.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class _Normalize(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, inverse: Tensor, count: Tensor
     ) -> Tensor:
         ctx.save_for_backward(x, weight, mean, inverse, count)
-        # In the order of torch's kernel for one process, because another rounding could move a value to another
-        # integer.
+        # Computed in the order of torch's kernel for one process, because a different rounding could move a value to
+        # another integer.
         slope = inverse * weight
         return torch.addcmul(_along(torch.addcmul(bias, mean, slope, value=-1), x), x, _along(slope, x))
 
@@ -96,7 +96,7 @@ def _forward(norm: _BatchNorm, x: Tensor) -> Tensor:
 
 
 def _own_forward(norm: _BatchNorm, *given: Any, **named: Any) -> Any:
-    """Replaces an overridden forward (timm's calls its activation): F.batch_norm within it uses all ranks."""
+    """Replaces an overridden forward (such as timm's, which calls an activation): its F.batch_norm uses all ranks."""
     own = type(norm).forward
     if not norm.training or in_one_process():
         return own(norm, *given, **named)

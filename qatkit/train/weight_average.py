@@ -2,7 +2,7 @@
 
     after step t:  average ← d·average + (1 - d)·weights,   d = min(decay, (1 + t) / (10 + t))
 
-Without the rising d, the average of a short run would be close to its initial weights. The average covers the
+Without the rising d, the average of a short run would be close to the initial weights. The average covers the
 trained parameters (including learned scales), the statistics of BatchNorms, and the weight scales that an
 algorithm found, which follow the weights. Ranges stay as observed. d is a function of the step, so a resumed run
 needs only the average.

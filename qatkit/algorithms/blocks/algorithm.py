@@ -1,4 +1,4 @@
-"""Base classes of algorithms that process a graph block by block: their settings, and notes on what they leave."""
+"""Base classes of algorithms that process a graph block by block: settings, and notes on unchanged operators."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BlockAlgorithm(Algorithm):
-    """An algorithm of one or more walks.
+    """An algorithm that walks through the blocks of a graph one or more times.
 
     Attributes:
-        stays: words for what is left unchanged in an operator that the algorithm cannot improve.
+        stays: the words for what stays unchanged in an operator that the algorithm cannot improve.
         tables: whether it also changes weights that are tables of Embeddings.
     """
 
@@ -38,7 +38,7 @@ class BlockAlgorithm(Algorithm):
     )
 
     def notes(self, graph_module: fx.GraphModule) -> list[tuple[str, str]]:
-        """Returns (site, reason) of the quantized operators that it cannot change."""
+        """Returns (site, reason) of the quantized operators that the algorithm cannot change."""
         from qatkit.algorithms.blocks.lesson import changeable
 
         return changeable(graph_module, self.stays, tables=self.tables)[1]

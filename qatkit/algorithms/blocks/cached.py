@@ -2,11 +2,11 @@
 
     a quantizer's output        its integers, exactly: a byte per value; also after operators that only move values
     other floats                float16 where its range suffices (relative error 2^-11), else float32
-    integers and masks          unchanged, and so the model's inputs
+    integers, masks, inputs     unchanged (inputs of the model)
 
-A chunk is one batch of images as the graph ran it. It is never split, so that the position of the batch in a
-tensor need not be known (windows, tokens first, masks without any). All tensors are in the host's memory,
-whatever device the model is on; beyond `limit` bytes chunks are files in a temporary folder, read on demand.
+A chunk is one batch of images as the graph ran it. It is never split, so that the batch axis of a tensor need not
+be known (windows or tokens may come first, and masks may have none). All tensors are in the host's memory,
+whatever device the model is on. Beyond `limit` bytes, chunks are files in a temporary folder, read on demand.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from torch import Tensor
 
 from qatkit.quant.fake_quantize import FakeQuantize
 
-# float16's largest number, and the largest value of a tensor below which float16 is too coarse for the
-# others.
+# The largest float16. A tensor whose largest value is below the second bound has values too small for float16.
 _LARGEST, _SMALLEST = 65504.0, 2.0**-7
 
 
@@ -46,13 +45,13 @@ class _Packed:
 
 
 class Cache:
-    """A store of tensors by name and chunk. Tuples of tensors are kept as such, and so are other values.
+    """A store of tensors by name and chunk. Tuples of tensors stay tuples; other values are stored unchanged.
 
     Args:
-        limit: bytes in memory; further tensors go to the disk.
+        limit: the largest number of bytes in memory; further tensors are written to disk.
 
     Attributes:
-        held: bytes in memory now.
+        held: the current number of bytes in memory.
     """
 
     def __init__(self, limit: int) -> None:
@@ -64,7 +63,7 @@ class Cache:
     def put(
         self, name: Any, chunk: int, value: Any, quantizer: FakeQuantize | None = None, *, exact: bool = False
     ) -> None:
-        """Stores a value, every bit of it if `exact`; `quantizer` is the one whose grid it lies on, if any."""
+        """Stores a value, without rounding if `exact`; `quantizer` is the one that rounded it, if any."""
         self._kept[name][chunk] = self._packed(value, quantizer, exact)
 
     def get(self, name: Any, chunk: int) -> Any:
@@ -72,7 +71,7 @@ class Cache:
         return _read(self._kept[name][chunk])
 
     def drop(self, name: Any) -> None:
-        """Removes all values of a name."""
+        """Removes all values stored under a name."""
         for packed in self._kept.pop(name, {}).values():
             self._forget(packed)
 
@@ -90,7 +89,7 @@ class Cache:
             return value  # a size
         value = value.detach().cpu()
         small, grid = (value, None) if exact else _small(value, quantizer)
-        if small is value:  # others may write into it, and it may be a part of something larger
+        if small is value:  # other code may write into it, and it may be a view of a larger tensor
             small = value.clone()
         size = small.numel() * small.element_size()
         if self.held + size <= self.limit:

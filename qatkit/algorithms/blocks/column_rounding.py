@@ -1,4 +1,4 @@
-"""GPTQ of one operator: its integers and its bias follow from moments of its inputs."""
+"""GPTQ of one operator: computes its integers and its bias from moments of its inputs."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _TIED = 0.1
 
 @dataclass
 class _Moments:
-    """Moments of an operator's inputs over all places of all images.
+    """Moments of an operator's inputs over all positions of all images.
 
     Attributes:
-        quantized, original: means [groups, inputs], after quantized operators and after float ones.
+        quantized, original: means [groups, inputs] of x', after quantized operators, and of x, after float operators.
         second, cross: means [groups, inputs, inputs] of x'·x'ᵀ and (x - x')·x'ᵀ.
     """
 
@@ -60,9 +60,9 @@ class _Rounded:
     """The rounding of a weight, or of some of its output channels.
 
     Attributes:
-        integers: the integers, in the weight's shape; a byte each where all of them fit one.
-        scale, zero_point: tensors in the granularity's shape.
-        means: [out], the mean error of the outputs; zeros where no bias takes it.
+        integers: the integers in the weight's shape, one byte each if they fit.
+        scale, zero_point: scales and zero points in the granularity's shape.
+        means: [out], the mean error of the outputs; zeros if no bias compensates for it.
     """
 
     integers: Tensor
@@ -72,9 +72,9 @@ class _Rounded:
 
 
 def _made_up(moments: _Moments, share: float, damping: float) -> Tensor | None:
-    """Returns M [groups, inputs, inputs]: a weight w becomes w + w·M to compensate earlier operators' error.
+    """Returns M [groups, inputs, inputs], with which w + w·M compensates for the error of earlier operators.
 
-    None: w.
+    None: weights stay as they are.
     """
     if not share:
         return None
@@ -84,12 +84,12 @@ def _made_up(moments: _Moments, share: float, damping: float) -> Tensor | None:
 
 @dataclass(frozen=True)
 class ColumnRounding:
-    """A `qatkit.algorithms.blocks.lesson.Learner` of blocks with one operator, which is their first node.
+    """A `qatkit.algorithms.blocks.lesson.Learner` for blocks with one operator, the first node of each block.
 
     Attributes:
         settings: the settings of the algorithm.
-        with_bias: the operators whose bias takes the mean error.
-        tables: the Embeddings that share a weight as their table, by the id of the parameter.
+        with_bias: the operators whose bias compensates for the mean error.
+        tables: the Embeddings that use a weight as their table, by the id of the parameter.
     """
 
     settings: GPTQ
@@ -109,7 +109,7 @@ class ColumnRounding:
         return found
 
     def _learned(self, operator: QATOperator, seen: _Moments) -> Found:
-        """Returns integers, scale and zero point of the weight, and the bias where it takes the mean error."""
+        """Returns integers, scale and zero point of the weight, and the bias if it compensates for the mean error."""
         fake, takes = weight_quantizer(operator), operator in self.with_bias
         weight, bias = (None if t is None else t.detach() for t in operator.effective())
         assert weight is not None
@@ -125,10 +125,13 @@ class ColumnRounding:
         return found
 
     def _rounded(self, operator: QATOperator, weight: Tensor, moments: _Moments, *, takes: bool) -> _Rounded:
-        """Rounds a weight, some rows at a time: the intermediate tensors take many times their memory.
+        """Rounds a weight, some rows at a time, since the intermediate tensors take many times the rows' memory.
 
         Args:
-            takes: whether the bias takes the mean error of the outputs.
+            operator: the operator.
+            weight: its weight as inference uses it.
+            moments: the moments of its inputs.
+            takes: whether the bias compensates for the mean error of the outputs.
         """
         fake, damping, groups = weight_quantizer(operator), self._damping(operator), len(moments.second)
         spec, past = fake.spec, _made_up(moments, self.settings.past, damping)
@@ -137,7 +140,7 @@ class ColumnRounding:
         form = damped(moments.second, damping) if searches else moments.second
         integers = torch.empty_like(weight, dtype=spec.differences)
         found = list[tuple[Tensor, ...]]()
-        # Rows of all groups are solved together, so they come together.
+        # The rows of several groups are rounded together, so the weight is not split.
         for rows in fake.pieces(weight) if groups == 1 else [slice(None)]:
             part, one = weight[rows], fake.of_rows(rows)
 
@@ -171,7 +174,7 @@ class ColumnRounding:
     ) -> Found:
         """Returns values and scales of a weight in a number format, and the bias.
 
-        The format's definition gives the scales.
+        The scales follow from the definition of the format.
         """
         weight, bias = (None if t is None else t.detach() for t in operator.effective())
         assert weight is not None and fake.spec.form is not None

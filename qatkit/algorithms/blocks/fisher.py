@@ -5,7 +5,7 @@
 To second order KL(float || changed) grows by ½ · Σ F · (y' - y)². For classes, r = softmax(out) - one-hot of
 a class drawn from it, so that no labels are needed. For other outputs (a single axis, tokens, several
 outputs) r is a random sign per value, which makes F the diagonal of JᵀJ, that of the squared error.
-Source: Li et al., "BRECQ", 2021, section 3.3, where the class is the label.
+Source: Li et al., "BRECQ", 2021, section 3.3, which takes the label as the class.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-# [N, classes] for a classifier, [N, classes, H, W] for a segmentation.
+# Ranks of [N, classes] (classification) and [N, classes, H, W] (segmentation).
 _CLASSES = (2, 4)
 
 
 def fisher_diagonal(
     tail: fx.GraphModule, values: Sequence[Any], chosen: Sequence[int], generator: torch.Generator
 ) -> list[Tensor]:
-    """Returns the squared gradients with respect to some inputs of a float graph, of their shapes.
+    """Returns the squared gradients with respect to some inputs of a float graph, in the shapes of these inputs.
 
     Args:
-        tail: returns a tuple; quantization is off.
+        tail: the graph, with quantization off; it returns a tuple.
         values: its inputs.
-        chosen: indices of the inputs to differentiate, all floating-point.
-        generator: the generator of classes and signs.
+        chosen: indices of the inputs to differentiate, all of them floating-point.
+        generator: the generator of random classes and signs.
     """
     with torch.enable_grad():
         inputs = list(values)
@@ -46,7 +46,7 @@ def fisher_diagonal(
 
 
 def direction(y: Tensor, generator: torch.Generator, *, classes: bool) -> Tensor:
-    """Returns r of an output, of its shape; `classes` says that it may be [N, classes, ...]."""
+    """Returns r for an output, in its shape; `classes` says whether the output may be [N, classes, ...]."""
     if not classes or y.ndim not in _CLASSES:
         return (torch.rand(y.shape, generator=generator) < 0.5).to(y) * 2 - 1
     shares = y.softmax(1)

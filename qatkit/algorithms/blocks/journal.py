@@ -5,7 +5,7 @@
 
 Each finished block has a file (adaround.0.partial, ...) with its result and a key: a fingerprint of the
 graph, the ranges, the settings and the images. A damaged file, or one with another key, is ignored with a
-warning, and its block and later ones are done again. The caller removes the files (`qatkit.jobs.calibrate`),
+warning; its block and all later ones are computed again. The caller (`qatkit.jobs.calibrate`) removes the files
 once a checkpoint holds the result.
 """
 
@@ -39,10 +39,10 @@ class Work:
     """Settings for the work of a long algorithm.
 
     Attributes:
-        progress: whether a bar is shown.
-        seed: the seed of the order of its images.
-        file: gives the names of the files of finished blocks; None: no files.
-        between: called after each block, to return the memory that it has freed.
+        progress: whether a progress bar is shown.
+        seed: the seed for the order of the images.
+        file: the path from which the files of finished blocks get their names; None: no files.
+        between: a function that is called after each block, to return freed memory to the system.
     """
 
     progress: bool = False
@@ -86,19 +86,19 @@ def fingerprint(*parts: Any) -> str:
 
 
 class Journal:
-    """The finished blocks of one call, in their order: each in a file of its own, and none of them in memory.
+    """The finished blocks of one call, in order; each is in a file of its own, and none is in memory.
 
     Args:
-        file: NAME.partial, where blocks are NAME.0.partial, NAME.1.partial, ...; None: they are not stored.
-        key: a digest of everything that they depend on.
+        file: the path NAME.partial; blocks are stored as NAME.0.partial, NAME.1.partial, ... None: they are not stored.
+        key: a fingerprint of everything that the blocks depend on.
     """
 
     def __init__(self, file: Path | None, key: str) -> None:
         self._file, self._key, self._count = file, key, 0
-        self._reads = True  # until a block is missing: later ones are done again, too
+        self._reads = True  # until a block is missing: all later ones are then computed again
 
     def next(self, learn: Callable[[], Found]) -> Found:
-        """Returns the result of the next block: from its file, else by `learn`, and then it is stored."""
+        """Returns the result of the next block, from its file if possible; otherwise calls `learn` and stores it."""
         path = None if self._file is None else block_file(self._file, self._count)
         self._count += 1
         stored = None if path is None or not self._reads else self._stored(path)
@@ -115,7 +115,7 @@ class Journal:
     def _stored(self, path: Path) -> Found | None:
         """Returns the block in a file.
 
-        None where there is no file, or, with a warning, where it is of something else.
+        None if there is no file, or, with a warning, if the file is damaged or has another key.
         """
         if not path.is_file():
             return None
@@ -138,5 +138,5 @@ class Journal:
 
 
 def block_file(file: Path, number: int) -> Path:
-    """Returns the file of a block, whose name ends as `file` does."""
+    """Returns the file of a block, with the suffix of `file`."""
     return file.with_name(f"{file.stem}.{number}{file.suffix}")

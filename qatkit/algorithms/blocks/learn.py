@@ -3,10 +3,10 @@
     L = E_images |y' - y|²_F / E0 + λ · mean(1 - |2·h(V) - 1|^β)
 
 y are the float block's outputs on float inputs, y' the quantized block's on quantized inputs (asymmetric, so
-that it compensates for errors of earlier blocks). |.|_F² weighs every value with F if there is one. E0 is the
-error of rounding to nearest, so λ means the same whatever the block's size. The quantizers inside the
-block are on; those of its outputs only clamp to their bounds. So a ReLU after the last operator counts, but
-the rounding after it does not. At the end the learned rounding is compared with the nearest one, in the
+that it compensates for errors of earlier blocks). |.|_F² weights every value with F if there is an F. E0 is the
+error of rounding to the nearest, so λ has the same effect for blocks of any size. The quantizers inside the
+block are on; those of its outputs only clamp to their bounds. A ReLU after the last operator therefore counts,
+but the rounding after it does not. At the end the learned rounding is compared with the nearest one, in the
 output error over all images, and dropped if it is not better.
 Sources: Nagel et al., 2020, section 3.3; Li et al., "BRECQ", 2021, equation 10.
 """
@@ -36,11 +36,11 @@ class Rounding:
     """Learns roundings; a `qatkit.algorithms.blocks.lesson.Learner`.
 
     Attributes:
-        steps: the number of steps of Adam, each on one chunk of images.
-        lr: the learning rate of V.
-        strength: λ.
-        warm: share of the steps before the regularizer.
-        bias_lr: the learning rate of the biases, in their own unit; 0: they stay.
+        steps: number of steps of Adam, each on `Lesson.together` chunks of images.
+        lr: learning rate of V.
+        strength: the factor λ.
+        warm: share of the steps before the regularizer is used.
+        bias_lr: learning rate of the biases, in the unit of the biases; 0: they are not learned.
     """
 
     steps: int
@@ -50,7 +50,7 @@ class Rounding:
     bias_lr: float = 0.0
 
     def learn(self, lesson: Lesson) -> Found:
-        """Returns, by site, `NAME.rounds_up`, `NAME.scale`, and `NAME.bias` where that is learned."""
+        """Returns `SITE.rounds_up` and `SITE.scale` of each operator, and `SITE.bias` if it is learned."""
         with _soft(lesson.operators, biases=self.bias_lr > 0) as soft, _outputs_clamp(lesson):
             order = chunk_order(lesson, self.steps)
             start = _nearest_error(lesson, soft)
@@ -76,7 +76,7 @@ class Rounding:
             descend(optimizer, loss)
 
     def apply(self, lesson: Lesson, found: Found) -> None:
-        """Fixes scale and rounding of each operator that got one."""
+        """Fixes scale and rounding of each operator in `found`, and sets the learned biases."""
         for name, operator in lesson.operators.items():
             fake = operator.weight_fake_quant
             if fake is not None and f"{name}.rounds_up" in found:
@@ -109,7 +109,7 @@ def mean_error(lesson: Lesson) -> float:
 
 
 def descend(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
-    """Takes one step; only the optimizer's parameters get gradients, not those of the block."""
+    """Performs one step; only the optimizer's parameters get gradients, not those of the block."""
     learned = [p for group in optimizer.param_groups for p in group["params"]]
     for p, grad in zip(learned, torch.autograd.grad(loss, learned, allow_unused=True), strict=True):
         p.grad = grad
@@ -117,7 +117,7 @@ def descend(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
 
 
 def chunk_order(lesson: Lesson, steps: int) -> list[list[int]]:
-    """Returns the chunks of each step in random order; every one is used once before any repeats."""
+    """Returns the chunks of each step in random order; all of them are used once before any is used again."""
     many = min(lesson.together, lesson.chunks)
     rounds = -(-steps * many // lesson.chunks)
     drawn = torch.cat([torch.randperm(lesson.chunks, generator=lesson.generator) for _ in range(rounds)])
@@ -143,7 +143,7 @@ def _soft(operators: dict[str, QATOperator], *, biases: bool) -> Iterator[dict[s
 
 @contextmanager
 def _outputs_clamp(lesson: Lesson) -> Iterator[None]:
-    """Turns on the quantizers of the block, except those that only give its outputs: these clamp."""
+    """Turns on the quantizers of the block; those that compute outputs not read inside the block only clamp."""
     set_phase(lesson.module, observe=False, quantize=True)
     inside = set(lesson.block.nodes)
     for node in lesson.block.outputs:

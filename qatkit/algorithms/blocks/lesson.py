@@ -25,16 +25,17 @@ class Lesson:
     """A block and the data to learn from.
 
     Attributes:
-        block: the nodes.
+        block: the nodes of the block.
         module: the block as a module, from its inputs to its outputs.
         operators: the operators of the block that may be changed, by site.
         chunks: the number of batches of images.
-        generator: the generator of random numbers, the same whenever this block is learned.
-        together: the number of chunks per step: those of a block with few positions are small.
-        inputs: the inputs of the quantized block, for some chunks.
-        originals: inputs of the float block, for some chunks.
-        targets: the float outputs, for some chunks.
-        importance: None, or the weight of each value of the floating-point outputs, for some chunks.
+        generator: a generator of random numbers, in the same state whenever this block is learned.
+        together: the number of chunks per step, more than one for a block with few positions.
+        inputs: a function that returns the inputs of the quantized block for some chunks.
+        originals: a function that returns the inputs of the float block for some chunks.
+        targets: a function that returns the float outputs for some chunks.
+        importance: a function that returns the weight of each value of the floating-point outputs for some chunks;
+            None: all values have the same weight.
     """
 
     block: Block
@@ -53,20 +54,20 @@ class Learner(Protocol):
     """The part of an algorithm that learns a block."""
 
     def learn(self, lesson: Lesson) -> Found:
-        """Returns the new parts of the block's operators; nothing is changed yet."""
+        """Returns new values for the block's operators, without changing the operators."""
 
     def apply(self, lesson: Lesson, found: Found) -> None:
-        """Applies the results of `learn` to the operators, from now or from before a kill."""
+        """Applies results of `learn` to the operators; they may come from the journal of a killed run."""
 
 
 def changeable(
     graph_module: fx.GraphModule, what: str, *, tables: bool = False
 ) -> tuple[dict[str, QATOperator], list[tuple[str, str]]]:
-    """Returns Convs and Linears whose rounding or scale may be chosen, by site, and (site, reason) of the others.
+    """Returns Convs and Linears whose rounding or scale can be chosen, by site, and (site, reason) of the others.
 
     Args:
-        graph_module: prepared.
-        what: words for what stays unchanged.
+        graph_module: the prepared graph.
+        what: the words for what stays unchanged in the other operators.
         tables: whether a weight may also be that of an Embedding (`tied_tables`).
     """
     tied = tied_tables(graph_module) if tables else {}
@@ -94,7 +95,7 @@ def tied_tables(graph_module: fx.GraphModule) -> dict[int, list[QATEmbedding]]:
 
 
 def rounded(algorithm: object, operators: dict[str, QATOperator]) -> int:
-    """Returns the number of operators with a rounding of their own; warns where none has."""
+    """Returns the number of operators with a rounding of their own; warns if there are none."""
     fakes = [operator.weight_fake_quant for operator in operators.values()]
     count = sum(fake is not None and fake.rounding is not None for fake in fakes)
     if not count:

@@ -1,18 +1,18 @@
 """Partitions the graph into blocks, by the tensors that are alive between its nodes.
 
 The nodes are in execution order. Between two of them some tensors are alive: computed before and read later.
-Where that is one tensor, the graph can be cut in two (an articulation point of the dataflow): before and
-after a residual block, between two layers of a chain. Inside a residual block two are alive, inside a gate
-three.
+Where only one tensor is alive, the graph can be cut in two (an articulation point of the dataflow): before and
+after a residual block, between two layers of a chain. Inside a residual block two tensors are alive, inside a
+gate three.
 
     blocks(graph, 5)       consecutive nodes with at most 5 quantized Convs and Linears per block, so that the sum of
                            (values alive x tensors alive) over all cuts is least: blocks are cut at bottlenecks
     layers(graph)          each Conv and Linear with the activation after it; nodes in between form their own blocks
 
-Module names play no part. Tensors that precede every quantized operator (masks, positions) are alive
+Module names do not matter. Tensors that precede every quantized operator (masks, positions) are alive
 everywhere and do not show the structure, so they are not counted. Values that depend only on parameters are
 computed where they are read.
-Source of the idea: Li et al., "BRECQ", 2021, section 3.2, where blocks are named by hand for each family.
+Source of the idea: Li et al., "BRECQ", 2021, section 3.2, where blocks are chosen by hand for each family of models.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from qatkit.graph.placement import constants
 from qatkit.graph.quantizers import is_quantizer
 from qatkit.quant.qat_layers import QATOperator
 
-# A layer's error is measured after these, where the operator is their only input.
+# Activations after which a layer's error is measured, if the operator is their only input.
 _ACTIVATIONS = frozenset({"relu", "relu6", "silu", "gelu", "hardswish", "leaky_relu"})
 
 
@@ -39,10 +39,10 @@ class Block:
     """A block of consecutive nodes.
 
     Attributes:
-        nodes: the nodes, in execution order, without constants.
-        inputs: computed before the block and read in it.
-        outputs: computed in it and read after it, or returned by the graph.
-        operators: its quantized Convs and Linears.
+        nodes: the nodes in execution order, without constants.
+        inputs: the values that are computed before the block and read in it.
+        outputs: the values that are computed in the block and read after it, or returned by the graph.
+        operators: the quantized Convs and Linears of the block.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -58,7 +58,7 @@ class Block:
 def extract(
     nodes: Iterable[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]
 ) -> fx.GraphModule:
-    """Returns a graph of `nodes` that shares their modules; constants that they read are computed in it."""
+    """Returns a graph of `nodes` that shares their modules and computes the constants that they read."""
     graph = fx.Graph()
     copies = {node: graph.placeholder(node.name) for node in inputs}
 
@@ -88,7 +88,7 @@ def blocks(graph_module: fx.GraphModule, operators: int) -> list[Block]:
     steps = _steps(graph_module)
     prices = _prices(steps)
     ends = [i for i in range(1, len(steps)) if not is_quantizer(steps[i])] + [len(steps)]
-    weights = [0]  # learners before each step
+    weights = [0]  # number of quantized operators before each step
     for node in steps:
         weights.append(weights[-1] + is_learner(node))
     best: dict[int, tuple[float, int]] = {0: (0.0, 0)}
@@ -128,7 +128,7 @@ def _belongs(node: fx.Node, last: fx.Node) -> bool:
 
 
 def _steps(graph_module: fx.GraphModule) -> list[fx.Node]:
-    """Returns the nodes that depend on the inputs, in order, without inputs and the graph's end."""
+    """Returns the nodes that depend on the inputs, in order, without the inputs and the end of the graph."""
     free = constants(graph_module.graph)
     return [n for n in graph_module.graph.nodes if not is_end(n) and n.op != "placeholder" and n not in free]
 
@@ -156,7 +156,7 @@ def _between(steps: Sequence[fx.Node], cuts: Sequence[int]) -> list[Block]:
 
 
 def _prices(steps: Sequence[fx.Node]) -> list[float]:
-    """Returns the price of a cut before each step: values alive times tensors alive.
+    """Returns the cost of a cut before each step: values alive times tensors alive.
 
     A tensor and its quantized version count as one.
     """

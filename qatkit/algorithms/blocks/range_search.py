@@ -1,4 +1,4 @@
-"""Searches the range of a weight by the error of its operator's output (`qatkit.algorithms.SequentialMSE`)."""
+"""Chooses the range of a weight by the error of its operator's output (`qatkit.algorithms.SequentialMSE`)."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def even_shares(least: float, count: int) -> list[float]:
 
 @dataclass(frozen=True)
 class RangeSearch:
-    """A `qatkit.algorithms.blocks.lesson.Learner` of blocks with one operator, which is their first node.
+    """A `qatkit.algorithms.blocks.lesson.Learner` for blocks with one operator, the first node of each block.
 
     Attributes:
-        shares: shares of the largest value; of equally good ones the first is taken.
+        shares: the candidates, as shares of the largest value; the first of equally good ones is taken.
     """
 
     shares: list[float]
@@ -64,7 +64,7 @@ def squared_errors(difference: Tensor, operator: QATOperator) -> Tensor:
 
 
 def weight_quantizer(operator: QATOperator) -> WeightFakeQuantize:
-    """Returns the weight quantizer of an operator that may be changed."""
+    """Returns the weight quantizer of a `changeable` operator."""
     fake = operator.weight_fake_quant
     assert fake is not None
     return fake

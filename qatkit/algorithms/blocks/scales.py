@@ -2,8 +2,8 @@
 
     y = s · clip(round(x / s), low, high)        s = s0 · exp(p), p learned
 
-with the gradient of LSQ: within the range (round(v) - v), v = x / s, beyond it the range's end. The zero
-point is fixed, so that the range shrinks and grows around zero; weights are rounded to nearest meanwhile.
+with the gradient of LSQ: round(v) - v for v = x / s within the range, and the range's end beyond it. The zero
+point is fixed, so that the range shrinks and grows around zero. Meanwhile weights are rounded to the nearest.
 Sources: Esser et al., "Learned step size quantization", 2020, equation 3; Hubara et al., "AdaQuant", 2021,
 section 3.1.
 """
@@ -32,15 +32,15 @@ class Scales:
     """Learns scales; a `qatkit.algorithms.blocks.lesson.Learner`.
 
     Attributes:
-        steps: the number of steps of Adam, each on a few chunks of images.
-        lr: the learning rate of p.
+        steps: number of steps of Adam, each on `Lesson.together` chunks of images.
+        lr: learning rate of p.
     """
 
     steps: int
     lr: float
 
     def learn(self, lesson: Lesson) -> Found:
-        """Returns the scales by site; nothing where they are no better than the current ones."""
+        """Returns the scales by site; no scales if they are no better than the current ones."""
         set_phase(lesson.module, observe=False, quantize=True)
         start = mean_error(lesson)
         with _learned(lesson) as learned:
@@ -77,7 +77,7 @@ class LearnedScale(nn.Module):
         return self.first * self.p.exp()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the quantized x, of its shape."""
+        """Returns the quantized x, in its shape."""
         scale = self.scale()
         v = torch.clamp(x / scale, self.low, self.high)
         return (v + (torch.round(v) - v).detach()) * scale
@@ -100,7 +100,7 @@ def _movable(lesson: Lesson) -> dict[fx.Node, FakeQuantize]:
 
 @contextmanager
 def _learned(lesson: Lesson) -> Iterator[dict[str, LearnedScale]]:
-    """Replaces each quantizer of the block that has a range of its own by a `LearnedScale` within the context."""
+    """Replaces, within the context, each quantizer of the block with a range of its own by a `LearnedScale`."""
     movable = _movable(lesson)
     learned = {site(node): LearnedScale(quantizer) for node, quantizer in movable.items()}
     for node in movable:

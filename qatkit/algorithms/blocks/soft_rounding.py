@@ -1,10 +1,10 @@
-"""A rounding that can be learned: each weight is rounded down, plus a value between 0 and 1 that ends at either.
+"""A rounding that can be learned: each weight is rounded down, plus a value from 0 to 1 that ends at 0 or at 1.
 
     W'(V) = s · clip(floor(W / s) + h(V), -n, n)
     h(V)  = clip(sigmoid(V) · (ζ - γ) + γ, 0, 1)        ζ = 1.1, γ = -0.1: reaches 0 and 1, with a gradient up to there
     f(V)  = Σ 1 - |2·h(V) - 1|^β                        pulls h to 0 or 1; a large β lets it move first
 
-β falls from 20 to 2; before that, for the share `warm` of the steps, there is no f at all.
+During the first share `warm` of the steps f is not used; then β falls from 20 to 2.
 Source: Nagel et al., "Up or Down? Adaptive Rounding for Post-Training Quantization", 2020, equations 22 to
 24.
 """
@@ -23,17 +23,17 @@ _FIRST_BETA, _LAST_BETA = 20.0, 2.0
 
 
 def rectified_sigmoid(v: Tensor) -> Tensor:
-    """Returns h(V), of V's shape, 0 to 1."""
+    """Returns h(V), in the shape of V, from 0 to 1."""
     return torch.clamp(torch.sigmoid(v) * (ZETA - GAMMA) + GAMMA, 0, 1)
 
 
 def inverse(h: Tensor) -> Tensor:
-    """Returns the V with h(V) = `h`, 0 to 1."""
+    """Returns V from h(V), which is from 0 to 1."""
     return -torch.log((ZETA - GAMMA) / (h - GAMMA) - 1)
 
 
 def regularizer(h: Tensor, beta: float) -> Tensor:
-    """Returns f, rank 0: how far all of `h` are from 0 and 1."""
+    """Returns f, rank 0: the distance of all values of `h` from 0 and 1."""
     return (1 - (2 * h - 1).abs().pow(beta)).sum()
 
 
@@ -49,19 +49,19 @@ class SoftRounding(nn.Module):
     """Replaces an operator's `weight_fake_quant` while the rounding is learned.
 
     Args:
-        fake: the quantizer, whose present scale is kept.
-        weight, bias: the parameters of the operator, with a BatchNorm folded in.
+        fake: the quantizer, whose current scale is used.
+        weight, bias: weight and bias of the operator, with a BatchNorm folded in.
 
     Attributes:
-        v: V; at the start it reproduces the weight, h(V) = W/s - floor(W/s).
-        shift: [out] added to the bias, or None where that is not learned.
+        v: the parameter V; at the start it reproduces the weight, h(V) = W/s - floor(W/s).
+        shift: the learned change of the bias, [out]; None if the bias is not learned.
     """
 
     def __init__(
         self, fake: WeightFakeQuantize, weight: Tensor, bias: Tensor | None, *, biases: bool
     ) -> None:
         super().__init__()
-        self.fake = (fake,)  # in a tuple: no submodule
+        self.fake = (fake,)  # in a tuple, so that it is not a submodule
         self.scale, self.ends = fake.scale(weight).detach().clone(), fake.ends(weight)
         self.steps = weight.detach() / fake.spec.granularity.spread(self.scale, weight.shape)
         self.floor = torch.floor(self.steps)
@@ -71,15 +71,15 @@ class SoftRounding(nn.Module):
         self.shift = nn.Parameter(torch.zeros_like(bias)) if learns and bias is not None else None
 
     def h(self) -> Tensor:
-        """Returns the rectified sigmoid h of V, of the weight's shape."""
+        """Returns the rectified sigmoid h of V, in the weight's shape."""
         return rectified_sigmoid(self.v)
 
     def rounds_up(self) -> Tensor:
-        """Returns whether h is above 1/2: bool, of the weight's shape."""
+        """Returns whether h is above 1/2: bool, in the weight's shape."""
         return self.v.detach() > 0
 
     def hard(self, rounds_up: Tensor) -> Tensor:
-        """Returns the weight with a rounding, as it ships."""
+        """Returns the weight with a final rounding, as it will be exported."""
         fake, weight = self.fake[0], self.floor + rounds_up
         if fake.spec.guards_pairs:
             weight = fitted(clamped(weight, self.ends), self.steps)
@@ -94,7 +94,7 @@ class SoftRounding(nn.Module):
         return self._in_range(self.floor + self.h()), self.shifted(bias)
 
     def shifted(self, bias: Tensor | None) -> Tensor | None:
-        """Returns the bias with its shift, in float, since int32 bias steps are finer than any of these errors."""
+        """Returns the bias with its shift, in float, since its steps are finer than any of these errors."""
         if bias is None:
             return None
         return bias.detach() if self.shift is None else bias.detach() + self.shift

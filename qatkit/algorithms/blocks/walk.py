@@ -6,9 +6,8 @@ it runs quantized on the outputs of the earlier quantized blocks.
     float inputs ──── block in float ────────────────────────→ float outputs, the target
     quantized inputs ─ learn(block): changes its operators ──→ block quantized ─→ quantized outputs
 
-So later blocks see earlier ones in their final state. The whole model runs twice over the images, whatever
-its number of blocks, and only the tensors that are alive between two blocks are kept
-(`qatkit.algorithms.blocks.cached`).
+Later blocks therefore see earlier ones in their final state. The whole model runs twice over the images, for any
+number of blocks. Only the tensors that are alive between two blocks are kept (`qatkit.algorithms.blocks.cached`).
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from qatkit.quant.fake_quantize import FakeQuantize
 from qatkit.quant.qat_layers import QATOperator
 
 _FLOAT, _QUANTIZED, _FISHER = "float", "quantized", "fisher"
-# A step uses so many positions (rows of a Linear, pixels of a Conv) or images, whichever is reached first.
+# A step uses this many positions (rows of a Linear, pixels of a Conv) or images, whichever is reached first.
 _ROWS, _MOST_IMAGES = 1024, 32
 _MIB = 2**20
 
@@ -49,12 +48,12 @@ class BlockWalk:
     """A call of an algorithm: its graph and images, the operators that it may change, and its finished blocks.
 
     Attributes:
-        graph_module: calibrated; fake quantization is on after each walk.
+        graph_module: the calibrated graph; fake quantization is on after each walk.
         operators: the operators that may be changed, by site.
-        skipped: (site, reason) of the others.
-        batches: the graph's inputs, of each chunk.
-        journal: blocks that it has are not learned again.
-        memory: MiB of cached tensors in memory.
+        skipped: (site, reason) of the other operators.
+        batches: the graph's inputs, by chunk.
+        journal: the finished blocks, which are not learned again.
+        memory: the limit for cached tensors in memory, in MiB.
     """
 
     graph_module: fx.GraphModule
@@ -68,7 +67,7 @@ class BlockWalk:
     def of(
         cls, algorithm: BlockAlgorithm, graph_module: fx.GraphModule, inputs: Iterable[Example]
     ) -> BlockWalk:
-        """Reads the images that the algorithm needs, and its results from before a kill."""
+        """Returns a walk over the images that the algorithm needs, with the finished blocks of a killed run."""
         operators, skipped = changeable(graph_module, algorithm.stays, tables=algorithm.tables)
         batches = _chunks(graph_module, inputs, algorithm.images, algorithm.batch_size)
         journal = Journal(current().file, _key(graph_module, batches, algorithm))
@@ -88,7 +87,7 @@ class BlockWalk:
         Args:
             blocks: the blocks of the graph.
             learner: the learner that changes them.
-            title: the title of the bar.
+            title: the title of the progress bar.
             fisher: whether to provide `Lesson.importance`, by a float pass of the rest of the graph after each block.
             targets: whether to provide `Lesson.targets`; if not, outputs that no later block reads are not computed.
         """
@@ -142,16 +141,14 @@ class _State:
         )
 
     def together(self, block: Block) -> int:
-        """Returns the number of chunks per step, for about `_ROWS` positions; 1 where rows are not images."""
+        """Returns the number of chunks per step, for about `_ROWS` positions; 1 if rows are not images."""
         if not all(self.by_rows(node) for node in (*block.inputs, *block.outputs)):
             return 1
         sizes = [_positions(node) * self.images // self.example for node in block.operators]
         return max(1, min(_ROWS // max(1, min(sizes, default=1)), -(-_MOST_IMAGES // self.images)))
 
     def by_rows(self, node: fx.Node) -> bool:
-        """Returns whether a tensor has a row per image: its first axis is as long as the batch, in example and
-        chunk.
-        """
+        """Returns whether a tensor has one row per image: its first axis has the size of each batch."""
         value = node.meta.get("value")
         return (
             isinstance(value, Tensor)
@@ -205,7 +202,7 @@ class _State:
         for i in range(self.chunks):
             values = lesson.module(*self.get(side, lesson.block.inputs, i))
             for node, value in compress(zip(lesson.block.outputs, values, strict=True), outputs):
-                source = quantizer_of(node)  # values that were only moved are on its grid, too
+                source = quantizer_of(node)  # its grid also contains values that were only moved afterwards
                 quantizer = None if source is None else cast(FakeQuantize, module_of(source))
                 self.cache.put((side, node), i, value, quantizer)
         self.alive.update(compress(lesson.block.outputs, outputs))
@@ -238,7 +235,7 @@ def _on(device: torch.device, value: Any) -> Any:
 def _chunks(
     graph_module: fx.GraphModule, batches: Iterable[Example], images: int, size: int
 ) -> list[Tensors]:
-    """Returns batches of `size` images until there are `images`; a model with a fixed batch size gets its own."""
+    """Returns batches of `size` images until there are `images`; a fixed batch size of the model replaces `size`."""
     found: list[Tensors] = []
     have = 0
     for batch in batches:

@@ -41,7 +41,7 @@ _BINARY: dict[str, Callable[[Any, Any], Tensor]] = {
     "BitwiseXor": lambda a, b: a ^ b,
 }
 
-# Operators that compute each value separately, whatever the size of the tensor.
+# Operators that compute each value separately, for tensors of any size.
 SINGLE_VALUES = (
     *_UNARY, *_BINARY, "Div", "Pow", "Mod", "BitShift", "Max", "Min", "Sum", "Mean", "Where", "Clip", "LeakyRelu",
     "PRelu", "Elu", "Celu", "Selu", "HardSigmoid", "ThresholdedRelu", "Shrink", "Gelu", "Swish", "Cast", "CastLike",

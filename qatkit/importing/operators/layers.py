@@ -25,7 +25,8 @@ class Padded(nn.Module):
 
     Args:
         inner: a convolution without padding.
-        pads: the padding at the begin of each axis, then at the ends; a name in `SAME` if it depends on sizes.
+        pads: the padding at the beginning of each axis, then at the end of each; a name in `SAME` if it depends on
+            sizes.
     """
 
     one_operator = True
@@ -160,14 +161,14 @@ def transposed_convolution(node: Node, constants: Sequence[Array | None]) -> nn.
 def _transposed_pads(
     node: Node, axes: int, settings: dict[str, Any], kernel: Sequence[int]
 ) -> tuple[list[int], list[int]]:
-    """Returns the crops at the begin and end of each axis, and the values added at the ends."""
+    """Returns the number of values to crop at the beginning and end of each axis, and to add at the end of each."""
     more = list(node.get("output_padding") or [0] * axes)
     if node.get("output_shape"):
         raise UnsupportedError("ConvTranspose with output_shape has no PyTorch equivalent")
     auto = node.get("auto_pad", "NOTSET")
     if auto not in SAME:
         return list(node.get("pads") or [0] * (2 * axes)) if auto == "NOTSET" else [0] * (2 * axes), more
-    # The output size is stride times the input size; the rest is cropped.
+    # SAME crops the output to stride times the input size.
     spans = [(k - 1) * d + 1 + o for k, d, o in zip(kernel, settings["dilation"], more, strict=True)]
     total = [max(span - stride, 0) for span, stride in zip(spans, settings["stride"], strict=True)]
     small = [size // 2 for size in total]
@@ -202,7 +203,7 @@ def _linear(weight: Array, bias: Array | None) -> nn.Module:
 
 @module("Gemm")
 def gemm_module(node: Node, constants: Sequence[Array | None]) -> nn.Module | None:
-    """Returns a Linear for alpha·A·B + beta·C with constant B and C."""
+    """Returns a Linear that computes alpha·A·B + beta·C for constant B and C."""
     weight = constants[1]
     bias, known = _bias(node, constants, 2)
     if weight is None or not known or node.get("transA", 0):
@@ -258,6 +259,6 @@ def fused_matmul(node: Node, a: Value, b: Value) -> Tensor:
 
 @function("Einsum")
 def einsum(node: Node, *values: Value) -> Tensor:
-    """Applies Einstein's summation."""
+    """Computes an Einstein summation."""
     like = next((value for value in values if isinstance(value, Tensor)), None)
     return torch.einsum(node.get("equation"), *(tensor(value, like) for value in values))

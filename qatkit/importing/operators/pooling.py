@@ -60,7 +60,7 @@ def _dilated(node: Node) -> str:
 
 @function("MaxPool", refuses=_with_places)
 def max_pool(node: Node, x: Value) -> Tensor:
-    """Pools by maximum; pads only at the ends become `ceil_mode`, whose windows also reach beyond the input."""
+    """Pools by maximum; uses `ceil_mode`, whose windows reach beyond the input, for padding that is only at the end."""
     x = tensor(x)
     kernel, stride, dilation, pads = _window(node, x)
     axes, ceil = len(kernel), bool(node.get("ceil_mode", 0))

@@ -22,8 +22,8 @@ class Recurrent(nn.Module):
     """A recurrent layer with the inputs and outputs of ONNX.
 
     Args:
-        inner: torch's layer, for inputs [time, batch, values].
-        reverse: whether the layer runs backwards; torch's then runs forward on the reversed sequence.
+        inner: the torch layer, for inputs [time, batch, values].
+        reverse: whether the layer runs backwards; the inner layer then runs forwards on the reversed sequence.
         batch_first: whether the node has `layout=1`.
     """
 

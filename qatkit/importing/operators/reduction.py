@@ -47,7 +47,7 @@ def reduce(node: Node, x: Value, axes: Value = None) -> Tensor:
 
 @function("ReduceMean", known=(1,))
 def reduce_mean(node: Node, x: Value, axes: Value = None) -> Tensor:
-    """Computes the mean; over the positions of an image as a global pool, which has an 8-bit kernel."""
+    """Computes the mean; uses a global pool, which has an 8-bit kernel, for the mean over the positions of an image."""
     x = tensor(x)
     found, keep = _axes(node, x, axes), bool(node.get("keepdims", 1))
     if found is None or not x.ndim:
@@ -104,7 +104,7 @@ def cumulative_sum(node: Node, x: Value, axis: Value) -> Tensor:
 
 @function("Softmax", "LogSoftmax", "Hardmax")
 def softmax(node: Node, x: Value) -> Tensor:
-    """Applies Softmax, LogSoftmax or Hardmax; before opset 13 over all axes from `axis` on together."""
+    """Applies Softmax, LogSoftmax or Hardmax along `axis`; before opset 13 along all axes from `axis` on together."""
     x = tensor(x)
     old = node.version < 13
     axis = node.get("axis", 1 if old else -1) % x.ndim

@@ -47,7 +47,7 @@ def constant_of_shape(node: Node, sizes: Value) -> Array:
 
 @function("Range", known=(0, 1, 2))
 def arithmetic_range(node: Node, start: Value, limit: Value, delta: Value) -> Tensor:
-    """Returns numbers at equal distances."""
+    """Returns equally spaced numbers from `start` up to `limit`, which is excluded."""
     ends = [value.item() for value in (start, limit, delta) if value is not None]
     kind = torch.as_tensor(start).dtype
     return torch.arange(*ends, dtype=kind)
@@ -217,7 +217,7 @@ def triangle(node: Node, x: Value, diagonal: Value = None) -> Tensor:
 
 @function("EyeLike")
 def eye_like(node: Node, x: Value) -> Tensor:
-    """Returns ones on a diagonal and zeros elsewhere, in the type `dtype` or, without it, the tensor's type."""
+    """Returns ones on a diagonal and zeros elsewhere, of the type `dtype` or, without this attribute, of x's type."""
     rows, columns = sizes_of(x)
     made = torch.from_numpy(np.eye(rows, columns, node.get("k", 0), dtype=np.float32))
     kind = node.get("dtype")

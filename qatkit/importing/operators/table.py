@@ -72,8 +72,8 @@ def function(
     Args:
         names: the operators.
         domain: their domain.
-        known: indices of inputs that must not depend on values of the model's inputs: sizes, axes.
-        refuses: returns why a node of the operator has no PyTorch equivalent, or "" if it has one.
+        known: indices of inputs that must not depend on values of the model's inputs, such as sizes and axes.
+        refuses: a function that returns why a node of the operator has no PyTorch equivalent, or "" if it has one.
     """
 
     def registered(made: Function) -> Function:

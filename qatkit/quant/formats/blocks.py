@@ -1,8 +1,8 @@
 """A tensor in a number format: the scales of its blocks, and the values that it is rounded to.
 
-Blocks are neighbours along one axis, the one over which a product sums; the last block may be shorter. With v
-the values of a block, `amax` its largest absolute value, and elements and scales as in
-`qatkit.quant.formats.table`:
+Blocks are neighbours along the axis over which a product sums; the last block may be shorter. In this table v are
+the values of a block, and `amax` is its largest absolute value. `qatkit.quant.formats.table` defines elements and
+scales.
 
     no scale    round(v)
     float32     round(v / s) · s       s of the tensor: its range over the largest element
@@ -12,16 +12,18 @@ the values of a block, `amax` its largest absolute value, and elements and scale
 Rounding to elements saturates. Where the specifications leave a choice or a gap:
 
 - MX uses this scale (specification, section 6.3), so that the largest values of a block may exceed the
-  largest element (between 6 and 8 times the scale of MXFP4) and saturate. A scale below 2^-127 is 2^-127; none is
-  above 2^127.
+  largest element (between 6 and 8 times the scale of MXFP4) and saturate. A scale below 2^-127 becomes 2^-127; no
+  scale is above 2^127.
 - A block of zeros has the smallest scale and stays zeros, with their signs.
-- A block with an infinity or a NaN has the scale NaN (E8M0 0xFF, E4M3 0x7F), so that all of it is NaN. MX
-  leaves their result open; Quark's operator for BFP16 lets them through, which no shared exponent can represent.
+- A block with an infinity or a NaN has the scale NaN (E8M0 0xFF, E4M3 0x7F), so that all its values are NaN. MX
+  does not define the result; Quark's operator for BFP16 returns these values unchanged, although no shared exponent
+  can represent them.
 - BFP16: the shared exponent is that of the largest value, and 127 steps are the largest mantissa, as in
-  Quark's operator (rounding_mode 2): a value that would round to 128 saturates. Its compiler's kernel raises
-  the exponent there.
-- NVFP4: a block whose scale would round to 0 gets the smallest one above, where NVIDIA's paper says nothing and torchao
-  takes 2^-6, the smallest that is normal. The tensor's scale is not below 2^-126, float32's smallest normal number.
+  Quark's operator (rounding_mode 2): a value that would round to 128 saturates. The compiler's kernel raises the
+  exponent in this case.
+- NVFP4: a block whose scale would round to 0 gets the smallest scale above 0. NVIDIA's paper does not define this
+  case; torchao uses 2^-6, the smallest normal scale. The tensor's scale is not below 2^-126, float32's smallest
+  normal number.
 - The range of a tensor with a scale is the one its observer found, or its largest finite value
   (`tensor_scale`).
 """
@@ -100,7 +102,7 @@ def quantized(x: Tensor, form: Format, granularity: Granularity, of_tensor: Tens
 def rounded_by(
     x: Tensor, form: Format, granularity: Granularity, scale: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Returns the same as `quantized` for given scales, in the granularity's shape."""
+    """Returns the same as `quantized`, for given scales in the granularity's shape (None: no scales)."""
     if scale is None:
         return rounded(x, form.element), x.detach().abs() < form.element.limit
     spread = granularity.spread(scale, x.shape)

@@ -9,7 +9,7 @@ logarithm.
     infinities            the same
     NaN                   NaN, for any element: in blocks no element is NaN (`qatkit.quant.formats.blocks`)
     negative zero         itself; 0 for integers
-    float32's denormals   like any number: those of bfloat16 are among them
+    float32's denormals   like any number; bfloat16's denormals are among them
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Quantizers of number formats that are not integers: values are rounded to the format in float32.
 
 Block scales are computed from the current values, in training as in inference. A format with a scale for the
-whole tensor takes it from the activation's observed range, or from the current weight. The gradient passes
-straight through, and is 0 where a value saturates, that is where a number beyond the largest would be nearer.
-Biases are not changed.
+whole tensor takes it from the activation's observed range, or from the current weight. The gradient is
+straight-through; it is 0 for a value that saturates, which is nearer to the next number beyond the largest. Biases
+are not changed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Round(torch.autograd.Function):
 
 
 def round_to_format(x: Tensor, scale: Tensor, spec: QuantSpec) -> Tensor:
-    """Returns `x` rounded to the format of `spec`, with a gradient; `scale` [] is the tensor's."""
+    """Returns `x` rounded to the format of `spec`, with a gradient; `scale` [] is the scale of the tensor."""
     return _by(x, scales(x.float(), _form(spec), spec.granularity, scale), spec)
 
 
@@ -53,7 +53,7 @@ def _form(spec: QuantSpec) -> Format:
 
 
 class FormatFakeQuantize(FakeQuantize):
-    """Fake quantization of an activation to a number format; `scale` is the tensor's, 1 where there is none."""
+    """Fake quantization of an activation to a number format; `scale` is the tensor's scale, or 1 without one."""
 
     def qparams(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
         form, largest = _form(self.spec), torch.maximum(-low, high).float()
@@ -67,7 +67,7 @@ class FormatFakeQuantize(FakeQuantize):
         return self.scale.detach().clone(), self.zero_point.detach().clone()
 
     def range_record(self) -> dict[str, float | int | str]:
-        """Returns a record with the observed range: the scales of blocks depend on the values."""
+        """Returns a record with only the observed range, since the scales of blocks depend on the values."""
         low, high = (
             self.bounds if self.observer is None else (self.observer.low.item(), self.observer.high.item())
         )
@@ -85,8 +85,8 @@ class FormatWeightFakeQuantize(WeightFakeQuantize):
     """Fake quantization of a weight to a number format; there are no integers and no zero points.
 
     Attributes:
-        rounding: added by an algorithm to the weight before it is rounded to nearest, in the weight's
-            shape; it stays while the weight is trained. None: nothing is added.
+        rounding: the values that an algorithm adds to the weight before rounding to the nearest, in the weight's
+            shape. They stay the same while the weight is trained. None: nothing is added.
     """
 
     def __init__(self, spec: QuantSpec, shape: Sequence[int]) -> None:
@@ -102,7 +102,7 @@ class FormatWeightFakeQuantize(WeightFakeQuantize):
 
     @torch.no_grad()
     def tensor_scale(self, weight: Tensor) -> Tensor:
-        """Returns the scale [] of the tensor, 1 where its format has none."""
+        """Returns the scale [] of the tensor, or 1 if its format has none."""
         form = _form(self.spec)
         return tensor_scale(largest_finite(weight), form) if form.has_tensor_scale else weight.new_ones(())
 

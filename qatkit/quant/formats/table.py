@@ -35,9 +35,9 @@ class Scale(StrEnum):
     """The type of the scale of an element."""
 
     NONE = "none"
-    FLOAT32 = "float32"  # one for the tensor
-    E8M0 = "e8m0"  # one for each block: a power of two from 2^-127 to 2^127, or NaN
-    E4M3 = "float8_e4m3fn"  # one for each block, and one of float32 for the tensor
+    FLOAT32 = "float32"  # one scale for the tensor
+    E8M0 = "e8m0"  # one scale for each block: a power of two from 2^-127 to 2^127, or NaN
+    E4M3 = "float8_e4m3fn"  # one scale for each block, and a float32 scale for the tensor
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,11 @@ class Element:
         exponent_bits, mantissa_bits: numbers of bits, without the sign.
         bias: bias of the exponent.
         specials: the bit patterns that are not numbers.
-        saturates: a larger number becomes the largest one; otherwise, as in IEEE 754, infinity. OFP8 allows
-            both: this follows ONNX's QuantizeLinear, under which infinities saturate too. MX requires it.
-        integer: stored in two's complement, whose zero has no sign. The negative number without a positive
-            counterpart is not used, as the MX specification allows (5.3.4).
+        saturates: whether a larger number becomes the largest one; if not, it becomes infinity, as in IEEE 754.
+            OFP8 allows both, and saturation is that of ONNX's QuantizeLinear, where infinities saturate too. MX
+            requires saturation.
+        integer: whether elements are stored in two's complement, where zero has no sign. The negative number
+            without a positive counterpart is not used, as the MX specification allows (5.3.4).
     """
 
     exponent_bits: int
@@ -84,7 +85,7 @@ class Element:
 
     @property
     def limit(self) -> float:
-        """The smallest absolute value that saturates: halfway from the largest number to a next one."""
+        """The smallest absolute value that saturates: half a step above the largest number."""
         return self.maximum + math.ldexp(1.0, self.largest_exponent - self.mantissa_bits - 1)
 
     @property
@@ -123,7 +124,7 @@ class Format:
 
     @property
     def reach(self) -> float:
-        """The largest number that the format holds with a tensor scale of 1."""
+        """The largest number that the format can represent with a tensor scale of 1."""
         return self.element.maximum * (E4M3.maximum if self.scale is Scale.E4M3 else 1.0)
 
 

@@ -1,7 +1,7 @@
 """Learned quantizers: scales (and zero points or clipping values) are parameters, trained with the weights.
 
 gradients    fake quantization whose backward pass also yields the gradient of the scale
-by_shares    the optimizers: weights by their own, learned scales by Adam on their logarithm
+by_shares    the optimizers, which update learned scales by Adam on their logarithm
 lsq          scales of activations and of weights (Esser et al. 2020)
 lsq_plus     scales and zero points of activations (Bhalgat et al. 2020)
 pact         clipping values of activations (Choi et al. 2018)

@@ -1,4 +1,4 @@
-"""Optimizers that move some values by shares of their size, in addition to the update of the weights.
+"""Optimizers that update learned scales, and on request weights, by relative steps.
 
 Learned scales are updated by Adam on their logarithm:
 
@@ -25,25 +25,25 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam
 
-BY_SHARES, RELATIVE = "by_shares", "relative"  # flags of groups
+BY_SHARES, RELATIVE = "by_shares", "relative"  # flags of parameter groups
 _SMALLEST = 1e-3  # unit of a vector, which may start at zero (Adafactor's ε₂); a channel of zeros stays zero
 _BETAS = 0.9, 0.999
 _EPSILON = 1e-16  # small, since the gradient by the logarithm of one of many scales may be tiny
 
 
 class _BesideTheWeights(torch.optim.Optimizer):
-    """An optimizer that moves flagged groups by shares of their values, and the others as the next class does."""
+    """A mixin for an optimizer: flagged groups are updated by relative steps, other groups by the next base class."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # Has gradients of autocast unscaled before the step: a fused kernel would do so only for its own
-        # groups.
+        # Gradients under autocast are then unscaled before the step; a fused kernel would unscale only those of its
+        # own groups.
         self._step_supports_amp_scaling = False
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         loss = None
-        if closure is not None:  # it zeroes the gradients of all groups
+        if closure is not None:  # called here, since it zeroes the gradients of all groups
             with torch.enable_grad():
                 loss = closure()
         every = self.param_groups
@@ -55,7 +55,7 @@ class _BesideTheWeights(torch.optim.Optimizer):
         for group in every:
             moved = [p for p in group["params"] if p.grad is not None]
             if group.get(BY_SHARES) and moved:
-                # The decay is the weight of Σ p²/2 in the loss.
+                # Weight decay adds decay · Σ p²/2 to the loss.
                 given = [value.grad for value in moved if value.grad is not None]
                 gradients = list(torch._foreach_add(given, moved, alpha=group["weight_decay"]))
                 shares = self._shares(moved, gradients, moved, group["lr"])
@@ -73,7 +73,7 @@ class _BesideTheWeights(torch.optim.Optimizer):
     def _shares(
         self, values: list[Tensor], gradients: list[Tensor], units: list[Tensor], rate: float
     ) -> list[Tensor]:
-        """Returns Adam's steps in units of the values; the gradients are scaled in place."""
+        """Returns Adam's steps in `units`; scales the gradients in place."""
         for value in values:
             if not self.state[value]:
                 started = torch.zeros((), dtype=torch.float32, device=value.device)
@@ -92,7 +92,7 @@ class _BesideTheWeights(torch.optim.Optimizer):
 
 
 def _unit(value: Tensor) -> Tensor:
-    """Returns the root mean square of each slice along the first axis; for a vector, that of the whole."""
+    """Returns the root mean square of each slice along the first axis, or of a whole vector."""
     if value.ndim < 2:
         return value.square().mean().sqrt().clamp_min(_SMALLEST)
     return value.square().mean(tuple(range(1, value.ndim)), keepdim=True).sqrt()

@@ -6,8 +6,8 @@ quantization", 2020, equation 3):
     ∂L/∂x = g where n < v < p, else 0          =: g_x
     ∂L/∂s = Σ g·(q - v) where n < v < p, g·q else = (Σ g·y)/s - Σ g_x·v
 
-The gradient of the scale thus takes two dot products that write nothing: v and y exist already, and the next
-operator keeps y anyway.
+The gradient of the scale thus takes two dot products, which need no further memory: v and y exist already, and the
+next operator keeps y anyway.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _within(gradient: Tensor, v: Tensor, ends: tuple[int, int]) -> Tensor:
 def _at_zero(g: Tensor, to_x: Tensor, v: Tensor, y: Tensor, scale: Tensor) -> Tensor:
     """Returns (Σ g·y)/s - Σ g_x·v.
 
-    A compiler sums in memory order, which a flat view would cross.
+    For a compiler the sums are not taken over flat views, since it sums in memory order by itself.
     """
     if torch.compiler.is_compiling():
         return (g * (y / scale) - to_x * v).sum()
@@ -47,7 +47,7 @@ def _at_zero(g: Tensor, to_x: Tensor, v: Tensor, y: Tensor, scale: Tensor) -> Te
 
 
 class _Scaled(torch.autograd.Function):
-    """Fake quantization with a learned `step`, by its aligned `scale`; `factor` scales the gradient of `step`."""
+    """Fake quantization with a learned `step` and its aligned `scale`; `factor` scales the gradient of `step`."""
 
     @staticmethod
     def forward(
@@ -70,7 +70,7 @@ class _Scaled(torch.autograd.Function):
 class _Shifted(torch.autograd.Function):
     """Fake quantization with a learned scale and offset β = -z·s, z the zero point (Bhalgat et al., "LSQ+", 2020).
 
-    ∂L/∂β = Σ g outside of the range; ∂L/∂s is that of a range that grows from β.
+    ∂L/∂β = Σ g over the values outside of the range. ∂L/∂s is the gradient for a range that grows from β.
     """
 
     @staticmethod
@@ -149,14 +149,14 @@ def learned(
     """Applies fake quantization with a learned scale, and optionally a learned offset, to an activation.
 
     Args:
-        x: any shape.
-        step, offset: parameters of rank 0 that get the gradients.
-        scale, zero_point: rank 0, the values to quantize with. Without `offset`, `ends` are counted from the
+        x: the activation, of any shape.
+        step, offset: the parameters that get the gradients, rank 0.
+        scale, zero_point: the values to quantize with, rank 0. Without `offset`, `ends` are counted from the
             zero point.
         ends: the smallest and the largest integer.
         factor: factor of the gradients.
     """
-    if x.dtype != torch.float32:  # bfloat16 holds neither the scale nor q·scale
+    if x.dtype != torch.float32:  # bfloat16 can represent neither the scale nor q·scale
         return learned(x.float(), step, scale, ends, factor, offset, zero_point).to(x.dtype)
     result: Tensor
     training = torch.is_grad_enabled() or torch.compiler.is_compiling()

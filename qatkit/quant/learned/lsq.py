@@ -1,9 +1,9 @@
 """LSQ: scales that are trained with the weights.
 
 Source: Esser et al., "Learned step size quantization", 2020. Scales start from calibration rather than from
-2·E|v|/√p. The gradient of a scale is that of the paper times 1/√(N·p), p the largest integer. N counts the
-weights that share the scale, or the values of one image, so that gradients of parts of a batch add up to that
-of the whole.
+2·E|v|/√p. The gradient of a scale is multiplied by 1/√(N·p), where p is the largest integer. N is the number of
+weights that share the scale, or of the values of one image, so that the gradients of parts of a batch add up to
+the gradient of the whole batch.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class LearnedFakeQuantize(FakeQuantize):
     """The base class of learned quantizers of activations: a parameter `step` that starts from calibration.
 
     A range that is fixed (a sigmoid's 0..1) or was given (`fix`) is not learned. Neither is a range of only
-    zeros: the range of a branch that begins at zero follows its values. Where an activation with a largest
-    value (ReLU6) was absorbed, the learned range does not exceed that value.
+    zeros: a branch that begins at zero has a range that follows its values. If an activation with a largest
+    value (ReLU6) was absorbed, the learned range does not exceed this value.
 
     Attributes:
         step: the learned parameter, `unit` times the wanted scale, rank 0; None before fine-tuning.
-        rests: the scale stays as calibrated and is not learned.
-        limits: says in reports which ranges are not learned; "" where there are none.
+        rests: whether the scale stays as calibrated instead of being learned.
+        limits: the text for reports about ranges that are not learned; "" if there are none.
     """
 
     step: nn.Parameter | None
@@ -86,7 +86,7 @@ class LearnedFakeQuantize(FakeQuantize):
 
     @property
     def learnable(self) -> bool:
-        """Returns whether this quantizer can learn such a range."""
+        """Returns whether this quantizer can learn its range."""
         return True
 
     def _ready(self) -> None:
@@ -132,10 +132,10 @@ class LSQWeightFakeQuantize(WeightFakeQuantize):
 
     Attributes:
         step: the wanted scales; None before fine-tuning.
-        empty: bool, in the shape of `step`, true where the scale follows the weights instead. These were zero
-            when fine-tuning began (an untrained head, a pruned channel, a BatchNorm whose γ is 0), so there
-            was no scale to start from: a tiny one clips all later weights, another channel's rounds them to
-            0, and neither has a gradient. None where there are none.
+        empty: bool, in the shape of `step`, true where the scale follows the weights instead. These weights were
+            zero when fine-tuning began (an untrained head, a pruned channel, a BatchNorm whose γ is 0), so there
+            was no scale to start from. A tiny scale would clip all later weights, another channel's scale would
+            round them to 0, and neither has a gradient. None if there are no such weights.
     """
 
     _optional: ClassVar[tuple[str, ...]] = (*WeightFakeQuantize._optional, "empty")

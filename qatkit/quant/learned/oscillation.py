@@ -1,9 +1,10 @@
 """Oscillating weights, which jump between two integers from step to step: counted, and frozen on request.
 
 Source: Nagel et al., "Overcoming oscillations in quantization-aware training", 2022. A weight oscillates at a
-step where its integer moves in the opposite direction to its last move. Its frequency is a moving average of
-that. Above `REPORTED` a weight counts as oscillating. A weight whose frequency exceeds a threshold is frozen:
-its integer becomes the rounded average of its past integers for good, and only its scale continues to change.
+step where its integer moves in the opposite direction to its last move. Its frequency is the moving average of
+these events. A weight with a frequency above `REPORTED` is reported as oscillating. A weight whose frequency
+exceeds a threshold is frozen: its integer becomes the rounded average of its past integers for good, and only its
+scale continues to change.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class Oscillation(nn.Module):
     """The history of the integers of one weight, in buffers of the weight's shape that are part of checkpoints.
 
     Args:
+        weight: the weight.
         kind: the type that holds integers counted from the zero point (`QuantSpec.counted`).
 
     Attributes:
@@ -45,7 +47,7 @@ class Oscillation(nn.Module):
         whole: the integers of the last step, of type `kind`; for frozen weights, the frozen integers.
         direction: int8, the direction of the last move: -1, 0 or 1.
         frequency, average: float32, moving averages of oscillation and of the integers.
-        frozen: bool.
+        frozen: bool, true for frozen weights.
     """
 
     seen: Tensor
@@ -65,11 +67,11 @@ class Oscillation(nn.Module):
 
     @torch.no_grad()
     def update(self, integers: Tensor, threshold: float | None) -> None:
-        """Takes in the integers of one step.
+        """Updates the history with the integers of one step.
 
         Args:
             integers: the current integers, float, in the weight's shape.
-            threshold: frequency above which a weight is frozen; None: no weight is frozen.
+            threshold: the frequency above which a weight is frozen; None: no weight is frozen.
         """
         before = torch.where(self.seen, self.whole.float(), integers)
         moved = torch.sign(integers - before)
@@ -85,7 +87,7 @@ class Oscillation(nn.Module):
             self.frozen |= now
 
     def held(self, integers: Tensor) -> Tensor:
-        """Returns `integers`, float, with the frozen ones in place."""
+        """Returns `integers`, float, with the frozen integers in place of the current ones."""
         return torch.where(self.frozen, self.whole.to(integers.dtype), integers)
 
     def counted(self, path: str) -> Oscillating:

@@ -1,9 +1,9 @@
 """PACT: clipping values of activations that are trained with the weights; for comparison with LSQ.
 
 Source: Choi et al., "PACT: parameterized clipping activation for quantized neural networks", 2018. The
-gradient of the clipping value is the sum over the clipped values; rounding contributes none. Weight decay
-pulls it down as it does the weights. A tensor with negative values has no clipping value: its range comes
-from its observer.
+gradient of the clipping value is the sum over the clipped values; rounding contributes nothing. Weight decay
+reduces the clipping value as it does the weights. A tensor with negative values has no clipping value; its
+range comes from its observer.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Clipped(torch.autograd.Function):
 
 
 class PACTFakeQuantize(LearnedFakeQuantize):
-    """A quantizer of activations that begin at zero, with a learned range end: largest integer times scale."""
+    """A quantizer of activations that begin at zero; the end of the range, largest integer times scale, is learned."""
 
     decayed = True
     limits = (

@@ -16,7 +16,7 @@ from qatkit.quant.spec import QuantSpec
 
 
 class _Company:
-    """A switch for reductions with other ranks; an attribute, since torch.compile cannot read a ContextVar."""
+    """A switch for reductions over all ranks. It is an attribute, since torch.compile cannot read a ContextVar."""
 
     wanted = True
 
@@ -28,9 +28,9 @@ def in_one_process() -> bool:
 
 @contextmanager
 def with_other_ranks(wanted: bool) -> Iterator[None]:
-    """Makes ranges and statistics within the context those of all ranks, or only of this process if not `wanted`.
+    """Reduces ranges and statistics within the context over all ranks if `wanted`; otherwise each process uses its own.
 
-    The latter is for work that one rank does while the others wait for its result: a reduction would
+    The latter is for work that one rank does while the others wait for its result, where a reduction would
     deadlock.
     """
     before, _Company.wanted = _Company.wanted, wanted
@@ -41,7 +41,7 @@ def with_other_ranks(wanted: bool) -> Iterator[None]:
 
 
 def ends_of_all_ranks(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the smallest and largest value over all ranks; in one process `low` and `high` themselves."""
+    """Returns the smallest and largest value over all ranks; in one process, `low` and `high` unchanged."""
     if in_one_process():
         return low, high
     ends = torch.stack([-low, high])
@@ -50,7 +50,7 @@ def ends_of_all_ranks(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def of_first_rank(values: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the values of rank 0, so that all ranks continue with the same; in one process `values`."""
+    """Returns the values of rank 0, so that all ranks continue with the same values; in one process, `values`."""
     if in_one_process():
         return list(values)
     every = torch.cat([one.reshape(-1) for one in values])
@@ -63,8 +63,8 @@ class Observer(nn.Module):
     """The base class of observers, each of which finds the range of one tensor.
 
     Attributes:
-        low, high: rank-0 float32, the range so far; low > high before the first batch.
-        follows_training: fine-tuning continues to move the range; otherwise it stays as calibrated.
+        low, high: the range so far, rank-0 float32; low > high before the first batch.
+        follows_training: whether fine-tuning continues to move the range; otherwise it stays as calibrated.
     """
 
     follows_training = True
@@ -81,12 +81,12 @@ class Observer(nn.Module):
         return bool(self.low <= self.high)
 
     def update(self, low: Tensor, high: Tensor, values: Tensor) -> None:
-        """Takes in one batch.
+        """Updates the statistics with one batch.
 
         Args:
-            low, high: its smallest and largest value, rank 0, after the activation that the FakeQuantize
-                absorbed.
-            values: the batch before that activation, any shape: a value outside [low, high] counts as the
+            low, high: the smallest and largest value of the batch, rank 0, after the activation that the
+                FakeQuantize absorbed.
+            values: the batch before this activation, in any shape; a value outside [low, high] counts as the
                 nearer of the two.
         """
         raise NotImplementedError
@@ -94,8 +94,8 @@ class Observer(nn.Module):
     def in_parts(self, wanted: bool) -> None:
         """Sets whether the updates until the next call are parts of one batch, for observers that follow training.
 
-        A step that accumulates gradients over several batches then moves the range like one batch of all
-        their images. Until the first call each update is a batch.
+        A step that accumulates gradients over several batches then moves the range like a single batch of all
+        these images. Until the first call each update is a batch.
         """
 
     def finish(self, spec: QuantSpec) -> None:
@@ -106,7 +106,7 @@ class Observer(nn.Module):
         """
 
     def all_reduce(self) -> None:
-        """Makes `low` and `high` the same on all ranks; nothing to do in a single process."""
+        """Makes `low` and `high` the same on all ranks; does nothing in a single process."""
         low, high = ends_of_all_ranks(self.low, self.high)
         self.low.copy_(low)
         self.high.copy_(high)
@@ -124,8 +124,8 @@ class MovingAverageMinMaxObserver(Observer):
     """An observer with an exponential moving average of each batch's extremes, robust to one outlier batch.
 
     The average is unbiased from the first batch on: the weight of the n-th batch is max(1/n, momentum). A
-    range of only zeros is replaced by the next batch. With several ranks the range is the mean of their
-    averages, weighted by the number of batches that each has seen.
+    range of only zeros is replaced by that of the next batch. With several ranks the range is the mean of the
+    ranks' averages, weighted by the number of batches of each rank.
     """
 
     batches: Tensor
@@ -134,8 +134,7 @@ class MovingAverageMinMaxObserver(Observer):
         super().__init__()
         self.momentum = momentum
         self.register_buffer("batches", torch.tensor(0, dtype=torch.int64))
-        # For a batch in parts: the range before it and the ends of its parts so far; () before the first
-        # part.
+        # For a batch in parts: the range before the batch, and the ends of its parts so far; () before the first part.
         self._parts: tuple[Tensor, ...] | None = None
 
     def in_parts(self, wanted: bool) -> None:
@@ -160,7 +159,7 @@ class MovingAverageMinMaxObserver(Observer):
             return
         ends = torch.stack([self.low, self.high]).double()
         weighed = torch.cat([ends, ends.new_ones(1)]) * self.batches
-        sums = torch.where(self.batches > 0, weighed, 0.0)  # nothing seen: its ends are infinite
+        sums = torch.where(self.batches > 0, weighed, 0.0)  # without batches the ends are infinite
         torch.distributed.all_reduce(sums, op=torch.distributed.ReduceOp.SUM)
         if sums[2] > 0:
             self.low.copy_(sums[0] / sums[2])

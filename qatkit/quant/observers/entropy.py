@@ -11,7 +11,7 @@ from qatkit.quant.observers.histogram import Histogram
 from qatkit.quant.observers.range_methods import Ends, HistogramObserver, Method, folded, prefix, within
 from qatkit.quant.spec import QuantSpec
 
-# Divergences (in nats) within this count as equal: a tensor of few values has about 0 at many thresholds.
+# Smaller differences of divergences (in nats) are ignored, since a tensor of few values has about 0 at many thresholds.
 _EQUAL = 1e-9
 
 
@@ -21,10 +21,10 @@ class Entropy(Method):
 
     For a threshold T on |x| (a tensor of both signs is clipped at ±T), P is the histogram up to T, with all
     clipped values added to its last bin. Q is the histogram up to T in which the count of every level is
-    spread evenly over those of its bins that P fills. T minimises KL(P‖Q); of several, the largest is taken.
-    Signed tensors have half of the levels. The bin at zero is left out, since zero is exact with any range:
-    spread over a level, the zeros of a ReLU would outweigh everything else. Source: Migacz, "8-bit Inference
-    with TensorRT", 2017.
+    spread evenly over those of its bins that are not empty in P. T minimises KL(P‖Q); of equally good thresholds
+    the largest is used. Signed tensors have half of the levels. The bin at zero is left out, since zero is exact
+    with any range: if the zeros of a ReLU were spread over a level, they would outweigh everything else.
+    Source: Migacz, "8-bit Inference with TensorRT", 2017.
 
     All thresholds are tried at once: a level's count is a difference of prefix sums, so the cost per
     threshold is proportional to the number of levels.
@@ -70,7 +70,7 @@ def _divergence(counts: Tensor, tried: Tensor, levels: int) -> Tensor:
     p_of_level = of_level.clone()
     p_of_level[:, -1] += clipped
     p_log_p = prefix(torch.xlogy(counts, counts))[tried - 1] + torch.xlogy(last + clipped, last + clipped)
-    # A last level with only clipped values has no Q: log 0 makes the divergence infinite.
+    # If the last level has only clipped values, Q is 0 there, and log 0 makes the divergence infinite.
     p_log_q = torch.xlogy(p_of_level, of_level / filled.clamp(min=1)).sum(1)
     divergence = (p_log_p - p_log_q) / total + torch.log(inside[tried] / total)
     return torch.where(inside[tried] > 0, divergence, torch.inf)

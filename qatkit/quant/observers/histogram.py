@@ -22,18 +22,18 @@ from torch import Tensor, nn
 from qatkit.quant.observers.base import in_one_process
 
 BINS = 8192
-# At least this many values of a batch are counted, and at least every 16th.
+# At least _ENOUGH values of a batch are counted, and at least one in _EVERY.
 _ENOUGH, _EVERY = 2**17, 16
-# An index reaches 2^22 at most, so that float32 holds it and half of it exactly; and 2^126 is a float32.
+# An index is at most 2^22, so that it and its half are exact in float32. A bin is at least 2^-126 wide, so that its
+# reciprocal is a float32.
 _INDEX_BITS, _FINEST = 22, -126
 
 
 def stride(count: int) -> int:
-    """Returns the step s with which values of a batch of `count` are counted, coprime to `count`.
+    """Returns the distance s between counted values in a batch of `count` values, coprime to `count`.
 
-    With n values counted in total, the share p of values beyond some limit is known to about
-    sqrt(p(1 - p)/n):
-    0.01 % to ± 0.003 % from one batch (n = 2^17), to ± 0.001 % from eight.
+    With n values counted in total, the standard error of the share p of values beyond some limit is about
+    sqrt(p(1 - p)/n). For p = 0.01 % this is 0.003 % with one batch (n = 2^17) and 0.001 % with eight.
     """
     step = max(1, min(_EVERY, -(-count // _ENOUGH)))
     while math.gcd(step, count) > 1:
@@ -42,9 +42,9 @@ def stride(count: int) -> int:
 
 
 def grid(low: float, high: float, bins: int) -> tuple[int, int]:
-    """Returns (e, first) of the finest bins that cover [low, high]: their width is 2^e, the first one `first`."""
+    """Returns the finest bins that cover [low, high]: the exponent e of their width 2^e, and the index of the first."""
     reach, span = max(abs(low), abs(high)), high - low
-    # Without values to choose a width by, bins are as fine as possible: they can only be joined later.
+    # Without values that determine a width, bins are as fine as possible, since they can only be joined later.
     by_reach = math.frexp(reach)[1] - _INDEX_BITS if reach else _FINEST
     by_span = math.frexp(span / bins)[1] - 1 if span else _FINEST
     exponent = max(by_reach, by_span, _FINEST)
@@ -64,9 +64,9 @@ class Histogram(nn.Module):
         bins: number of bins; between half of them and all are in use.
 
     Attributes:
-        counts: [bins] int64, from the bin that holds `low` on.
-        low, high: rank-0 float32, exact extremes of all values; low > high before the first batch, not finite
-            after a batch that holds a NaN or an infinity (which is not counted).
+        counts: [bins] int64, starting with the bin that contains `low`.
+        low, high: exact extremes of all values, rank-0 float32; low > high before the first batch, and not finite
+            after a batch with a NaN or an infinity (such a batch is not counted).
     """
 
     counts: Tensor
@@ -90,11 +90,11 @@ class Histogram(nn.Module):
         return math.ldexp(1.0, grid(self.low.item(), self.high.item(), len(self.counts))[0])
 
     def add(self, values: Tensor, low: Tensor, high: Tensor) -> None:
-        """Takes in one batch.
+        """Counts the values of one batch.
 
         Args:
-            values: any shape; those outside [low, high] count as the nearer of the two.
-            low, high: rank 0, the extremes of `values` (narrower where an absorbed ReLU cuts them).
+            values: the batch, in any shape; values outside [low, high] count as the nearer of the two.
+            low, high: the extremes of `values`, rank 0 (narrower if an absorbed ReLU cuts them).
         """
         self._widen(low, high)
         if not self._finite:
@@ -106,7 +106,7 @@ class Histogram(nn.Module):
         self.counts += torch.bincount(index, minlength=len(self.counts))
 
     def all_reduce(self) -> None:
-        """Makes this the histogram of all ranks' streams, on each rank; does nothing in one process."""
+        """Adds up the histograms of all ranks, on each rank; does nothing in one process."""
         if in_one_process():
             return
         ends = torch.stack([-self.low, self.high])
@@ -143,7 +143,7 @@ class Histogram(nn.Module):
             self._move(before, after)
 
     def _move(self, before: tuple[int, int], after: tuple[int, int]) -> None:
-        """Moves the counts of one grid into another that is as coarse or coarser."""
+        """Moves the counts of one grid into another that is equally coarse or coarser."""
         (fine, old), (coarse, new) = before, after
         index = torch.arange(len(self.counts), device=self.counts.device)
         target = ((index + old) >> (coarse - fine)) - new

@@ -24,10 +24,10 @@ class Percentile(Method):
     other end is zero anyway. In a symmetric tensor it is the percentile of |x|. Zeros count like any value.
 
     Attributes:
-        percentile: above 50, up to 100 (which clips nothing).
+        percentile: the percentage of values in the range, above 50 and up to 100 (which clips nothing).
 
     Raises:
-        ConfigError: the percentile is outside that range.
+        ConfigError: the percentile is not above 50 and up to 100.
     """
 
     percentile: float = 99.99
@@ -38,7 +38,7 @@ class Percentile(Method):
     def range_of(self, histogram: Histogram, spec: QuantSpec) -> Ends:
         counts, edges = histogram.bins()
         low, high, share = edges[0].item(), edges[-1].item(), self.percentile / 100
-        if share == 1:  # the extremes of all values; a quantile would be of the counted ones
+        if share == 1:  # the extremes of all values; a quantile would only be that of the counted values
             return low, high
         if spec.symmetric:
             reach = _quantile(*folded(histogram), share)
@@ -59,14 +59,14 @@ class PercentileObserver(HistogramObserver):
 
 
 def _quantile(counts: Tensor, edges: Tensor, share: float) -> float:
-    """Returns the quantile as np.quantile defines it: between two of the sorted values, each known to a bin."""
+    """Returns the quantile as np.quantile defines it, interpolated between two sorted values, each known to a bin."""
     position = share * (counts.sum().item() - 1)
     below, above = (_ordered(counts, edges, rank) for rank in (math.floor(position), math.ceil(position)))
     return below + (position - math.floor(position)) * (above - below)
 
 
 def _ordered(counts: Tensor, edges: Tensor, rank: int) -> float:
-    """Returns the value of `rank`, from 0 on, in sorted order, as if a bin's values lay evenly in it."""
+    """Returns the value with index `rank` in sorted order, as if the values of a bin were spread evenly in it."""
     inside = prefix(counts)
     i = int(torch.searchsorted(inside[1:].contiguous(), float(rank), right=True))
     share = (rank + 0.5 - inside[i].item()) / counts[i].item()

@@ -29,7 +29,7 @@ class Method:
     """The interface of range methods."""
 
     def range_of(self, histogram: Histogram, spec: QuantSpec) -> Ends:
-        """Returns (low, high) for a tensor that will be quantized by `spec`; the histogram has seen values."""
+        """Returns (low, high) for a tensor that will be quantized by `spec`; the histogram must not be empty."""
         raise NotImplementedError
 
 
@@ -46,7 +46,7 @@ class HistogramObserver(Observer):
 
     Attributes:
         low, high: the extremes until `finish`, then the chosen range.
-        histogram: kept afterwards, so that another method's range costs no second pass.
+        histogram: the histogram; it is kept after `finish`, so that another method needs no second pass.
     """
 
     follows_training = False
@@ -84,7 +84,7 @@ def points_of(histogram: Histogram) -> tuple[Tensor, Tensor]:
 
 
 def prefix(values: Tensor) -> Tensor:
-    """Returns prefix sums [n + 1] of `values` [n]: of the first 0, 1, ... n."""
+    """Returns prefix sums [n + 1] of `values` [n]: the sums of the first 0, 1, ... n values."""
     return torch.cat([values.new_zeros(1), values.cumsum(0)])
 
 
@@ -94,7 +94,7 @@ def within(low: float, high: float, least: float, most: float) -> Ends:
 
 
 def folded(histogram: Histogram) -> tuple[Tensor, Tensor]:
-    """Returns counts [n] and edges [n + 1] of |x|, from zero on: zero is an edge, so bins fall on bins."""
+    """Returns counts [n] and edges [n + 1] of |x|, starting at zero, which is an edge, so that bins coincide."""
     counts, edges = histogram.bins()
     width = histogram.width
     first = math.floor(edges[0].item() / width)

@@ -22,8 +22,8 @@ class MSE(Method):
     search within one coarse step. The bin that starts at zero represents zero, which every range holds.
 
     Attributes:
-        steps: number of ranges tried at a time.
-        furthest: the largest factor between an extreme and the end chosen.
+        steps: number of ranges that are tried at a time.
+        furthest: the largest factor between an extreme and the chosen end.
     """
 
     steps: int = 64
@@ -55,7 +55,7 @@ def relative_error(histogram: Histogram, ends: Ends, spec: QuantSpec) -> float:
 
 
 def _moves(full: Tensor, spec: QuantSpec) -> list[Tensor]:
-    """Returns masks of the ends that move together; an end beyond zero never moves (the range holds zero)."""
+    """Returns masks of the ends that move together; an end at zero never moves, since every range contains zero."""
     free = torch.stack((full[0] < 0, full[1] > 0))
     if spec.symmetric or not free.all():
         return [free]
