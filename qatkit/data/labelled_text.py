@@ -38,7 +38,7 @@ class TextRows:
     """Labelled texts as rows of tokens; an item is ({"input_ids", "attention_mask", ...: int64 [1, T]}, label).
 
     Args:
-        rows: one for each text or pair of texts.
+        rows: the rows of tokens, one for each text or pair of texts.
         labels: labels of the texts.
     """
 
@@ -87,7 +87,7 @@ def _of_tables(top: Path, root: str, columns: Sequence[str] | None) -> list[list
 
 
 def _of_folders(top: Path) -> list[list[LabelledText]]:
-    """Returns the texts of train/CLASS/*.txt and test/CLASS/*.txt; none if these folders hold no such files."""
+    """Returns the texts of train/CLASS/*.txt and test/CLASS/*.txt; an empty list if one of the two has none."""
     found = []
     for part in (top / name for name in _PARTS):
         texts = []
@@ -119,7 +119,7 @@ def _classes(train: Sequence[LabelledText], root: str) -> list[str]:
 
 
 def _numbers(classes: Sequence[str], *, numbered: bool) -> dict[str, int]:
-    """Returns the class of each known label: a name in upper or lower case, or the number of a model's class."""
+    """Returns the class number of each accepted label: a name in any case or, if `numbered`, a number as text."""
     folded = {name.casefold(): number for number, name in enumerate(classes)}
     names = folded if len(folded) == len(classes) else {}
     exact = {name: number for number, name in enumerate(classes)}

@@ -1,6 +1,7 @@
 """Loaders that can stop after any batch and continue as if they had never stopped.
 
-An uninterrupted run and a resumed one must see the same batches, bit for bit. So no random generator has a state:
+An uninterrupted run and a resumed one must see the same batches, bit for bit. Therefore no random generator
+keeps a state:
 
 - the order of epoch e is a permutation seeded by (seed, e); rank r of w takes every w-th image of it;
 - the augmentation of image i in epoch e is drawn from (seed, e, i), whichever worker prepares it;
@@ -57,7 +58,7 @@ def seed_of(*parts: object) -> int:
 
 
 def balanced_subset(labels: Sequence[Hashable], count: int, *parts: object) -> list[int]:
-    """Returns `count` indices with classes as balanced as possible, in an order and choice seeded by `parts`.
+    """Returns `count` indices with classes as balanced as possible; `parts` seed the choice and the order.
 
     Every class contributes one image per round, in random order of the classes, until it is exhausted. Any prefix
     of the result is therefore balanced too, as are the batches cut from it.
@@ -74,7 +75,7 @@ def balanced_subset(labels: Sequence[Hashable], count: int, *parts: object) -> l
 
 
 def balanced(labels: Sequence[Hashable], indices: Sequence[int], count: int, *parts: object) -> list[int]:
-    """Returns `count` of the `indices`, whose images have these `labels`, chosen by `balanced_subset`."""
+    """Returns `count` of the `indices`, chosen by `balanced_subset`; `labels` are those of all images."""
     return [indices[p] for p in balanced_subset([labels[index] for index in indices], count, *parts)]
 
 
@@ -236,9 +237,9 @@ class EpochSampler(Sampler[_Key]):
     Args:
         indices: indices of the training images.
         seed: seed of the order.
-        rank: number of this rank, out of `world_size`.
+        rank: index of this rank, below `world_size`.
         world_size: number of ranks.
-        step: images of an optimizer step over all ranks; by default one per rank.
+        step: number of images of an optimizer step over all ranks; by default one per rank.
     """
 
     def __init__(
@@ -330,7 +331,7 @@ class TrainLoader(ImageLoader):
 
 
 def steps_per_epoch(images: int, size: int, batches: int) -> int:
-    """Returns the optimizer steps of an epoch.
+    """Returns the number of optimizer steps of an epoch.
 
     Args:
         images: number of images.

@@ -40,17 +40,19 @@ class PreparedSplits:
 
     Args:
         config: the data group.
-        source: called as `source(config.root, config.download, seed)`, with a `request` where it takes one.
+        source: the source, which is called as `source(config.root, config.download, seed)`, with a `request`
+            if it has such a parameter.
         seed: seed of the split, the subsets, the order and the augmentation.
         weights_preprocessing: preprocessing of the pretrained weights; `config` overrides it, and it
             overrides the source's default.
-        progress: shows a progress bar while files are checked.
-        held_out: number of training images that neither train nor calibrate, balanced over the classes until
-            a fifth of a class is used up; None: a fifth of all training images, at most 1000.
+        progress: whether a progress bar is shown while files are checked.
+        held_out: number of training images left out of training and calibration, balanced over the classes
+            until a fifth of a class is used up; None: a fifth of all training images, at most 1000.
         task: the task, which defines targets and their batches.
-        ports: the model's inputs, if they are known and samples are arrays by their names.
-        states: states of a model whose outputs are inputs of its next step; None: samples hold all inputs.
-        image_size: size of the model's images, if the model declares it; `weights_preprocessing` has its own.
+        ports: the model's inputs, if they are known; they apply to samples that are arrays.
+        states: the states of a model that feeds outputs back into its next step; None if samples hold all
+            inputs.
+        image_size: size of the model's images, if the model declares it; unused with `weights_preprocessing`.
         about: facts from the model's file in addition to its graph.
 
     Attributes:
@@ -58,7 +60,8 @@ class PreparedSplits:
         notes: the report's notes on the images.
         fingerprint: hex digits that identify the training and held-out images, their order and their labels.
         held_out: indices of the held-out images in `splits.train`, in ascending order.
-        recordings, of_pictures: the preparation of recordings, or None; whether samples are images.
+        recordings: the preparation of recordings; None for other samples.
+        of_pictures: whether samples are images.
 
     Raises:
         ConfigError: a value is out of range, the source returns something unexpected, or files cannot be read.
@@ -151,11 +154,11 @@ class PreparedSplits:
 
     @property
     def states(self) -> Mapping[str, str]:
-        """Returns the outputs of a step that are inputs of the next one, by input; empty for most models."""
+        """Returns the output of the previous step that feeds each state input; empty without states."""
         return {} if self._arrays is None else self._arrays.states
 
     def sequences(self) -> Iterator[StepSequence]:
-        """Yields the test sequences of a model with states: all, or the first `data.test_images` steps of them."""
+        """Yields the test sequences of a model with states, at most `data.test_images` steps in all."""
         assert isinstance(self.splits.test, Rollout)
         return self.splits.test.sequences(self.config.test_images)
 
@@ -165,7 +168,7 @@ class PreparedSplits:
         return self.splits.train.sequences(limit)
 
     def about_inputs(self) -> dict[str, Any]:
-        """Returns how model.json describes the preparation of an input."""
+        """Returns the description of the preprocessing for model.json."""
         return self._prepared.as_dict()
 
     def rows(self, wanted: int) -> int:
@@ -174,7 +177,7 @@ class PreparedSplits:
 
     @property
     def eval_rows(self) -> int:
-        """Number of test samples read at a time: `data.eval_batch_size`, or as many pictures as 64 MiB hold."""
+        """Number of test samples per batch: `data.eval_batch_size`, but at most 64 MiB of pictures."""
         wanted = self.rows(self.config.eval_batch_size)
         return wanted if self.of_arrays else at_once(wanted, self.inputs.shape)
 
@@ -206,7 +209,7 @@ class PreparedSplits:
 
     @property
     def validation_count(self) -> int:
-        """Number of images that a training is validated on."""
+        """Number of validation images."""
         return len(self.held_out or self._test)
 
     def array_axes(self) -> dict[str, int | None]:

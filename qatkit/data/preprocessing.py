@@ -57,7 +57,7 @@ KEYS = {"fit": "fit", "pad_value": "pad_value", "align": "align", "order": "chan
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """The preprocessing of images for a model, which the bundle holds as JSON.
+    """The preprocessing of images for a model; the bundle holds it as JSON.
 
     Args:
         image_size: height and width of the model's input, in pixels: one number, or both.
@@ -198,7 +198,7 @@ class Preprocessing:
         """
         if (
             self.fit == "letterbox" and augment == "flip"
-        ):  # the picture is mirrored, not the place where it lies
+        ):  # mirror only the picture, not its position in the input
             batch = self._fitted(mirrored((pixels(image, self.channels) for image in images), draws))
         elif augment == "resized_crop":
             crops = [
@@ -241,7 +241,7 @@ class Preprocessing:
         return fitted[0] if len(fitted) == 1 else torch.cat(fitted)
 
     def zoomed(self, picture: Sides, draw: random.Random) -> Fitting:
-        """Returns a random size and place of a picture (height, width) in the input, around those of evaluation."""
+        """Returns the fitting of a picture (height, width) with a random zoom and place, relative to `fitting`."""
         return random_zoom(self.fitting(picture).scaled, sides(self.image_size), draw)
 
     def fitting(self, picture: Sides) -> Fitting:
@@ -336,7 +336,7 @@ def pixels(image: Image.Image | Tensor, channels: int) -> Tensor:
 
 
 def decoded(image: Image.Image | Tensor) -> NDArray[np.uint8]:
-    """Returns an unprocessed image as uint8 (height, width, channels), with its own channels."""
+    """Returns an unprocessed image as uint8 (height, width, channels), with its original channels."""
     return as_tensor(image).permute(1, 2, 0).contiguous().numpy()
 
 

@@ -38,7 +38,7 @@ class States:
 
     Attributes:
         outputs: for each state input, the output that feeds it.
-        opened: opens the file.
+        opened: a function that opens the file.
     """
 
     outputs: Mapping[str, str]
@@ -46,14 +46,14 @@ class States:
 
 
 class Rollout:
-    """The steps of a split as samples; only every n-th step if the states of all would exceed `KEPT` bytes.
+    """The steps of a split as samples; only every n-th step if all states would exceed `KEPT` bytes.
 
     Args:
         steps: the steps, whose items hold all inputs except the states.
         ports: the state inputs.
         run: the float file.
-        begin: states from which the first sequence continues; None: it has its own start.
-        progress: shows a progress bar.
+        begin: states from which the first sequence continues; None if it has its own start states.
+        progress: whether a progress bar is shown.
 
     Attributes:
         targets: targets of the samples.
@@ -146,10 +146,11 @@ def rolled_out(
 
     Args:
         splits: splits of a source whose items are steps.
+        states: the states of the model.
         ports: all inputs of the model.
         source: dotted path of the source, for messages.
         task: the task of the targets.
-        progress: shows progress bars.
+        progress: whether progress bars are shown.
 
     Raises:
         ConfigError: items are images or do not form sequences, or as for `Rollout`.
@@ -216,7 +217,7 @@ def _zeros(port: Port, source: str) -> NDArray[Any]:
 
 
 class _Numbers:
-    """The numbers 0, 1, ... in the form of `shown`'s batches."""
+    """The numbers 0, 1, ... in the form of the batches that `shown` takes."""
 
     def __init__(self, count: int) -> None:
         self.count = count

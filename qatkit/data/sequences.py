@@ -31,7 +31,7 @@ class Part:
         whole: the dataset.
         indices: indices of the items, in order.
         lengths: number of items of each sequence, in order; empty if items are not steps.
-        continues: the first sequence continues the last one of the training split.
+        continues: whether the first sequence continues the last one of the training split.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Recordings, one folder per class, as Google Speech Commands has them (Warden, 2018, https://arxiv.org/abs/1804.03209).
+"""Recordings in one folder per class, as in Google Speech Commands (Warden, 2018, https://arxiv.org/abs/1804.03209).
 
     ROOT/CLASS/SPEAKER_nohash_N.wav      ROOT/testing_list.txt, ROOT/validation_list.txt: lines CLASS/NAME.wav
 
@@ -31,7 +31,7 @@ _SHOWN = 3
 
 
 def speech_commands(root: str | None, download: bool, seed: int, request: Request | None = None) -> Splits:
-    """Returns the recordings of the class folders in a folder.
+    """Returns the recordings in the class folders of `root`.
 
     Raises:
         ConfigError: the folder does not exist or has no class folders, a list names a missing file, or as for

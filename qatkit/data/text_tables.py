@@ -25,8 +25,8 @@ class LabelledText:
     """A text, or two texts that are read together, with a label.
 
     Attributes:
-        label: the text of the label in the file; numbers as digits.
-        place: file and line, for messages.
+        label: the label as it is written in the file.
+        place: the file and line, for messages.
     """
 
     text: str | tuple[str, str]
@@ -65,7 +65,7 @@ def text_of(path: Path) -> str:
     """Returns the text of a file in UTF-8, with or without a byte order mark.
 
     Raises:
-        ConfigError: it is not UTF-8.
+        ConfigError: the file is not UTF-8.
     """
     try:
         return path.read_text(encoding="utf-8-sig")
@@ -74,7 +74,7 @@ def text_of(path: Path) -> str:
 
 
 def checked_columns(columns: Sequence[str]) -> Sequence[str]:
-    """Returns `columns`.
+    """Checks and returns `columns`.
 
     Raises:
         ConfigError: they are not two or three different names.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 TOKENS, MASK, TYPES = "input_ids", "attention_mask", "token_type_ids"
 _LONGEST = 128  # tokens of a text if data.context is null
 _DTYPES = {TOKENS: np.int32, MASK: np.bool_, TYPES: np.int8}
-_PARTS = {TOKENS: "ids", MASK: "attention_mask", TYPES: "type_ids"}  # of an encoding of tokenizers
+_PARTS = {TOKENS: "ids", MASK: "attention_mask", TYPES: "type_ids"}  # attributes of an encoding by tokenizers
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,14 @@ class Rows:
     """Rows of tokens, by the names of a model's inputs.
 
     Attributes:
-        arrays: input_ids int32, attention_mask bool, and token_type_ids int8 of a model that takes them, each
+        arrays: input_ids int32, attention_mask bool, and token_type_ids int8 if the model takes them, each
             [rows, T].
     """
 
     arrays: Mapping[str, NDArray[Any]]
 
     def at(self, rows: slice) -> dict[str, NDArray[Any]]:
-        """Returns some rows as models take them, int64 [rows, T]."""
+        """Returns the inputs of some rows, int64 [rows, T]."""
         return {name: one[rows].astype(np.int64) for name, one in self.arrays.items()}
 
 

@@ -23,12 +23,12 @@ class Tones:
 
     Args:
         count: number of tones.
-        samples: number of samples of each.
+        samples: number of samples of each tone.
         rate: samples per second.
         parts: seeds that distinguish these tones from others.
 
     Attributes:
-        targets: the label of each.
+        targets: the label of each tone.
     """
 
     def __init__(self, count: int, samples: int, rate: int, *parts: object) -> None:

@@ -31,7 +31,7 @@ _INT16 = 2**15
 
 @dataclass(frozen=True)
 class WaveInput:
-    """An input that takes frames.
+    """An input that takes frames of a wave.
 
     Attributes:
         name: name of the input.
@@ -65,7 +65,7 @@ class WaveInput:
 
     @property
     def text(self) -> str:
-        """Returns the frames in words."""
+        """The frames, in words."""
         levels = f" in -{self.full}..{self.full - 1}" if self.full > 1 else ""
         told = f"frames of {self.frame} samples{levels} for '{self.name}', one every {self.hop} samples"
         return f"{told}, at {self.rate} Hz ({self.because})"
@@ -154,7 +154,7 @@ def _frame(port: Port, axis: int, settings: DataConfig) -> int:
 
 
 def _rate(settings: DataConfig, about: Mapping[str, str]) -> tuple[int, str]:
-    """Returns the rate and its origin."""
+    """Returns the rate in Hz, and its origin in words."""
     if settings.rate is not None:
         return settings.rate, "data.rate"
     for name, value in about.items():
