@@ -20,10 +20,10 @@ class Head:
         loader: transformers' class that loads such models.
         mapping: mapping of the architectures with such a head, in transformers' modeling_auto.
         takes: the arguments of forward that are inputs.
-        text: the inputs are tokens.
-        replaceable: its weights may be missing, and are then initialised.
-        rows: number of rows of a sample.
-        pairs: two texts may be read together, distinguished by token types where the model has several.
+        text: whether the inputs are tokens.
+        replaceable: whether its weights may be missing; they are then initialised.
+        rows: number of input rows of a sample.
+        pairs: whether two texts may be read together; token types distinguish them if the model has several.
     """
 
     title: str
@@ -62,7 +62,8 @@ HEADS = {"causal_lm": CAUSAL_LM, "text_classification": TEXT_CLASSIFIER, "text_p
 def class_names(settings: Any, changes: Mapping[str, Any], name: str) -> list[str]:
     """Returns the class names of a configuration.
 
-    There are none unless it is that of a text classifier, since the two default classes have no meaning.
+    There are none unless the configuration is that of a text classifier or `changes` sets them, since the two
+    default classes have no meaning.
 
     Raises:
         ConfigError: the model does not choose one of several classes, or does not name all of them.

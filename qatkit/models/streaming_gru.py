@@ -18,10 +18,10 @@ class StreamingGRU(nn.Module):
 
     Args:
         num_classes: number of logits.
-        bands: bands of the features: `data.mels`, or `data.coefficients` for MFCCs.
-        width: features of a frame at the GRU's input.
+        bands: number of bands of the features: `data.mels`, or `data.coefficients` for MFCCs.
+        width: number of features of a frame at the GRU's input.
         hidden: size of the state.
-        layers: layers of the GRU.
+        layers: number of layers of the GRU.
         dropout: share of values dropped in training, before the last Linear and between layers.
     """
 
