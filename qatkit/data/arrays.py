@@ -119,7 +119,7 @@ class ArrayFiles:
         return arrays, self.targets[index]
 
     def _header(self, path: str) -> tuple[dict[str, tuple[int, ...]], NDArray[Any] | None]:
-        """Returns the shapes of a file's arrays, and its labels, which are the only values read."""
+        """Returns the shapes of a file's arrays, and its labels; no other values are read."""
         with self._reading(path):
             with open_regular_file(path) as stream:
                 found = dict(_headers(stream))
@@ -246,7 +246,7 @@ class ArrayBatches:
             name: name of the sample, for messages.
 
         Raises:
-            ConfigError: an input is missing, or has another type or shape than the model takes.
+            ConfigError: an input is missing, or has a type or shape that the model does not take.
         """
         given = item if isinstance(item, Mapping) else {LONE: item}
         if not self.ports:
@@ -307,7 +307,7 @@ class ArrayBatches:
         return ArrayInputs(named, self.axes(samples[0]))
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns plain values for model.json: the inputs, which are not preprocessed."""
+        """Returns plain values for model.json: a description of the inputs and of the states."""
         described = [
             {"name": p.name, "type": p.dtype, "shape": list(p.shape), "batch_axis": p.axis}
             for p in self.ports
@@ -328,8 +328,8 @@ class ArrayBatches:
         """Returns the array of an input, converted to the input's type.
 
         Raises:
-            ConfigError: the array has another type or shape than the model takes, or numbers that the input's
-                type cannot represent.
+            ConfigError: the array has a type or shape that the model does not take, or numbers that the
+                input's type cannot represent.
         """
         given = self._tensor(value, f"{name}['{port.name}']")
         wanted = np.dtype(port.dtype)

@@ -72,7 +72,7 @@ def random_rectangle(
 def random_zoom(scaled: Sides, size: Sides, draw: random.Random) -> Fitting:
     """Returns a fitting with a random zoom of 0.5 to 1.5 at a random place, without changing the proportions.
 
-    The picture is cut where it is larger than the input, and padded where it is smaller.
+    On each axis, the picture is cut if it is larger than the input, and padded if it is smaller.
 
     Args:
         scaled: (height, width) of the picture at a zoom of 1.

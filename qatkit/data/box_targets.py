@@ -90,7 +90,7 @@ def _mirrored(boxes: Array, width: int) -> Array:
 
 
 def _placed(boxes: Array, picture: Sides, how: Fitting) -> Array:
-    """Returns the boxes [n, 6] of a picture in pixels of the input, without those that lie mostly outside it."""
+    """Returns the boxes [n, 6] of a picture in pixels of the input, without boxes mostly outside it."""
     found = boxes.copy()
     for axis, columns in ((0, [2, 4]), (1, [1, 3])):
         moved = boxes[:, columns] * (how.scaled[axis] / picture[axis]) + (how.place[axis] - how.start[axis])

@@ -200,7 +200,11 @@ def _problem(box: _Box, picture: _Picture) -> str:
 
 
 def _voc_folder(top: Path) -> Path:
-    """Returns the folder itself, or the only one below it with annotations (VOCdevkit/VOC2012)."""
+    """Returns `top`, or the only folder below it with annotations (VOCdevkit/VOC2012).
+
+    Raises:
+        ConfigError: no folder or several folders have annotations.
+    """
     for depth in ("Annotations", "*/Annotations", "*/*/Annotations"):
         found = sorted(path.parent for path in top.glob(depth) if path.is_dir())
         if len(found) == 1:
@@ -211,7 +215,7 @@ def _voc_folder(top: Path) -> Path:
 
 
 def _voc_list(top: Path, parts: Sequence[str]) -> list[str]:
-    """Returns the names in the list of the first part that has one; empty if there is none."""
+    """Returns the picture names in the first list that exists among `parts`; [] if none exists."""
     for part in parts:
         path = top / "ImageSets" / "Main" / f"{part}.txt"
         if path.is_file():
@@ -239,7 +243,7 @@ def _voc_picture(top: Path, name: str) -> _Picture:
 
 
 def _voc_box(page: ElementTree.Element) -> _Box:
-    """Returns the box of an object, converted from VOC's pixel numbers, which start at 1."""
+    """Returns the box of an object; VOC counts pixels from 1, so the lower corner is shifted by 1."""
     x1, y1, x2, y2 = (float(_text(page, f"bndbox/{key}")) for key in ("xmin", "ymin", "xmax", "ymax"))
     difficult = (page.findtext("difficult") or "0").strip() == "1"
     return _Box(_text(page, "name").strip(), (x1 - 1, y1 - 1, x2, y2), IGNORED if difficult else 0)
@@ -253,7 +257,7 @@ def _text(page: ElementTree.Element, path: str) -> str:
 
 
 def _coco_file(top: Path, parts: Sequence[str]) -> Path | None:
-    """Returns the annotation file of the first part that has one; None if there is none."""
+    """Returns the first annotation file that exists among `parts`; None if none exists."""
     for part in parts:
         own = top / part / _OWN_FILE
         found = [own] if own.is_file() else sorted(top.glob(f"annotations/instances_{part}*.json"))

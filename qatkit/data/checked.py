@@ -39,8 +39,7 @@ class CheckedImages:
 
     Attributes:
         targets: the target of each image in the task's form; plain ints for labels.
-        groups: the group of each image, over which choices of images are balanced; for classification, the
-            label.
+        groups: the group of each image, such as its label; choices of images are balanced over groups.
 
     Raises:
         ConfigError: there are no labels, their number differs from that of the images, or they do not suit
@@ -136,7 +135,7 @@ def _kind(value: Any) -> str:
 
 
 def splits_of(source: Source, config: DataConfig, seed: int, request: Request | None = None) -> Splits:
-    """Returns the splits of a source, which receives the request if it has a parameter for it."""
+    """Calls a source with its arguments, and with the request if it has that parameter; returns its splits."""
     check_call("data.source", config.source, source, "root", "download", "seed")
     check_own_settings(config, source)
     with calling("data.source", config.source, source):

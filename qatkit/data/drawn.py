@@ -47,7 +47,7 @@ class Draw:
         span: both ends of the range, inclusive; None for the standard normal distribution.
         whole: whether the values are whole numbers.
         constant: whether all samples have the same values, as for an input without a batch axis.
-        because: the origin of the range, in words.
+        because: a phrase that tells where the range comes from.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Draw:
 
     @property
     def text(self) -> str:
-        """The name, type, shape and range of the input, in words."""
+        """A description of the input: its name, type, shape and range."""
         told = "normal(0, 1)" if self.span is None else f"{self.span[0]:.15g}..{self.span[1]:.15g}"
         because = f" ({self.because})" if self.because else ""
         return f"{self.name} {self.dtype} {list(self.shape)} {told}{because}"
@@ -86,7 +86,7 @@ class DrawnArrays:
     Args:
         draws: the distributions of the inputs.
         count: number of samples.
-        parts: a seed and the split, which distinguish these samples from others.
+        parts: the seed and the name of the split, from which the samples are drawn.
 
     Attributes:
         lengths: number of samples of each sequence, for models with states.
@@ -109,7 +109,8 @@ def drawn(root: str | None, download: bool, seed: int, request: Request | None =
     """Returns samples drawn for the inputs of a model, `data.count` in each split.
 
     Raises:
-        ConfigError: the model does not declare its inputs or takes text, or settings do not fit its inputs.
+        ConfigError: the model does not declare its inputs, an input has a type that cannot be drawn, or
+            settings do not fit the inputs.
     """
     asked = request if request is not None else Request(DataConfig())
     settings = asked.settings

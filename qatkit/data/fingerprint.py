@@ -42,7 +42,7 @@ def fingerprint(
 
 
 def digest(images: CheckedImages, index: int) -> str:
-    """Returns hex digits that identify an item: a digest of its file if it has one, else of its values."""
+    """Returns the digest of an item's file as hex digits; without a file, the digest of its values."""
     files = images.dataset
     if isinstance(files, DatasetFolder | ImageFiles):
         with open_regular_file(files.samples[index][0]) as stream:

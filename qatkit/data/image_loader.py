@@ -29,7 +29,7 @@ _TO_START = 0.1  # seconds that a process takes to start
 
 
 class Failure(NamedTuple):
-    """A ConfigError as a worker returns it, since it can only pass on exceptions with one argument."""
+    """The contents of a ConfigError, since a worker can only pass on exceptions with one argument."""
 
     key: str
     value: str

@@ -25,7 +25,7 @@ class Inputs(ABC):
 
     Attributes:
         shape: the shape of one sample of the first input, without the batch axis.
-        said_by: a clause that names the settings which define the inputs; it follows "as" in messages.
+        said_by: a clause that names the settings of the inputs; it follows "as" in messages.
     """
 
     shape: tuple[int, ...]
@@ -44,7 +44,7 @@ class Inputs(ABC):
         """Returns the inputs for timing a file: the shape of a batch of noise, or arrays by name."""
 
     def timed_by(self, batch: int) -> Sequence[int] | Mapping[str, NDArray[Any]]:
-        """Returns `timed` in the form that `qatkit_verify.latency` takes: a shape without the batch."""
+        """Returns `timed` for `qatkit_verify.latency`: a shape without the batch axis, or arrays by name."""
         given = self.timed(batch)
         return given if isinstance(given, Mapping) else given[1:]
 
@@ -56,7 +56,7 @@ class Inputs(ABC):
     @property
     @abstractmethod
     def text(self) -> str:
-        """The shape of a batch in words."""
+        """A description of the shape of a batch."""
 
     @abstractmethod
     def stored(self) -> dict[str, Any]:
@@ -97,7 +97,7 @@ class ArrayInputs(Inputs):
 
     Attributes:
         samples: the first samples of the data as one batch, by input.
-        axes: the batch axis of each input; None if it has none and all samples share one value.
+        axes: the batch axis of each input; None if all samples share one value.
         lengths: maximum lengths of an example, by input and axis. If the file takes any length, a short
             example is as good as a long one and takes less time and memory.
         lone: whether the model is called with one tensor rather than with tensors by name.

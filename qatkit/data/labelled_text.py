@@ -99,7 +99,11 @@ def _of_folders(top: Path) -> list[list[LabelledText]]:
 
 
 def _whole(path: Path) -> str:
-    """Returns the text of a file that is one sample."""
+    """Returns the text of a file that is one sample.
+
+    Raises:
+        ConfigError: the file has no text.
+    """
     text = text_of(path).strip()
     if not text:
         raise ConfigError("data.root", path.parent, reason=f"{path.name} has no text")

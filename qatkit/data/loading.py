@@ -3,13 +3,15 @@
 An uninterrupted run and a resumed one must see the same batches, bit for bit. Therefore no random generator
 keeps a state:
 
-- the order of epoch e is a permutation seeded by (seed, e); rank r of w takes every w-th image of it;
+- the order of epoch e is a permutation seeded by (seed, e); rank r of w takes every w-th image, from image r
+  on;
 - the augmentation of image i in epoch e is drawn from (seed, e, i), whichever worker prepares it;
 - the position consists of two numbers, the epoch and the images passed to training by all ranks together. Batches
   are counted when they leave the loader, so prefetched ones do not count.
 
-An optimizer step takes the same images, whatever the number of processes and accumulated batches that share them.
-A run may continue with other numbers of both, as long as the number of images per step stays the same.
+An optimizer step takes the same images, however many processes and accumulated batches share them. A run may
+continue with another number of processes or accumulated batches if the number of images per step stays the
+same.
 
 Nothing is drawn from torch's global generator either, so the number of workers does not affect the training.
 """
@@ -232,7 +234,7 @@ def _height_and_width(image: Any) -> Sides:
 class EpochSampler(Sampler[_Key]):
     """A sampler of this rank's share of each epoch's permutation, without the first `skip` images of all ranks.
 
-    All ranks get the same number of images: those after the last whole step are left out of the epoch.
+    All ranks get the same number of images: images after the last whole step are left out of the epoch.
 
     Args:
         indices: indices of the training images.
@@ -304,14 +306,14 @@ class TrainLoader(ImageLoader):
             now.spent += time.monotonic() - asked
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position, and the settings on which its meaning depends."""
+        """Returns the position in the epoch, and the settings that define the order of the images."""
         return {"epoch": self._epoch, "images": self._images, "settings": self._settings()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues after the last batch that `state` counts.
 
         Raises:
-            ConfigError: a setting that defines the batches differs from that of the state.
+            ConfigError: a setting that defines the batches differs from the setting in `state`.
         """
         for key, value in self._settings().items():
             if (saved := state["settings"][key]) == value:

@@ -65,7 +65,7 @@ class DataModule(PreparedSplits, lightning.LightningDataModule):
 
     @property
     def pace(self) -> str:
-        """The pace of the last training in words; "" if there was none."""
+        """A description of the speed of the last training; "" if there was none."""
         if self._loader is None:
             return ""
         return pace_of(self._loader.passes, self._block.note if self._block else "")
@@ -79,7 +79,7 @@ class DataModule(PreparedSplits, lightning.LightningDataModule):
         return self.validation_batches()
 
     def validation_batches(self, rank: int = 0, world_size: int = 1) -> ImageLoader:
-        """Returns one process's share of `val_dataloader`, which may be empty."""
+        """Returns one process's share of the images of `val_dataloader`; it may be empty."""
         held_out, test = (self._train_loaded, self.held_out), (self._test_loaded, self._test)
         images, chosen = held_out if self.held_out else test
         return self._read(images, chosen[rank::world_size], self.eval_rows, persistent=True)
@@ -171,7 +171,7 @@ class DataModule(PreparedSplits, lightning.LightningDataModule):
         """Returns a batch of `count` calibration samples, not augmented; samples repeat if there are fewer.
 
         Raises:
-            ConfigError: one of them, or the first test image, does not match what the source declared.
+            ConfigError: one of the samples, or the first test image, does not match what the source declared.
         """
         chosen = self.calibration_indices(min(count, len(self._train)))
         again = [chosen[position % len(chosen)] for position in range(self.rows(count))]
@@ -182,7 +182,8 @@ class DataModule(PreparedSplits, lightning.LightningDataModule):
     def full_batches(self, count: int, size: int) -> list[Any]:
         """Returns `count` calibration samples, or all if there are fewer, not augmented, in batches of one size.
 
-        Samples that do not fill one batch are repeated.
+        If the samples do not fill one batch, some are repeated. Samples after the last full batch are left
+        out.
         """
         size = self.rows(size)
         chosen = self.calibration_indices(min(count, len(self._train)))

@@ -142,7 +142,7 @@ class PreparedSplits:
         return self._arrays is not None
 
     def one_at_a_time(self) -> bool:
-        """Makes every batch one sample from now on, and returns whether batches were larger before."""
+        """Limits batches to one sample from now on, and returns whether larger batches were possible before."""
         if self._arrays is None or not self._arrays.ports or not self._arrays.batched:
             return False
         ports = tuple(replace(port, axis=None) for port in self._arrays.ports)
@@ -172,7 +172,7 @@ class PreparedSplits:
         return self._prepared.as_dict()
 
     def rows(self, wanted: int) -> int:
-        """Returns the number of samples per batch: `wanted`, or one if the model takes no more."""
+        """Returns the number of samples per batch: `wanted`, or 1 if the model takes only one sample."""
         return wanted if self._arrays is None or self._arrays.batched else 1
 
     @property

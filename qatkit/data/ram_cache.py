@@ -55,7 +55,7 @@ class Block:
 
     @property
     def note(self) -> str:
-        """The contents of the block, in words."""
+        """The number of stored images and their size, for the report."""
         used, images = self._used.tolist()
         return f"{images:,} decoded images kept in {used / _MB:,.0f} MB"
 
@@ -69,7 +69,7 @@ class Block:
 
 
 class KeptImages:
-    """A dataset whose images come from memory once they have been decoded: uint8 (channels, height, width).
+    """A dataset that decodes each image once and then returns it from memory, uint8 (channels, height, width).
 
     Args:
         images: a dataset that returns the same item at every call.

@@ -106,7 +106,7 @@ class Rollout:
             left -= len(span)
 
     def _start(self, index: int) -> Arrays:
-        """Returns the states from which a sequence starts: those of its first step, or zeros."""
+        """Returns the start states of a sequence: arrays of its first step, or zeros."""
         _ = self.steps[index]  # checked, so an item is a pair
         with calling("data.source", self.steps.source, self.steps.dataset):
             given: Any = self.steps.dataset[index][0]
@@ -217,7 +217,7 @@ def _zeros(port: Port, source: str) -> NDArray[Any]:
 
 
 class _Numbers:
-    """The numbers 0, 1, ... in the form of the batches that `shown` takes."""
+    """An iterable over 0, 1, ... in the form of batches, for `shown`."""
 
     def __init__(self, count: int) -> None:
         self.count = count

@@ -3,8 +3,8 @@
     ROOT/VOCdevkit/VOC2012/{JPEGImages,SegmentationClass,ImageSets/Segmentation}     data=voc_segmentation
     ROOT/leftImg8bit/{train,val}/CITY/*.png  ROOT/gtFine/{train,val}/CITY/*.png      data=cityscapes
 
-`data.download` fetches VOC; Cityscapes requires an account and is never downloaded. Label pictures are read before
-any long work, like those of `label_pictures`.
+`data.download` fetches VOC; Cityscapes requires an account and is never downloaded. All label pictures are
+read before any long work, as in `label_pictures`.
 """
 
 from __future__ import annotations
@@ -96,7 +96,10 @@ class CityLabels(LabelPictures):
         self._table = table
 
     def label_map(self, target: Any) -> Tensor:
-        """Returns the training ids of a label picture, uint8 [1, height, width]; `IGNORED` for ids without one."""
+        """Returns the training ids of a label picture, uint8 [1, height, width].
+
+        Ids without a training id become `IGNORED`.
+        """
         return torch.from_numpy(self._table[label_numbers(self.root / str(target))])[None]
 
 

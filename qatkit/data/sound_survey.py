@@ -1,4 +1,4 @@
-"""The survey of sound files, which reads each file once before any long work and finds unusable files.
+"""The survey of sound files: each file is read once before any long work, to find unusable files.
 
 Samples stay in memory up to a limit.
 """

@@ -57,7 +57,7 @@ class Splits:
     Args:
         train: images for training and calibration.
         test: images for accuracy only.
-        classes: name of each label; empty for tasks without classes, and where every target is `NO_LABEL`.
+        classes: name of each label; empty for tasks without classes, and if every target is `NO_LABEL`.
         default_preprocessing: the preprocessing that is used if neither the configuration nor the model's
             weights define one.
         notes: the report's notes on the images, one line each.
@@ -232,7 +232,7 @@ def _torchvision_splits(
         cls: the dataset's class.
         root: folder of the files.
         download: whether missing files are fetched.
-        place: the files and where to put them by hand, for the message.
+        place: advice for messages that names the files and the folder to put them into.
 
     Raises:
         ConfigError: the files are missing and cannot be fetched, or are damaged.

@@ -1,4 +1,4 @@
-"""The survey of image files before any long work, which finds unreadable files and files in both splits.
+"""The survey of image files before any long work; it finds unreadable files and files in both splits.
 
     paths ── stat ── seen before, unchanged? ─yes────────────────────────────────────┐
                 └─ no: header, size, mode, end of the file ── suspect? ── decoded ───┴─> reason, or an image

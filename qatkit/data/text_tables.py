@@ -1,4 +1,4 @@
-"""Files of labelled texts: .tsv, .csv with quotes, and .jsonl, whose columns are found by their names."""
+"""Files of labelled texts: .tsv, .csv with quotes, and .jsonl; their columns are found by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Texts as rows of tokens of one length: shorter texts are padded to the longest one."""
+"""Texts as rows of tokens: all rows are padded to the length of the longest text."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Rows:
 def token_rows(parts: Sequence[Sequence[str | tuple[str, str]]], asked: Request) -> list[Rows]:
     """Returns the tokens of the texts of each part, or of pairs of texts that are read together.
 
-    All rows have the length of the longest one, at most `data.context`.
+    All rows have the length of the longest text, at most `data.context`.
 
     Raises:
         ConfigError: `data.context` exceeds the model's positions, or as for `qatkit.data.tokenizer.tokenizer_of`.
@@ -62,7 +62,7 @@ def token_rows(parts: Sequence[Sequence[str | tuple[str, str]]], asked: Request)
 
 
 def _filled(coded: Sequence[Any], longest: int, name: str, about: Mapping[str, str]) -> NDArray[Any]:
-    """Returns one input of all rows, [rows, T]."""
+    """Returns the values of the input `name` for all rows, [rows, T]."""
     value = int(about.get(PADDING, 0)) if name == TOKENS else 0
     found: NDArray[Any] = np.full((len(coded), longest), value, _DTYPES[name])
     for row, one in enumerate(coded):

@@ -50,7 +50,7 @@ class Tones:
 
 
 def tones(root: str | None, download: bool, seed: int, request: Request | None = None) -> Splits:
-    """Returns 1,024 tones to train and calibrate and 512 to verify, each as long as `data.seconds` says.
+    """Returns 1,024 tones to train and calibrate and 512 to verify, each of length `data.seconds`.
 
     Raises:
         ConfigError: a folder is given, although no files are read.

@@ -36,8 +36,8 @@ def build(config: ModelConfig, num_classes: int | None = None, task: str = IMAGE
     """Returns the float model in eval mode.
 
     Args:
-        config: the model group. With both weights and a checkpoint, the values come from the checkpoint, whose
-            training started from those weights. The weights then only describe the model and its images, and
+        config: the model group. With both weights and a checkpoint, the values come from the checkpoint; its
+            training started from the weights. The weights then only describe the model and its images, and
             are not fetched.
         num_classes: number of classes of the data; None leaves it to the configuration and the builder.
         task: a value of `task`, which selects the head of a model that has several.
@@ -157,7 +157,11 @@ def _builder(name: str, task: str) -> Callable[..., Any]:
 
 
 def _construct(config: ModelConfig, builder: Callable[..., Any], classes: int | None) -> nn.Module:
-    """Calls `builder`, with the number of classes if it is known and the builder takes it."""
+    """Calls `builder`, with the number of classes if it is known and the builder accepts it.
+
+    Raises:
+        ConfigError: the builder failed, or returned something other than a module.
+    """
     kwargs = dict(config.kwargs)
     if classes is not None and _accepts_num_classes(builder):
         kwargs["num_classes"] = classes

@@ -92,7 +92,7 @@ class Conformer(nn.Module):
         blocks: number of blocks.
         heads: number of attention heads, each with `width / heads` features.
         expansion: number of features within a feed-forward, as a multiple of `width`.
-        kernel: number of frames that a depthwise convolution covers, which must be odd.
+        kernel: number of frames that a depthwise convolution covers; it must be odd.
         dropout: share of values dropped in training.
     """
 

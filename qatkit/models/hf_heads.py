@@ -17,9 +17,10 @@ class Head:
 
     Attributes:
         title: name for messages.
-        loader: transformers' class that loads such models.
-        mapping: mapping of the architectures with such a head, in transformers' modeling_auto.
-        takes: the arguments of forward that are inputs.
+        loader: name of the class in transformers that loads models with the head.
+        mapping: name of the mapping in transformers' modeling_auto that lists the architectures with the
+            head.
+        takes: names of the arguments of forward that are inputs of the model.
         text: whether the inputs are tokens.
         replaceable: whether its weights may be missing; they are then initialised.
         rows: number of input rows of a sample.

@@ -249,14 +249,14 @@ class HuggingFace:
         return getattr(_transformers(name), self.head.loader)
 
     def _architectures(self) -> list[str]:
-        """Returns the model types that have such a head."""
+        """Returns the names of the model types that have this head."""
         from transformers.models.auto import modeling_auto
 
         return list(getattr(modeling_auto, self.head.mapping))
 
 
 def _unloaded(report: Mapping[str, Any]) -> list[str]:
-    """Returns the parameters on which outputs depend and for which no weights were loaded."""
+    """Returns the names of the parameters that affect the outputs but were not in the weights."""
     keys = {*report["missing_keys"], *(mismatch[0] for mismatch in report["mismatched_keys"])}
     return sorted(key for key in keys if not key.startswith(_UNREAD))
 

@@ -199,7 +199,7 @@ def _weights(config: ModelConfig) -> WeightsEnum:
 def replace_heads(model: nn.Module, old: int, new: int, *, every: bool = False) -> None:
     """Gives the classifier `new` outputs by replacing the last Linear or Conv2d with `old` outputs.
 
-    The last one of each auxiliary classifier (GoogLeNet, Inception) is replaced too.
+    In each auxiliary classifier (GoogLeNet, Inception), the last such layer is replaced too.
 
     Args:
         model: the model, which is changed in place.

@@ -61,7 +61,7 @@ class UNet(nn.Module):
 
 
 class _Up(nn.Module):
-    """A decoder block that enlarges features of the level below and joins them with those of the encoder."""
+    """A decoder block that enlarges the features of the level below and joins them with the encoder's features."""
 
     def __init__(self, below: int, width: int) -> None:
         super().__init__()

@@ -64,8 +64,8 @@ def picture_values(found: Boxes, truth: Array, classes: int) -> Array:
 
     A detection's row holds its class, its score, two bit masks and an overlap. The first mask has a bit for
     each threshold at which the detection is right, the second for each at which it is left out. The overlap
-    is that with the box matched at the lowest threshold. Class -1 marks an unused row. A class's row begins
-    with the number of its labelled boxes.
+    is the IoU with the box that is matched at the lowest threshold. Class -1 marks an unused row. A class's
+    row begins with the number of its labelled boxes.
 
     Args:
         found: the detections, by descending score.

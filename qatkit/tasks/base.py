@@ -67,7 +67,7 @@ class Agreement(ABC):
 
     @property
     def remark(self) -> str:
-        """A remark on the decisions in a few words; "" for none."""
+        """A short remark on the decisions for reports; "" for none."""
         return ""
 
     @property
@@ -188,7 +188,10 @@ class Task(ABC):
         return loss
 
     def distillation(self, output: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-        """Returns the distance of outputs from those of a teacher, a scalar: by default the mean squared error."""
+        """Returns the distance between outputs and a teacher's outputs, a scalar.
+
+        By default it is the mean squared error.
+        """
         from torch.nn import functional as F
 
         return F.mse_loss(output.float(), teacher.float())
@@ -223,7 +226,7 @@ class Task(ABC):
         return None
 
     def aligned(self, exact: Sequence[Array], found: Sequence[Array]) -> Sequence[Array]:
-        """Returns `found` with its rows in the order of those of `exact`; by default unchanged.
+        """Returns `found` with its rows in the order of the rows of `exact`; by default unchanged.
 
         `found` holds the same outputs, computed by another file or model.
         """
@@ -289,7 +292,10 @@ class Task(ABC):
         return ""
 
     def group(self, target: Any) -> Hashable:
-        """Returns the group of a target; choices of images are balanced over groups. By default all are in one."""
+        """Returns the group of a target; by default all targets are in one group.
+
+        Choices of images are balanced over groups.
+        """
         return 0
 
     def collate(self, targets: Sequence[Any]) -> Tensor:
@@ -314,7 +320,7 @@ class Task(ABC):
         return len(shape) > 0 and shape[0] == images and (width is None or tuple(shape[1:]) == (width,))
 
     def shape_text(self, width: int | None) -> str:
-        """Returns the shape of outputs, in words."""
+        """Returns a description of the shape of outputs."""
         return "[N, ...]" if width is None else f"[N, {width}]"
 
 

@@ -17,8 +17,7 @@ class Detector(nn.Module):
     Further outputs are the inputs of the loss.
 
     Attributes:
-        inference_outputs: number of outputs that an exported file keeps, which are the corners and the
-            scores.
+        inference_outputs: number of outputs in an exported file: corners and scores.
         unordered: whether rows of boxes have no fixed place in the image but are ordered by scores
             (`qatkit.tasks.unordered_boxes`).
     """

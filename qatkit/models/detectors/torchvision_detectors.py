@@ -72,7 +72,7 @@ class TorchvisionDetector(Detector):
         return {"boxes": boxes, "scores": scores} | {name: heads[name] for name in _HEADS if name in heads}
 
     def anchors(self, images: Tensor, features: Sequence[Tensor]) -> Tensor:
-        """Returns the corners of all anchors, [boxes, 4], which depend only on sizes."""
+        """Returns the corners of all anchors, [boxes, 4]; they depend only on the sizes of the tensors."""
         sizes = [(int(one.shape[2]), int(one.shape[3])) for one in (images, *features)]
         like = [torch.empty(1, 1, *size) for size in sizes]
         with torch.no_grad():

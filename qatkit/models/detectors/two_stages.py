@@ -85,7 +85,7 @@ class TwoStageDetector(Detector):
         return torch.cat(rows[0], 1), offsets, [int(one.shape[1]) for one in rows[0]]
 
     def _anchors(self, images: Tensor, features: Sequence[Tensor]) -> Tensor:
-        """Returns the corners of all anchors, [anchors, 4], which depend only on sizes."""
+        """Returns the corners of all anchors, [anchors, 4]; they depend only on the sizes of the tensors."""
         sizes = [(int(one.shape[2]), int(one.shape[3])) for one in (images, *features)]
         like = [torch.empty(1, 1, *size) for size in sizes]
         with torch.no_grad():

@@ -86,7 +86,11 @@ def sure(seen: Seen) -> bool:
 
 
 def _placed(asked: BoxRequest, seen: Seen) -> Layout:
-    """Returns the outputs that hold the boxes, and their layout."""
+    """Returns a layout with its kind, places and orientation; the caller adds the rest.
+
+    Raises:
+        MisfitError: no outputs fit the requested layout.
+    """
     pairs, singles = _pairs(seen), _singles(seen)
     if asked.layout == "pair" or (asked.layout == "auto" and pairs):
         if len(pairs) != 1:
@@ -161,7 +165,7 @@ def _ordered(boxes: Array) -> bool:
 
 
 def _surely_corners(boxes: Array) -> bool:
-    """Returns whether all rows are ordered corners, of which enough have an area and not all are sorted values."""
+    """Returns whether all rows are ordered corners, enough have an area, and some are not sorted."""
     around = (boxes[..., 2:] > boxes[..., :2]).all(-1).sum() >= _FEWEST
     return _ordered(boxes) and bool(around) and not (np.diff(boxes, axis=-1) >= 0).all()
 

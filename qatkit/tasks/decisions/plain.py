@@ -18,7 +18,7 @@ ALIKE = 0.99  # cosine similarity from which two outputs for a sample count as t
 
 @dataclass(frozen=True)
 class Argmax(Request, Decision):
-    """A decision on where the largest value along an axis is, which must be the same everywhere."""
+    """A decision on the index of the largest value along an axis."""
 
     name: ClassVar[str] = "argmax"
     call: ClassVar[str] = "argmax(AXIS)"
@@ -124,7 +124,7 @@ class Cosine(Request, Decision):
 
 @dataclass(frozen=True)
 class Function(Request, Decision):
-    """A decision by a user's function, which maps the first output [N, ...] to integers or booleans [N, ...]."""
+    """A decision by a user's function from the first output [N, ...] to integers or booleans [N, ...]."""
 
     name: ClassVar[str] = "function"
     call: ClassVar[str] = "DOTTED.PATH"

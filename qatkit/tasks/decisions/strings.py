@@ -73,7 +73,7 @@ class Strings(Request, Decision):
 
 @dataclass(frozen=True)
 class _StepsFirst(Strings):
-    """A decision on strings in an output [steps, N, classes], whose first two axes are swapped first."""
+    """A decision on strings in an output [steps, N, classes], after its first two axes are swapped."""
 
     decides: ClassVar[bool] = False  # its first axis holds no samples
     steps: int = 0
