@@ -53,10 +53,10 @@ class Port:
 
     Attributes:
         name: name of the input.
-        dtype: NumPy's name of its type.
-        shape: sizes of its axes; None for an open axis.
-        axis: the batch axis; None if it has none.
-        names: names of its axes in the file; "" for an axis without a name.
+        dtype: name of the input's type in NumPy.
+        shape: sizes of the axes; None for an open axis.
+        axis: the batch axis; None if the input has none.
+        names: names of the axes in the file; "" for an axis without a name.
         below: for ids, the number of rows of the smallest table that they index; None if no table is known.
         rows: number of rows of a sample along the batch axis.
     """
@@ -82,7 +82,7 @@ class ArrayFiles:
         lengths: number of consecutive samples of each sequence.
 
     Raises:
-        ConfigError: a file cannot be read, or holds no arrays of numbers.
+        ConfigError: a file cannot be read, or has no arrays of numbers or booleans.
     """
 
     def __init__(self, paths: Sequence[str], root: str, states: Collection[str] = ()) -> None:
@@ -325,7 +325,7 @@ class ArrayBatches:
         return b"".join(part for pair in parts for part in pair) + about
 
     def fitted(self, value: Any, port: Port, name: str) -> Tensor:
-        """Returns the array of an input, converted to the input's type.
+        """Returns `value` as a tensor, converted to the type of the input `port`.
 
         Raises:
             ConfigError: the array has a type or shape that the model does not take, or numbers that the

@@ -1,4 +1,4 @@
-"""Frames of WAV and FLAC files, for a model that takes the samples of a wave.
+"""Frames of WAV and FLAC files, for a model whose input is a waveform.
 
     DIR/**/*.wav, *.flac ── sorted by path ──> files ── every other one calibrates and trains, the others verify
     DIR/train, DIR/test                        where both exist they are the two splits
@@ -41,7 +41,7 @@ class AudioFrames:
 
     Args:
         files: the files, each at least one frame long.
-        wave: the input for which frames are made.
+        wave: the model's input, which defines the frames.
 
     Attributes:
         lengths: number of frames of each file.

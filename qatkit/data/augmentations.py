@@ -1,4 +1,4 @@
-"""Augmentations of training images, each drawn from an image's own source of random numbers."""
+"""Augmentations of training images; each image has its own source of random numbers."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def random_rectangle(
 
 
 def random_zoom(scaled: Sides, size: Sides, draw: random.Random) -> Fitting:
-    """Returns a fitting with a random zoom of 0.5 to 1.5 at a random place, without changing the proportions.
+    """Returns a fitting with a random zoom from 0.5 to 1.5 and a random place; proportions do not change.
 
     On each axis, the picture is cut if it is larger than the input, and padded if it is smaller.
 

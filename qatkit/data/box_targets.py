@@ -28,9 +28,9 @@ class BoxTargets:
     """The preparation of boxes, float32 [N, n, 6]: class, corners in pixels of the input, and whether ignored.
 
     Args:
-        pictures: the preparation of the pictures.
-        targets: targets of all pictures; batches have room for the largest number of boxes, and unused rows
-            have class -1.
+        pictures: the preprocessing of the pictures.
+        targets: targets of all pictures. Batches have as many rows as the largest number of boxes; unused
+            rows have class -1.
     """
 
     def __init__(self, pictures: Preprocessing, targets: Iterable[Any]) -> None:
@@ -83,7 +83,7 @@ class BoxTargets:
 
 
 def _mirrored(boxes: Array, width: int) -> Array:
-    """Returns the boxes [n, 6] of a picture that is mirrored left to right."""
+    """Returns the boxes [n, 6], mirrored left to right within `width` pixels."""
     found = boxes.copy()
     found[:, 1], found[:, 3] = width - boxes[:, 3], width - boxes[:, 1]
     return found

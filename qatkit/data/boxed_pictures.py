@@ -108,7 +108,8 @@ def _splits(
     """Returns the splits of the given pictures, and checks them and their boxes.
 
     Raises:
-        ConfigError: a picture is missing, boxes are wrong, or the training pictures lack a class of the test split.
+        ConfigError: a picture is missing, boxes are wrong, or no training picture has a class that occurs in
+            the test split.
     """
     every = [*train, *test]
     missing = [picture.path.name for picture in every if not picture.path.is_file()]
@@ -138,7 +139,7 @@ def _check_sizes(top: str, pictures: Sequence[_Picture]) -> None:
     The survey of all files reports unreadable pictures later.
 
     Raises:
-        ConfigError: a picture does not have the size in its annotation.
+        ConfigError: the size of a picture differs from the size in its annotation.
     """
 
     def look(picture: _Picture) -> str:
@@ -269,7 +270,7 @@ def _coco_file(top: Path, parts: Sequence[str]) -> Path | None:
 def _coco_pictures(top: Path, path: Path) -> tuple[list[_Picture], list[str]]:
     """Returns the pictures of an annotation file, and the names of its categories.
 
-    A category without objects that only groups others (a supercategory) is left out.
+    Categories without objects that only group others (supercategories) are left out.
 
     Raises:
         ConfigError: the file cannot be read.

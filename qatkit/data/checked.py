@@ -31,7 +31,7 @@ class CheckedImages:
     """A dataset of checked items (image, target); images are Pillow's (L or RGB) or uint8 tensors (C, H, W).
 
     Args:
-        dataset: dataset of a source.
+        dataset: the dataset of a source.
         part: "train" or "test", for messages.
         source: dotted path of the source, for messages.
         task: the task of the targets.
@@ -69,7 +69,7 @@ class CheckedImages:
         return len(self.targets)
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
-        """Returns the image, or the tensors of a sample by name, and its target.
+        """Returns (sample, target); the sample is an image, a mapping of tensors by name, or a recording.
 
         Raises:
             ConfigError: the source raised an exception, or returned something other than such a pair.
@@ -205,11 +205,11 @@ def check_array_settings(config: DataConfig) -> None:
 
 
 def recordings_in(splits: Splits, config: DataConfig, task: Task) -> Recordings | None:
-    """Returns the preparation of recordings; None for splits of other samples.
+    """Returns the preparation of recordings; None if the samples are not recordings.
 
     Raises:
-        ConfigError: a setting does not apply to the samples, or the samples are pictures and the task or the
-            augmentation is for recordings.
+        ConfigError: a setting does not apply to the samples, or the task or the augmentation needs recordings
+            and the samples are pictures.
     """
     if getattr(splits, "recordings", False):
         return recordings_of(config)

@@ -1,4 +1,4 @@
-"""Random samples, for a model with known inputs but without data.
+"""Random samples for a model whose inputs are known, if there are no data.
 
     type, shape, range of each input ── seed, split, number of the sample ──> arrays by the names of the inputs
 
@@ -42,7 +42,7 @@ class Draw:
 
     Attributes:
         name: name of the input.
-        dtype: NumPy's name of its type.
+        dtype: name of the input's type in NumPy.
         shape: shape of a sample, with the batch axis.
         span: both ends of the range, inclusive; None for the standard normal distribution.
         whole: whether the values are whole numbers.
@@ -160,7 +160,8 @@ def _span(port: Port, asked: Any) -> tuple[float, float]:
     """Returns the ends of the range in the configuration.
 
     Raises:
-        ConfigError: they are not two numbers in order, are fractions for an input of integers, or exceed its type.
+        ConfigError: the ends are not two numbers in ascending order, are fractions for an integer input, or
+            exceed the range of its type.
     """
     kind = np.dtype(port.dtype)
     numbers = isinstance(asked, list | tuple) and all(isinstance(one, int | float) for one in asked)
@@ -238,7 +239,7 @@ def _default(port: Port, places: Sequence[int]) -> int:
 
 
 def _check_names(key: str, asked: Any, known: set[str], form: str) -> None:
-    """Raises ConfigError if the setting is not a mapping or has a name that the model does not have."""
+    """Raises ConfigError if the setting is not a mapping or has a name that is unknown to the model."""
     if asked is not None and not isinstance(asked, Mapping):
         raise ConfigError(f"data.{key}", asked, form)
     for name in asked or {}:

@@ -1,4 +1,4 @@
-"""A loader of batches that are prepared as a whole, with worker processes if they pay off.
+"""A loader of datasets that prepare whole batches; it uses worker processes if they save time.
 
     in order   first batch: this process ── would the rest take longer than starting workers? ─ no ──> this process
                                                                                               └─ yes ─> workers
@@ -72,9 +72,9 @@ class ImageLoader(DataLoader[Batch]):
     Args:
         dataset: `EvalImages` or `TrainImages`.
         batch_size: images per batch.
-        workers: number of processes for long passes; 0: batches are prepared in this process.
+        workers: number of processes for long passes; with 0, batches are prepared in this process.
         persistent: whether the workers are kept for the next pass.
-        sampler: order of the keys; None: 0, 1, 2, ...
+        sampler: order of the keys; None for 0, 1, 2, ...
         drop_last: whether a last batch that is not full is left out.
     """
 

@@ -98,8 +98,8 @@ class ArrayInputs(Inputs):
     Attributes:
         samples: the first samples of the data as one batch, by input.
         axes: the batch axis of each input; None if all samples share one value.
-        lengths: maximum lengths of an example, by input and axis. If the file takes any length, a short
-            example is as good as a long one and takes less time and memory.
+        lengths: maximum lengths of an example, by input and axis. If the model accepts any length, short
+            examples save time and memory.
         lone: whether the model is called with one tensor rather than with tensors by name.
     """
 
@@ -155,7 +155,7 @@ class ArrayInputs(Inputs):
         return next(iter(found.values())) if self.lone else found
 
     def _repeated(self, name: str, count: int) -> Tensor:
-        """Returns `count` samples of an input, repeated from the first if there are fewer."""
+        """Returns `count` samples of an input; if there are fewer, they are repeated in order."""
         axis, one = self.axes[name], self.samples[name]
         if axis is None:
             return one

@@ -23,7 +23,7 @@ class LabelMaps:
     """The preparation of label maps, uint8 [1, height, width], that matches the preparation of their pictures.
 
     Args:
-        pictures: the preparation of the pictures.
+        pictures: the preprocessing of the pictures.
         label_map: a function that returns the map of a target (`CheckedImages.label_map`).
     """
 

@@ -71,7 +71,8 @@ def label_pictures(root: str | None, download: bool, seed: int, request: Request
     """Returns the pictures and label pictures of a folder, in one of the layouts above.
 
     Raises:
-        ConfigError: the folder does not exist or has another layout, a picture has no labels, or labels do not fit.
+        ConfigError: the folder does not exist or has another layout, a picture has no label picture, or a
+            label picture does not fit.
     """
     top = data_folder(MAPS, root)
     train, test = _pairs(top, _TRAIN), _pairs(top, _TEST)
@@ -86,7 +87,7 @@ def label_pictures(root: str | None, download: bool, seed: int, request: Request
 
 
 def _pairs(top: Path, parts: Sequence[str]) -> list[tuple[str, str]] | None:
-    """Returns (picture, label picture below `top`) of the first part with both, sorted; None if there is none."""
+    """Returns sorted pairs (picture, label picture below `top`) of the first part with both folders, or None."""
     for part in parts:
         beside = [(top / part, top / f"{part}{labels}") for labels in _LABELS]
         apart = [
@@ -101,7 +102,13 @@ def _pairs(top: Path, parts: Sequence[str]) -> list[tuple[str, str]] | None:
 
 
 def _matched(top: Path, pictures: Path, labels: Path) -> list[tuple[str, str]]:
-    """Returns pictures with the label picture of the same name, which may have a suffix after _ or -."""
+    """Returns sorted pairs of pictures and label pictures with the same name.
+
+    The name of a label picture may have a suffix after _ or -.
+
+    Raises:
+        ConfigError: a picture has no label picture or several, or there are no pictures.
+    """
     known: dict[str, list[Path]] = {}
     for path in sorted(labels.iterdir()):
         if is_image_name(path.name) and not is_litter(path.name):

@@ -1,12 +1,12 @@
-"""Texts, or pairs of texts, with labels: the .tsv, .csv and .jsonl files of a folder, or a folder for each class.
+"""Texts or pairs of texts with labels, from .tsv, .csv and .jsonl files or from a folder for each class.
 
     DIR/**/*.tsv, *.csv, *.jsonl   names with "test" ──> verify
                                    the others ─────────> calibrate and train
     DIR/{train,test}/CLASS/*.txt   one text per file
 
-The first line of a table names its columns; in a .jsonl file, the keys of each line do. A label is the name or the
-number of one of the model's classes. If the model names none, the classes are the labels of the training texts, in
-order. A sample is a row of tokens, padded to the longest text of the data.
+The first line of a table names its columns; in a .jsonl file, the keys of each line name them. A label is the
+name or the number of one of the model's classes. If the model names none, the classes are the labels of the
+training texts, in order. A sample is a row of tokens, padded to the longest text of the data.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ def held_out_of(train: Sequence[int], groups: Sequence[Hashable], count: int | N
     Args:
         train: indices of the split.
         groups: groups of all images, by index.
-        count: number of held-out images; None: a fifth, but no more than 1000.
+        count: number of held-out images; None for a fifth of the split, but at most 1000.
         seed: seed of the choice.
 
     Raises:
@@ -232,7 +232,7 @@ def _height_and_width(image: Any) -> Sides:
 
 
 class EpochSampler(Sampler[_Key]):
-    """A sampler of this rank's share of each epoch's permutation, without the first `skip` images of all ranks.
+    """A sampler of this rank's share of each epoch's permutation; it leaves out the epoch's first `skip` images.
 
     All ranks get the same number of images: images after the last whole step are left out of the epoch.
 
@@ -268,8 +268,8 @@ class TrainLoader(ImageLoader):
     (from a checkpoint written at the end of an epoch of a run with `max_steps`), and its `set_epoch` comes
     after the pass has begun. A pass starts when its first batch is requested, not before.
 
-    A batch counts as consumed once it is returned. Save the state between training steps (as callbacks do
-    after a batch), not within one.
+    A batch counts as consumed once it is returned. Save the state between training steps, as callbacks do
+    after a batch, not during a step.
 
     Attributes:
         passes: the passes begun since the loader was created, with their times.
@@ -310,7 +310,7 @@ class TrainLoader(ImageLoader):
         return {"epoch": self._epoch, "images": self._images, "settings": self._settings()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues after the last batch that `state` counts.
+        """Restores the position after the last batch that `state` includes.
 
         Raises:
             ConfigError: a setting that defines the batches differs from the setting in `state`.

@@ -40,7 +40,7 @@ class DataModule(PreparedSplits, lightning.LightningDataModule):
     _resume: dict[str, Any] | None = None
 
     def train_dataloader(self) -> TrainLoader:
-        """Returns augmented batches of this process's share; `data.batch_size` is per process.
+        """Returns the augmented batches of this process; `data.batch_size` is the number of images per process.
 
         A step of the trainer takes a batch of each process, or several (`accumulate_grad_batches`).
 

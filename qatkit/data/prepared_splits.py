@@ -138,7 +138,7 @@ class PreparedSplits:
 
     @property
     def of_arrays(self) -> bool:
-        """Returns whether samples are arrays by name rather than images."""
+        """Returns whether samples are mappings of arrays by name rather than images."""
         return self._arrays is not None
 
     def one_at_a_time(self) -> bool:
@@ -163,7 +163,7 @@ class PreparedSplits:
         return self.splits.test.sequences(self.config.test_images)
 
     def calibration_sequences(self, limit: int) -> Iterator[StepSequence]:
-        """Yields the sequences that calibrate a model with states, at most `limit` steps in all."""
+        """Yields the calibration sequences of a model with states, at most `limit` steps in all."""
         assert isinstance(self.splits.train, Rollout)
         return self.splits.train.sequences(limit)
 
@@ -213,7 +213,7 @@ class PreparedSplits:
         return len(self.held_out or self._test)
 
     def array_axes(self) -> dict[str, int | None]:
-        """Returns the batch axis of each input of a model of arrays."""
+        """Returns the batch axis of each input of a model that takes arrays."""
         assert self._arrays is not None
         return self._arrays.axes(self._test_images[self._test[0]][0])
 

@@ -66,15 +66,15 @@ class Preprocessing:
         mean: mean of each channel of the model's input, in the units of `pixels`. Its length is the number of
             channels.
         std: standard deviation of each channel, in the units of `pixels`.
-        interpolation: nearest | bilinear | bicubic.
+        interpolation: method of resizing: nearest | bilinear | bicubic.
         upright: whether picture files are turned upright by their EXIF data when they are opened, before
             everything else.
-        fit: crop | resize | letterbox (`qatkit_verify.fitting`).
+        fit: how a picture is fitted to the input: crop | resize | letterbox (`qatkit_verify.fitting`).
         pad_value: for fit "letterbox", the value of the padding, in 0..255.
-        align: for fit "letterbox", center | top_left.
+        align: for fit "letterbox", the place of the picture in the input: center | top_left.
         order: order of the channels: rgb | bgr.
         layout: axes of the model's input: nchw | nhwc.
-        pixels: 0..1 | 0..255.
+        pixels: range of the pixels before they are normalised: 0..1 | 0..255.
 
     Raises:
         ConfigError: a value is out of range, or `mean` and `std` differ in length.
@@ -116,12 +116,12 @@ class Preprocessing:
 
     @property
     def channels(self) -> int:
-        """Channels of the model's input."""
+        """Number of channels of the model's input."""
         return len(self.mean)
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Shape of one image as the model sees it, in the order of `layout`."""
+        """Shape of one preprocessed image, in the order of `layout`."""
         height, width = sides(self.image_size)
         return (height, width, self.channels) if self.layout == "nhwc" else (self.channels, height, width)
 
@@ -167,7 +167,7 @@ class Preprocessing:
         return cls(**known | {"mean": tuple(values["mean"]), "std": tuple(values["std"])})
 
     def eval_batch(self, images: Iterable[Image.Image | Tensor]) -> Tensor:
-        """Returns images as the model sees them in evaluation.
+        """Returns images, preprocessed for evaluation.
 
         Args:
             images: Pillow images or uint8 tensors (channels, height, width), of any sizes.
@@ -184,7 +184,7 @@ class Preprocessing:
         draws: Sequence[random.Random],
         policy: str = "none",
     ) -> Tensor:
-        """Returns images as the model sees them in training.
+        """Returns images, augmented and preprocessed for training.
 
         Args:
             images: Pillow images or uint8 tensors (channels, height, width), of any sizes.
@@ -224,7 +224,7 @@ class Preprocessing:
         return self._finished(batch)
 
     def noise(self, count: int, generator: torch.Generator) -> Tensor:
-        """Returns `count` images of noise as the model sees them.
+        """Returns `count` images of noise in the form of preprocessed images.
 
         They are standard normal, like normalised pixels on average; for a model that takes 0..255, pixels are
         uniform in that range before they are normalised.
@@ -341,7 +341,7 @@ def decoded(image: Image.Image | Tensor) -> NDArray[np.uint8]:
 
 
 def _grey(array: Tensor) -> Tensor:
-    """Returns colour as grey, uint8 (1, height, width): the integer parts of weighted sums, exact in float32."""
+    """Converts colour to grey, uint8 (1, height, width): weighted sums, exact in float32 and rounded down."""
     red, green, blue = array.unbind(0)
     total = red.mul(float(GREY[0])).add_(green, alpha=GREY[1]).add_(blue, alpha=GREY[2])
     return total.div_(GREY_UNIT).to(torch.uint8)[None]

@@ -52,7 +52,8 @@ def recording_splits(
         notes: lines for the report.
 
     Raises:
-        ConfigError: there is only one class, a class occurs in only one split, or files cannot be used.
+        ConfigError: there is only one class, a class occurs in only one split, a split loses all usable files
+            of a class, or unusable files are not to be skipped.
     """
     classes = _classes(root, train, test)
     settings: DataConfig = request.settings

@@ -1,4 +1,4 @@
-"""The preparation of recordings as batches of features, by `qatkit_verify.sound`.
+"""The preparation of recordings as batches of features, computed by `qatkit_verify.sound`.
 
     data.rate, seconds, features, ... ── SoundPreprocess, which the bundle carries as JSON ──> [N, 1, frames, bands]
     data.features_in=graph                                                                 ──> [N, samples]
@@ -38,7 +38,7 @@ _SHIFT, _GAIN, _NOISE = 0.1, 6.0, (10.0, 40.0)  # maximum shift in s, maximum ga
 
 @dataclass(frozen=True)
 class RecordingInputs(ImageInputs):
-    """Recordings as the model takes them: features [1, frames, bands], or samples [T]."""
+    """The inputs of a model that takes recordings: features [1, frames, bands], or samples [T]."""
 
     said_by = "data.seconds and data.features define them"
 

@@ -3,8 +3,9 @@
     step 0 ── float file ─> state ── step 1 ── float file ─> state ── step 2 ...
     sample 0 = step 0 + start          sample 1 = step 1 + state
 
-A sequence starts from the arrays in its first step that are named like the states, or from zeros. All later
-stages (calibration, algorithms, fine-tuning, the comparison of files) thus see ordinary samples with all inputs.
+A sequence starts from the arrays in its first step that have the names of states; without them, states start
+at zero. All later stages (calibration, algorithms, fine-tuning, the comparison of files) thus see ordinary
+samples with all inputs.
 """
 
 from __future__ import annotations
@@ -120,7 +121,11 @@ class Rollout:
         }
 
     def _keep(self, index: int, state: Mapping[str, NDArray[Any]]) -> None:
-        """Stores the states that a step begins with."""
+        """Stores the states at the beginning of a step, if the step is a sample.
+
+        Raises:
+            ConfigError: the shape of a state differs from that in the first sequence.
+        """
         if not self._kept:
             steps, size = len(self.steps), sum(one.nbytes for one in state.values())
             self.every = max(1, math.ceil(steps * size / KEPT))

@@ -34,8 +34,8 @@ _SYNTHETIC_CLASSES, _SYNTHETIC_TRAIN, _SYNTHETIC_TEST = 10, 2000, 500
 class ImageDataset(Protocol):
     """A map-style dataset of pairs (input, target).
 
-    An input is an image, arrays by name or the samples of a recording. The task defines what a target is: by
-    default the label of a class.
+    An input is an image, arrays by name or the samples of a recording. The task defines the targets; by
+    default, they are class labels.
     """
 
     @property
@@ -56,7 +56,7 @@ class Splits:
 
     Args:
         train: images for training and calibration.
-        test: images for accuracy only.
+        test: images for verification only.
         classes: name of each label; empty for tasks without classes, and if every target is `NO_LABEL`.
         default_preprocessing: the preprocessing that is used if neither the configuration nor the model's
             weights define one.

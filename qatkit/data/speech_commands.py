@@ -2,9 +2,10 @@
 
     ROOT/CLASS/SPEAKER_nohash_N.wav      ROOT/testing_list.txt, ROOT/validation_list.txt: lines CLASS/NAME.wav
 
-Files of the testing list verify, those of the validation list are left out, and all others train and calibrate. Without
-lists, the rule of the data set's README applies: a hash of the speaker's name puts 10 % of the speakers into testing
-and 10 % into validation, so no speaker is in two splits. `_background_noise_` is not a class.
+Files in the testing list verify, files in the validation list are left out, and all others train and
+calibrate. Without lists, the rule of the data set's README applies: a hash of the speaker's name puts 10 % of
+the speakers into testing and 10 % into validation, so no speaker is in two splits. `_background_noise_` is
+not a class.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ class Survey:
 
 
 def survey(train: object, test: object, bad: str, *, progress: bool = False) -> Survey:
-    """Checks the files of two splits; a split that is not an `ImageFiles` is returned unchecked.
+    """Checks the files of two splits; all items of a split that is not an `ImageFiles` count as usable.
 
     Args:
         train, test: the datasets of the splits.
@@ -106,7 +106,7 @@ def survey(train: object, test: object, bad: str, *, progress: bool = False) -> 
 
 
 def _listed(found: Mapping[str, str], root: str) -> str:
-    """Returns the first paths, each with its note."""
+    """Returns the first paths as text, each with its note."""
     some = [f"{printable(os.path.relpath(path, root))} ({why})" for path, why in list(found.items())[:_SHOWN]]
     return ", ".join(some) + (f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")
 
@@ -147,7 +147,7 @@ def look_at(paths: Sequence[str], *, progress: bool = False) -> dict[str, Look]:
 
 
 def _of_link(path: str, error: Exception) -> str:
-    """Returns the reason why a path leads to no file, in words."""
+    """Returns the reason why a path does not lead to a readable file."""
     if isinstance(error, OSError) and os.path.islink(path):
         return "a link to a missing file" if isinstance(error, FileNotFoundError) else "a link to itself"
     return reason(error)

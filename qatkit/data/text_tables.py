@@ -39,7 +39,7 @@ def read_table(path: str, columns: Sequence[str] | None) -> list[LabelledText]:
 
     Args:
         path: path of the file.
-        columns: [TEXT, LABEL] or [TEXT, SECOND, LABEL]; None: columns are found by their names.
+        columns: [TEXT, LABEL] or [TEXT, SECOND, LABEL]; None if columns are to be found by their names.
 
     Raises:
         ConfigError: the file is not UTF-8 or not a table, lacks a column, or has an empty text or label.
@@ -77,7 +77,7 @@ def checked_columns(columns: Sequence[str]) -> Sequence[str]:
     """Checks and returns `columns`.
 
     Raises:
-        ConfigError: they are not two or three different names.
+        ConfigError: `columns` are not two or three different names.
     """
     if not 2 <= len(set(columns)) == len(columns) <= 3:
         raise ConfigError(_KEY, list(columns), "[TEXT, LABEL] or [TEXT, SECOND, LABEL] with different names")
@@ -85,7 +85,7 @@ def checked_columns(columns: Sequence[str]) -> Sequence[str]:
 
 
 def _rows(text: str, path: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Yields the rows of a table by the names of its columns, with their line numbers."""
+    """Yields the line number of each row of a table, and the row as a mapping by column names."""
     tabs = path.lower().endswith(".tsv")
     reader = (
         csv.reader(io.StringIO(text, newline=""), delimiter="\t", quoting=csv.QUOTE_NONE)

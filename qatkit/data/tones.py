@@ -1,4 +1,4 @@
-"""Four kinds of tones in noise (rising, falling, steady and pulsed), to try the whole chain without any file."""
+"""Four kinds of tones in noise (rising, falling, steady and pulsed), for a trial without any file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Tones:
         count: number of tones.
         samples: number of samples of each tone.
         rate: samples per second.
-        parts: seeds that distinguish these tones from others.
+        parts: the seed and the name of the split, from which the tones are drawn.
 
     Attributes:
         targets: the label of each tone.

@@ -38,7 +38,7 @@ class WaveInput:
         name: name of the input.
         shape: shape of a frame, with the batch axis.
         axis: the time axis.
-        dtype: NumPy's name of its type.
+        dtype: name of the input's type in NumPy.
         full: the value that represents a sample of 1.
         rate: samples per second.
         hop: number of samples from the start of a frame to the start of the next one.

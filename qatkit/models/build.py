@@ -1,4 +1,4 @@
-"""The choice of a model by `model.name` from the source that knows it, and the loading of its checkpoint.
+"""The choice of a model's source by `model.name`, and the loading of its checkpoint.
 
 A name without a dot is a torchvision model, "timm/NAME" a timm model, "hf/NAME" a Hugging Face model (with
 the head that the task requires), "lite/NAME" a model of efficientnet_lite_pytorch, and "onnx/FILE" a float
@@ -110,7 +110,11 @@ def weights_classes(config: ModelConfig) -> int | None:
 
 
 def _classes(config: ModelConfig, of_data: int | None) -> int | None:
-    """Returns the number of classes that the configuration and the data agree on."""
+    """Returns the number of classes from the configuration and the data; None if neither defines it.
+
+    Raises:
+        ConfigError: the numbers of classes differ.
+    """
     given = config.num_classes if config.num_classes is not None else config.kwargs.get("num_classes")
     if given is not None:
         limit_of(ModelConfig, "num_classes").check("model.num_classes", given)

@@ -40,7 +40,7 @@ class Decoder:
     Attributes:
         layers: number of layers with keys and values.
         heads: number of heads of keys and values.
-        width: features of a head.
+        width: number of features of a head.
         longest: maximum length of a text. For layers that attend to a window of tokens, it is the length of
             the window, since they attend to all tokens within it.
 
@@ -108,7 +108,7 @@ class Decoder:
         return found
 
     def axes(self) -> dict[str, dict[int, str]]:
-        """Returns the free axes other than the batch, by input."""
+        """Returns the names of the free axes except the batch axis, by input and axis."""
         lengths = {name: {1: "sequence"} for name in (TOKENS, MASK, POSITIONS)}
         return lengths | {PAST_MASK: {1: "past"}} | {name: {2: "past"} for name in past_names(self.layers)}
 

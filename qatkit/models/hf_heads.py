@@ -13,10 +13,10 @@ from qatkit_verify.errors import ConfigError
 
 @dataclass(frozen=True)
 class Head:
-    """A head of a transformers model, as a task requires it.
+    """A kind of head of transformers models, as a task requires it.
 
     Attributes:
-        title: name for messages.
+        title: the name of such a model in messages.
         loader: name of the class in transformers that loads models with the head.
         mapping: name of the mapping in transformers' modeling_auto that lists the architectures with the
             head.
@@ -101,7 +101,7 @@ def class_of(loader: Any, head: Head, settings: Any, name: str) -> type:
 
 
 def takes_of(head: Head, settings: Any, model: type) -> tuple[str, ...]:
-    """Returns the inputs of a model: the head's, and the token types if there are several."""
+    """Returns the names of a model's inputs: those of the head, and token types if the model has several."""
     several = head.pairs and (getattr(settings, "type_vocab_size", None) or 0) > 1
     known = inspect.signature(model.forward).parameters  # type: ignore[attr-defined]
     return (*head.takes, TYPES) if several and TYPES in known else head.takes

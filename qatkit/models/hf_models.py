@@ -231,7 +231,8 @@ class HuggingFace:
         """Returns the revision that `model.weights` requests from the hub.
 
         Raises:
-            ConfigError: an architecture has no weights, and a folder has no revisions.
+            ConfigError: the name is an architecture, which has no weights, or a folder, which has no
+                revisions.
         """
         plain = config.name.removeprefix(PREFIX)
         if plain in self._architectures():

@@ -77,7 +77,7 @@ def _beside(path: Path, image: ImageInput) -> Preprocessing | None:
 
 
 def _about(metadata: Mapping[str, str], fixed: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the inputs that are fixed to one number, followed by the metadata of the file."""
+    """Returns the inputs that are fixed to one number, followed by the file's metadata, all as text."""
     values = {name: np.ravel(one) for name, one in fixed.items()}
     numbers = {name: str(one[0]) for name, one in values.items() if one.size == 1 and one.dtype.kind in "if"}
     return {**numbers, **metadata, **numbers}

@@ -1,4 +1,4 @@
-"""A recurrent keyword spotter that runs in steps: each frame by itself, then a GRU with the state of earlier frames.
+"""A recurrent keyword spotter that runs in steps: a Linear for each frame, then a GRU with a state.
 
     features [N, 1, frames, bands] ── Linear, ReLU, frame by frame ── GRU (state) ── last frame ── Linear ──> logits
 

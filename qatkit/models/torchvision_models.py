@@ -48,13 +48,13 @@ def builder(name: str) -> Callable[..., Any]:
 
 
 def _segmenters() -> list[str]:
-    """Returns the segmentation models; the weights of their backbones are fetched unless disabled."""
+    """Returns the names of the segmentation models; torchvision fetches weights of their backbones by default."""
     found: list[str] = torchvision.models.list_models(module=torchvision.models.segmentation)
     return found
 
 
 def _detectors() -> list[str]:
-    """Returns the detection models."""
+    """Returns the names of the detection models."""
     found: list[str] = torchvision.models.list_models(module=torchvision.models.detection)
     return found
 

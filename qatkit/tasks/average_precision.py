@@ -41,7 +41,7 @@ def detections(
     Args:
         rows: the corners and the score of each class, [boxes, 4 + classes].
         least: the score that a detection must exceed.
-        most: maximum overlap of two detections of one class.
+        most: maximum overlap (IoU) of two detections of one class.
         count: maximum number of detections.
     """
     scores = np.asarray(rows[:, 4:], np.float64)
@@ -162,7 +162,7 @@ def mean_precision(found: Array) -> float:
 
 
 def histograms(values: Array) -> Array:
-    """Returns additive counts [classes, 1 + 2 thresholds, bins].
+    """Returns counts [classes, 1 + 2 thresholds, bins] that can be added over batches.
 
     They are the number of labelled boxes, then the numbers of right and of wrong detections by score.
     """

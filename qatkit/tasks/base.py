@@ -72,7 +72,7 @@ class Agreement(ABC):
 
     @property
     def doubt(self) -> str:
-        """The reason why the share is meaningless, as a clause; "" if it is meaningful."""
+        """A clause that tells why the share is meaningless; "" if it is meaningful."""
         return ""
 
 
@@ -80,7 +80,7 @@ class Task(ABC):
     """The base class of tasks; a task is built without arguments.
 
     Attributes:
-        names: names of metrics, decisions and outputs; the first metric decides.
+        names: names of metrics, decisions and outputs; the first metric is the main one.
         augmentations: the values of `data.augment` that keep the targets valid; None if all do.
         maps: whether targets are label maps, which are transformed like their images. A target identifies the
             map that the dataset's `label_map(target)` returns; a batch of maps is int64 [N, height, width].

@@ -64,7 +64,7 @@ class CausalLM(Logits):
         return math.e ** (total / images)
 
     def values(self, outputs: Array, targets: Any) -> Array:
-        """Returns the mean nats per token of each window, [N]."""
+        """Returns the mean cross entropy of each window in nats per token, [N]."""
         nats: Array = _nats(outputs, targets).mean(1)
         return nats
 
@@ -126,7 +126,7 @@ class CausalLM(Logits):
 
 
 def _cross_entropy(output: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
-    """Returns the nats of each predicted token, [N, T - 1]."""
+    """Returns the cross entropy of each predicted token in nats, [N, T - 1]."""
     from torch.nn import functional as F
 
     scores = output[:, :-1].float().transpose(1, 2)
@@ -135,7 +135,7 @@ def _cross_entropy(output: Tensor, targets: Tensor, smoothing: float = 0.0) -> T
 
 
 def _nats(outputs: Array, targets: Any) -> Array:
-    """Returns the nats of each predicted token, float64 [N, T - 1], from logits [N, V, T], window by window."""
+    """Returns the cross entropy of each predicted token in nats, float64 [N, T - 1], from logits [N, V, T]."""
     import numpy as np
 
     found = []

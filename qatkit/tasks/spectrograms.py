@@ -102,7 +102,7 @@ def _log_power(inputs: Any, told: Mapping[str, Any]) -> tuple[Array, SoundPrepro
 
 
 def _spectrogram(title: str, power: Array, how: SoundPreprocess) -> Panel:
-    """Returns the panel of a recording: time to the right, pitch upwards in mel."""
+    """Returns the panel of a recording, with time to the right and pitch in mel upwards."""
     import numpy as np
 
     wide, high = _WIDTH - _LEFT, _HEIGHT - _BELOW

@@ -1,8 +1,8 @@
 """torchvision's one-stage detectors as graphs: SSD, SSDlite, RetinaNet and FCOS, with their own losses.
 
 torchvision's models normalise and resize pictures and select boxes in Python. Here the network and the arithmetic of
-boxes are one graph of tensors. Pictures are prepared by the data, and boxes are selected by non-maximum suppression
-after the graph. Parameters keep torchvision's names, so that its checkpoints load.
+boxes are one graph of tensors. `qatkit.data` prepares the pictures, and boxes are selected by non-maximum
+suppression after the graph. Parameters keep torchvision's names, so that its checkpoints load.
 """
 
 from __future__ import annotations

@@ -192,7 +192,7 @@ class TwoStageDetector(Detector):
 
 
 def _picked(boxes: Tensor, places: Tensor) -> Tensor:
-    """Returns the corners [N, k, 4] at places [N, k]."""
+    """Returns the corners [N, k, 4] of the boxes with the indices `places` [N, k]."""
     return boxes.gather(1, places.unsqueeze(2).expand(-1, -1, 4))
 
 
@@ -206,7 +206,7 @@ def _moved(offsets: Tensor, boxes: Tensor, weights: Sequence[float]) -> Tensor:
 
 
 def _within(boxes: Tensor, images: Tensor) -> Tensor:
-    """Returns the corners, clipped to the image."""
+    """Returns the corners [..., 4], clipped to the images."""
     height, width = int(images.shape[2]), int(images.shape[3])
     return torch.minimum(boxes.clamp(min=0), boxes.new_tensor([width, height, width, height]))
 

@@ -57,11 +57,11 @@ class Seen:
 
 
 class Request(ABC):
-    """A decision as the user typed it. Subclasses are frozen dataclasses; their fields are the arguments.
+    """A decision as the user requests it. Subclasses are frozen dataclasses whose fields are the arguments.
 
     Attributes:
         name: the name that the user types.
-        call: the name with its arguments, for messages.
+        call: the name with its main argument, for messages.
     """
 
     name: ClassVar[str]
@@ -166,7 +166,7 @@ def parsed(asked: str, known: Mapping[str, type[Request]]) -> Request | None:
 
 
 def _arguments(asked: str, kind: type[Request], inside: str) -> dict[str, Any]:
-    """Returns the arguments of a call by name; the first may be given without its name."""
+    """Returns the arguments of a call by name; the user may omit the name of the first one."""
     hints = {
         one.name: typing.get_type_hints(kind)[one.name]
         for one in dataclasses.fields(kind)  # type: ignore[arg-type]  # subclasses are dataclasses

@@ -55,9 +55,9 @@ def possible(seen: Seen) -> bool:
 
 
 def sure(seen: Seen) -> bool:
-    """Returns whether the outputs are clearly boxes in a clear layout.
+    """Returns whether the outputs are boxes and their layout is clear.
 
-    This requires a shape of a detector, scores within 0..1, and depending on the layout:
+    This requires the shape of a detector's outputs, scores within 0..1, and, depending on the layout:
 
     "pair"        many rows that all hold ordered corners but are not just sorted values; or an output of positive
                   values that is named like boxes
