@@ -13,7 +13,7 @@ from torch import Tensor
 from qatkit_verify.fitting import Fitting, Sides
 
 _CROP_AREA = (0.08, 1.0)  # share of the image's area, as in the usual ImageNet recipe
-_CROP_RATIO = (3 / 4, 4 / 3)  # width / height, relative to the input's
+_CROP_RATIO = (3 / 4, 4 / 3)  # width / height, relative to that of the input
 _CROP_ATTEMPTS = 10
 _ZOOM = (0.5, 1.5)  # the usual range in the training of YOLO models
 

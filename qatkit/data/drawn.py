@@ -28,8 +28,8 @@ NOTE = (
     "agreement applies to it; calibrate and verify with real samples (data=arrays, data=audio or data=pictures) before "
     "you use the file"
 )
-_COUNT = 64  # samples of a split
-_STEPS = 32  # steps of a sequence, for a model with states
+_COUNT = 64  # default number of samples of a split
+_STEPS = 32  # number of steps of a sequence, for a model with states
 # Default sizes of open axes: the side of a picture, the number of samples of a wave, and any other size.
 _PIXELS, _SECOND, _OTHER = 224, 16000, 64
 _SIZES_FORM = "{AXIS: SIZE}, {INPUT: SIZE} or {INPUT: [SIZE, ...]}"

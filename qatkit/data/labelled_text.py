@@ -31,7 +31,7 @@ from qatkit_verify.pictures import class_folders, files_below
 
 _SOURCE = "qatkit.data.labelled_text.labelled_text"
 _PARTS = ("train", "test")
-_SHOWN = 8  # classes in a message
+_SHOWN = 8  # maximum number of classes in a message
 
 
 class TextRows:

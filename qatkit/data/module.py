@@ -51,7 +51,7 @@ class DataModule(PreparedSplits, lightning.LightningDataModule):
         rank, world_size = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
         config = self.config
         batches = world_size * (self.trainer.accumulate_grad_batches if self.trainer else 1)
-        if self.trainer is None or self.trainer.max_steps != 0:  # else it only writes a checkpoint
+        if self.trainer is None or self.trainer.max_steps != 0:  # else the trainer only writes a checkpoint
             self.steps_per_epoch(batches)
         sampler = EpochSampler(self._train, self.seed, rank, world_size, batches * config.batch_size)
         dataset = TrainImages(

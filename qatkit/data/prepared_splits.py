@@ -82,7 +82,7 @@ class PreparedSplits:
         image_size: int | Sequence[int] | None = None,
         about: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__()  # Lightning's, in `DataModule`
+        super().__init__()  # Lightning's constructor, in `DataModule`
         check_limits(config, "data")
         checked.check_augmentation(config, task)
         self.config, self.seed, self.task = config, seed, task

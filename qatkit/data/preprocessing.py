@@ -49,7 +49,7 @@ from qatkit_verify.fitting import (
 )
 from qatkit_verify.preprocess import GREY, GREY_UNIT, INTERPOLATIONS, unit_scale
 
-_STACKED = 2**26  # bytes
+_STACKED = 2**26  # approximate maximum number of bytes in a stack
 # Fields of `Preprocessing` that have a usual value, and the key of the data group that sets each.
 KEYS = {"fit": "fit", "pad_value": "pad_value", "align": "align", "order": "channels", "layout": "layout",
         "pixels": "pixels"}  # fmt: skip

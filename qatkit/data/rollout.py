@@ -108,7 +108,7 @@ class Rollout:
 
     def _start(self, index: int) -> Arrays:
         """Returns the start states of a sequence: arrays of its first step, or zeros."""
-        _ = self.steps[index]  # checked, so an item is a pair
+        _ = self.steps[index]  # checks that the item is a pair
         with calling("data.source", self.steps.source, self.steps.dataset):
             given: Any = self.steps.dataset[index][0]
         known = given if isinstance(given, Mapping) else {}

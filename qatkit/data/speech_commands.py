@@ -27,7 +27,7 @@ from qatkit_verify.sound_files import SUFFIXES
 from qatkit_verify.untrusted import read_text
 
 _NOISE, _LISTS = "_background_noise_", {"testing": "testing_list.txt", "validation": "validation_list.txt"}
-_PERCENT, _MOST = 10.0, 2**27 - 1  # of the README's function which_set
+_PERCENT, _MOST = 10.0, 2**27 - 1  # constants of the README's function which_set
 _SHOWN = 3
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 # Inputs of text models.
 TOKENS, MASK, TYPES = "input_ids", "attention_mask", "token_type_ids"
-_LONGEST = 128  # tokens of a text if data.context is null
+_LONGEST = 128  # maximum number of tokens of a text if data.context is null
 _DTYPES = {TOKENS: np.int32, MASK: np.bool_, TYPES: np.int8}
 _PARTS = {TOKENS: "ids", MASK: "attention_mask", TYPES: "type_ids"}  # attributes of an encoding by tokenizers
 

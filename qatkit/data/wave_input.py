@@ -19,7 +19,7 @@ from qatkit.data.request import Request
 from qatkit_verify.errors import ConfigError
 from qatkit_verify.sound_files import Samples
 
-RATE = 16000  # the default
+RATE = 16000  # default rate, in Hz
 _RATE_NAMES = ("sr", "fs", "samplerate", "samplingrate", "samplerateh", "sampleratehz", "audiosamplerate")
 _RATES = range(1000, 400_000)
 # For each value of `data.axes`: the number of axes, and the time axis.

@@ -55,7 +55,7 @@ DEFAULT = "DEFAULT"
 # Settings that every configuration accepts but leaves out of its dictionary.
 _GENERAL = {"attn_implementation"}
 _UNREAD = "pooler."  # parameters of an encoder that are not used, since its embedding is pooled differently
-_LONGEST_HEADER = 100_000_000  # bytes, the format's own limit
+_LONGEST_HEADER = 100_000_000  # maximum number of bytes of a header in this format
 
 
 def of_task(task: str) -> HuggingFace:

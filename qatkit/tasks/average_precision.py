@@ -29,7 +29,7 @@ IGNORED, CROWD = 1, 2
 # Columns of a detection's values; in the row of a class, the first is the number of its boxes.
 CLASS, SCORE, RIGHT, LEFT_OUT, OVERLAP = range(5)
 _BINS = 400  # bins of scores in a histogram
-_CANDIDATES = 500  # detections of a picture before suppression
+_CANDIDATES = 500  # maximum number of detections of a picture before suppression
 _RECALLS = np.linspace(0, 1, 101)
 
 

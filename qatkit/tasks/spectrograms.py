@@ -143,7 +143,7 @@ def _pitches(how: SoundPreprocess, high: int) -> list[Shape]:
 
     found, above = list[Shape](), math.inf
     for pitch in _PITCHES:
-        place = mel(pitch) / mel(how.rate / 2) * (how.mels + 1) - 0.5  # in bands from the lower edge
+        place = mel(pitch) / mel(how.rate / 2) * (how.mels + 1) - 0.5  # position in bands from the lower edge
         height = high * (1 - place / how.mels)
         if 0 <= height <= high - 4 and above - height >= _APART:
             above = height

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Array = NDArray[Any]
-_SAME_OBJECT = 0.5  # overlap from which a box learns from a box of the teacher
+_SAME_OBJECT = 0.5  # minimum overlap (IoU) at which a box learns from a box of the teacher
 
 
 def are_unordered(scores: Array) -> bool:

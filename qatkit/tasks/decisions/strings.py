@@ -75,7 +75,7 @@ class Strings(Request, Decision):
 class _StepsFirst(Strings):
     """A decision on strings in an output [steps, N, classes], after its first two axes are swapped."""
 
-    decides: ClassVar[bool] = False  # its first axis holds no samples
+    decides: ClassVar[bool] = False  # its first axis is not that of the samples
     steps: int = 0
 
     def joined(self, outputs: Sequence[Array]) -> Array:
