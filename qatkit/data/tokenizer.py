@@ -29,10 +29,10 @@ def tokenizer_of(settings: DataConfig, about: Mapping[str, str]) -> Tokenizer:
 
     Args:
         settings: the data group.
-        about: facts that the model declares: the place of its tokenizer, and its number of tokens.
+        about: facts that the model declares: the folder or id of its tokenizer, and its number of tokens.
 
     Raises:
-        ConfigError: neither names one, it can't be read, or it belongs to another model.
+        ConfigError: neither names a tokenizer, it cannot be read, or it belongs to another model.
     """
     place = settings.tokenizer or about.get(PLACE)
     if place is None:
