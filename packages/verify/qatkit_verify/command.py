@@ -3,8 +3,8 @@
     qatkit-verify BUNDLE
     qatkit-verify A.onnx B.onnx
 
-Exit status: 0 if every check passed, 1 if one falls short, and 2 if the file cannot be judged (damaged,
-another format, not installed).
+Exit status: 0 if every check passed, 1 if one falls short, and 2 if the file cannot be judged (it is
+damaged or has another format, or a package is missing).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Defines one exception for everything a user can fix, always one line, and recognises disk errors."""
+"""Defines the exception for everything a user can fix, with a message of one line, and finds disk errors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterable
 from functools import partial
 
-_LONGEST = 300  # characters of a value in a message
+_LONGEST = 300  # maximum number of characters of a value in a message
 _LONGEST_REASON = 2000
 _LONGEST_CAUSE = 400
 
@@ -106,7 +106,7 @@ _OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
 
 def disk_error(error: BaseException | None) -> OSError | None:
-    """Returns the disk error in an exception's chain; libraries in other languages only report it as text."""
+    """Returns the disk error in an exception's chain, or None; some libraries report it only as text."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in _OF_DISKS:
             return error

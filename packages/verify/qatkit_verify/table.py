@@ -1,4 +1,4 @@
-"""Formats columns of text."""
+"""Formats columns of text, and numbers with nouns."""
 
 from __future__ import annotations
 

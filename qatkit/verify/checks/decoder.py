@@ -21,7 +21,7 @@ _PERPLEXITY = 1e-3  # maximum allowed relative difference between two files of t
 
 
 class DecoderCheck(Check):
-    """Perplexity with cached keys and values and without, greedy text, and tokens per second."""
+    """Perplexity with and without cached keys and values, greedy text, and tokens per second."""
 
     name = "decoder"
 

@@ -1,4 +1,4 @@
-"""Checks whether the error of a model with states accumulates if both files run with their own states."""
+"""Checks whether the error of a model with states accumulates when both files run on their own states."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NAME = "drift"
 
 
 class DriftCheck(Check):
-    """Agreement and SQNR of free runs, over growing numbers of steps; nothing for a model without states.
+    """Agreement and SQNR of free runs over growing numbers of steps; skipped for a model without states.
 
     `FidelityCheck` compares their agreement with `verify.min_float_agreement`.
     """

@@ -13,8 +13,8 @@ from qatkit_verify.latency import latency
 from qatkit_verify.proofs import never_on_arm, never_on_x86
 from qatkit_verify.saturation import saturates_here
 
-_LESS = 0.01  # of the multiply-accumulates: maximum decrease of the int8 share here
-_NAMED = 1  # operators that can saturate and are named; the figures have all
+_LESS = 0.01  # maximum decrease of the int8 share of the multiply-accumulates here
+_NAMED = 1  # maximum number of saturating operators in the text; the figures list all
 
 
 def speed(asked: CheckInputs) -> Found:
@@ -74,7 +74,7 @@ def kernels(asked: CheckInputs) -> Found:
 
 
 def saturation(asked: CheckInputs) -> Found:
-    """Judges from the file's integers whether it can saturate on x86 without VNNI, and whether here."""
+    """Judges from the file's integers whether it can saturate without VNNI, and tests this processor."""
     found = int8_operators(asked.int8, options=asked.options)
     open_ones = [one for one in found if one.saturating != 0]
     here = saturates_here()
@@ -100,7 +100,7 @@ def saturation(asked: CheckInputs) -> Found:
 
 
 def _signed_products(asked: CheckInputs, figures: dict[str, Any]) -> Found:
-    """Judges a file without uint8 x int8 products: on ARM, the sum of two -128 * -128 exceeds 16 bits."""
+    """Judges a file without uint8 x int8 products: on ARM, two products -128 * -128 exceed 16 bits."""
     found = int8_operators(asked.int8, options=asked.options, signed=True)
     open_ones = [one for one in found if one.saturating != 0]
     figures |= {
