@@ -232,7 +232,8 @@ def _settings(asked: BackendConfig) -> Iterator[tuple[str, BackendConfig | Overr
 
 
 def _weight(spec: QuantSpec, asked: BackendConfig) -> QuantSpec:
-    """Returns the default spec of the weights with the changes that the group makes."""
+    """Returns the weights' default spec with the changes that the group makes; `Backend.reduced` guards pairs later."""
+    spec = replace(spec, pairs=False)
     if asked.weight_dtype is not None:
         spec = replace(spec, dtype=asked.weight_dtype)
     if asked.weight_granularity is not None:
