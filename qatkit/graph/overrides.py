@@ -228,7 +228,7 @@ def _without_effect(pattern: str, what: str, reason: str) -> ConfigError:
 
 
 def _whose_range(node: fx.Node, placement: Placement) -> str:
-    """Returns why an operator has no range of its own."""
+    """Returns why an operator has no range of its own, and the operator to select instead if there is one."""
     givers = {p.absorbed or p.node: p.node for p in placement.points}
     giver = node
     while giver not in givers:

@@ -1,4 +1,4 @@
-"""Non-maximum suppression of a fixed size: returns the scores with `DROPPED` in place of those of suppressed boxes.
+"""Non-maximum suppression of a fixed size: returns all scores, with `DROPPED` for suppressed boxes.
 
 torchvision's function returns as many indices as boxes are kept, which depends on values. Here all sizes are known
 beforehand, so that a two-stage detector is one graph for any batch: a TopK afterwards selects a fixed number of boxes.

@@ -53,7 +53,7 @@ class _Encoder(nn.TransformerEncoder):
 
 
 def _with_forward_of(twin: type[nn.Module]) -> Callable[[nn.Module], nn.Module]:
-    """Returns a rule that replaces only the forward of a module, by that of `twin`; the type's other methods stay."""
+    """Returns a rule that gives a module the forward of `twin` and keeps the other methods of its type."""
 
     def replace(module: nn.Module) -> nn.Module:
         kind = type(type(module).__name__, (twin, type(module)), {"__module__": twin.__module__})

@@ -78,5 +78,5 @@ class PairWriter:
         return re, im if isinstance(im, fx.Node) else self.call(torch.full_like, re, im)
 
     def is_complex(self, value: Any) -> bool:
-        """Returns whether an argument holds complex numbers."""
+        """Returns whether an argument is a complex number or a node with complex values."""
         return isinstance(value, complex) or (isinstance(value, fx.Node) and value in self.pairs)

@@ -178,7 +178,7 @@ class QuantizedHardSigmoid(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         dequantize = torch.ops.qatkit.dequantize
         three = dequantize(self.three, self.three_scale, self.three_zero_point, 0)
-        # ONNX Runtime's kernel swaps the operands of x + scalar, but not those of two tensors.
+        # For x + scalar, ONNX Runtime's kernel uses the scalar as the first operand.
         total = x + three if torch.compiler.is_exporting() else self.add(three, x)
         q = torch.ops.qatkit.quantize(total, self.sum_scale, self.zero_point)
         return cast(Tensor, dequantize(q, self.scale, self.zero_point, 0))

@@ -157,7 +157,7 @@ def _same_memory(one: Tensor, other: Any) -> bool:
 
 
 def common_owner(names: Iterable[str]) -> str:
-    """Returns the path of the innermost module that holds all the named tensors; "" is the model itself."""
+    """Returns the path of the innermost module that contains all named tensors; "" is the model itself."""
     paths = [name.split(".")[:-1] for name in names]
     common: list[str] = []
     for parts in zip(*paths, strict=False):
