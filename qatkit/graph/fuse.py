@@ -157,7 +157,7 @@ def _alive(module: nn.Module, reads: Mapping[int, int]) -> bool:
 
 
 def _keep_children(owner: fx.GraphModule, path: str, norm: nn.Module) -> bool:
-    """Keeps child modules of `norm` (an activation that it calls) at their paths; returns whether it has any."""
+    """Keeps child modules of `norm`, such as an activation, at their paths; returns whether it has any."""
     children = dict(norm.named_children())
     norm._modules.clear()
     if children:

@@ -100,7 +100,7 @@ def pad_channels(converted: fx.GraphModule, multiples: Mapping[str, int]) -> int
 
 
 def _inside(graph: fx.Graph, multiples: Mapping[str, int]) -> list[_Widening]:
-    """Finds the groups of inner tensors whose number of channels is not a multiple of the wanted one."""
+    """Finds the groups of inner tensors whose number of channels is not a multiple that the kernels need."""
     found, seen = [], set[fx.Node]()
     for node in graph.nodes:
         if not _is_convolution(node) or node in seen:

@@ -1,4 +1,4 @@
-"""The result that every pass returns."""
+"""The result of a pass over a graph."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from qatkit.quant.recurrent_layers import QATRecurrent
 
 
 class _Operator(nn.Module):
-    """A Conv or Linear with its current weight and bias."""
+    """A Conv or Linear with the current quantized weight and the bias of a prepared operator."""
 
     weight: Tensor
     bias: Tensor | None

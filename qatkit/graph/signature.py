@@ -237,7 +237,7 @@ def _parts(value: Any) -> list[tuple[str, Any]] | None:
 
 
 def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Returns `value` with every leaf changed and the types of its containers kept."""
+    """Returns `value` with `change` applied to every leaf; containers keep their types."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, Mapping):

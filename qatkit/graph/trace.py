@@ -99,7 +99,7 @@ def what_copies_share(model: nn.Module) -> dict[int, Any]:
 
 
 def _can_be_copied(value: Any, memo: dict[int, Any]) -> bool:
-    """Returns False for a scripted function, a lock, a generator and anything else whose copy raises."""
+    """Returns whether a value can be copied; scripted functions, locks and generators, for example, cannot."""
     try:
         copy.deepcopy(value, dict(memo))
     except Exception:
@@ -175,7 +175,7 @@ def _is_one_operator(kind: Any) -> bool:
 
 
 def _numbered(name: str) -> Iterator[str]:
-    """Yields `name`, `name`_1, `name`_2, ..."""
+    """Yields the names NAME, NAME_1, NAME_2, ... for a given name."""
     yield name
     yield from (f"{name}_{i}" for i in itertools.count(1))
 

@@ -71,7 +71,7 @@ class PairWriter:
         return self.pairs.get(value, Pair(value, 0.0)) if isinstance(value, fx.Node) else Pair(value, 0.0)
 
     def nodes(self, value: Any) -> tuple[fx.Node, fx.Node]:
-        """Returns the parts of a node as nodes."""
+        """Returns both parts of a value as nodes, also where a part is a number."""
         re, im = self.parts(value)
         if not isinstance(re, fx.Node):
             return self.call(torch.full_like, im, re), im

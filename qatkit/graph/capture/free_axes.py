@@ -352,7 +352,7 @@ class _HasWeightsError(_NotFreeError):
 
 
 def _of_weights(error: Exception) -> bool:
-    """Returns whether a layer of torch.nn with weights failed."""
+    """Returns whether an error was raised in a layer of torch.nn with weights."""
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     owners = (frame.f_locals.get("self") for frame in frames)
     return any(

@@ -59,7 +59,7 @@ class Quotient(float):
 
     @classmethod
     def of(cls, above: Any, below: Any) -> Any:
-        """Returns above / below."""
+        """Returns above / below; it is a Quotient if both are whole numbers."""
         value = _plain(above) / _plain(below)
         if type(value) is not float or not (_whole(above) and _whole(below)):
             return value

@@ -28,7 +28,7 @@ _PIECE = 2**18
 
 @torch.library.custom_op("qatkit::barrier", mutates_args=())
 def barrier(x: Tensor) -> Tensor:
-    """Returns x; exported as a single-input Sum, which ONNX Runtime's QDQ fusions do not look through."""
+    """Returns x; it is exported as a Sum with one input, which ends ONNX Runtime's QDQ fusions."""
     return x.clone()
 
 

@@ -1,4 +1,4 @@
-"""Cuts out of the graph, as a program, the part that computes a weight from parameters."""
+"""Cuts the part of the graph that computes a weight from parameters out of it, as a separate program."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Constants:
         return list(found)
 
     def source(self, node: fx.Node) -> WeightOrigin:
-        """Returns the origin of a constant's value."""
+        """Returns the origin of a constant: its value, its parameters and the program that computes it."""
         value, behind = self.value(node), self.behind(node)
         leaves = [n for n in behind if n.op == "get_attr"]
         names = tuple(str(n.target) for n in self._inputs(leaves))
