@@ -125,7 +125,7 @@ class Placer:
         self.activations = {name for fused in backend.fuses.values() for name in fused}
 
     def place(self, forced_float: Collection[fx.Node]) -> Placement:
-        """Returns the placement in which the given nodes are float."""
+        """Returns the placement in which the nodes in `forced_float` stay float."""
         self.forced_float = forced_float
         self.int8: dict[fx.Node, bool] = {}
         self.moved: set[fx.Node] = set()

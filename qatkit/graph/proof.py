@@ -260,7 +260,7 @@ def _lies_in(name: str, path: str) -> bool:
 
 
 def _values(graph: fx.GraphModule, tensors: Sequence[Tensor]) -> dict[str, list[Tensor]]:
-    """Returns the outputs of the nodes by site, those of several calls in order."""
+    """Returns the outputs of the nodes by site, one output per call."""
     values: dict[str, list[Tensor]] = defaultdict(list)
 
     class NodeOutputs(fx.Interpreter):

@@ -135,7 +135,7 @@ def graph_axes(graph_module: nn.Module, tensors: Sequence[Tensor]) -> tuple[int 
 
 
 def batch_multiple(graph_module: nn.Module) -> int:
-    """Returns the number of which a graph's batch sizes must be multiples."""
+    """Returns the number by which all batch sizes of a graph must be divisible."""
     return int(getattr(graph_module, "meta", {}).get("batch_multiple", 1))
 
 
@@ -237,7 +237,7 @@ def _parts(value: Any) -> list[tuple[str, Any]] | None:
 
 
 def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Returns `value` with every leaf changed and the types of its containers kept."""
+    """Returns `value` with `change` applied to every leaf; containers keep their types."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, Mapping):

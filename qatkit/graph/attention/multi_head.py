@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 
-def multi_head_attention(  # noqa: PLR0913, PLR0917  those of the module's forward
+def multi_head_attention(  # noqa: PLR0913, PLR0917  the arguments of the module's forward
     module: nn.MultiheadAttention,
     query: Tensor,
     key: Tensor,

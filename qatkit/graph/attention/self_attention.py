@@ -23,7 +23,7 @@ _ATTENTION_ARGUMENTS = (
 
 
 class SelfAttention(nn.Module):
-    """Self-attention with the weights of an `nn.MultiheadAttention`; equal to it to 1e-5."""
+    """A twin of `nn.MultiheadAttention` for self-attention, with the same parameters; equal to it to 1e-5."""
 
     def __init__(self, original: nn.MultiheadAttention) -> None:
         super().__init__()

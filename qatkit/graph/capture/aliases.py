@@ -170,7 +170,7 @@ class Aliases:
         return self.emit("call_method", "permute", (new, *back), {}) if turned else new
 
     def _put_piece(self, whole: fx.Node, view: Value, part: fx.Node, name: str) -> fx.Node:
-        """Puts a piece of chunk, split or unbind back among the others."""
+        """Returns `whole` with `part` in the place of one piece of a chunk, split or unbind."""
         first, last = view.chain
         if (
             name not in ("chunk", "split", "unbind", "tensor_split", "split_with_sizes")
@@ -277,7 +277,7 @@ def _run(node: fx.Node, tensor: Tensor) -> Any:
 
 
 def _axes(index: Any, ndim: int) -> list[Any] | None:
-    """Returns one slice or integer per axis; None for an index of another kind."""
+    """Returns an index as one slice or integer per axis; None if it has other parts."""
     parts = list(index) if isinstance(index, tuple) else [index]
     if any(part is None or not (part is Ellipsis or isinstance(part, (int, slice))) for part in parts):
         return None
@@ -306,7 +306,7 @@ def _as_index(node: fx.Node, name: str) -> tuple[Any, ...]:
 
 
 def _way_back(node: fx.Node, ndim: int) -> list[int]:
-    """Returns the permutation that undoes an exchange of axes, found by trying it on a tensor with distinct sizes."""
+    """Returns the permutation that reverses an exchange of axes, found by a trial on a tensor with distinct sizes."""
     with torch._C.DisableTorchFunction():
         probe = torch.empty([i + 2 for i in range(ndim)], device="meta")
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: probe)

@@ -83,7 +83,7 @@ def _part(recorder: Recorder, part: Any) -> Any:
 
 
 def _every_axis(parts: Sequence[Any], ndim: int) -> list[Any]:
-    """Adds slices for the axes that `parts` leave out."""
+    """Returns the parts of an index with a slice for each axis that they leave out."""
     taken = sum(
         part.ndim if isinstance(part, Tensor) and part.dtype in _MASKS else 1
         for part in parts

@@ -182,7 +182,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 class UntraceableError(Exception):
-    """An error for a model's line that can't be part of a graph: the line, the reason, and advice."""
+    """An error for a line of the model that can't be part of a graph, with the line, the reason and advice."""
 
     def __init__(self, reason: str, place: tuple[str, int], module: str, hint: str) -> None:
         super().__init__(reason)

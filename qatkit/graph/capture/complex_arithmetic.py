@@ -1,4 +1,4 @@
-"""Rules that write arithmetic of complex numbers in real and imaginary parts: sums, products, powers, polar forms."""
+"""Rules that rewrite complex arithmetic on real and imaginary parts: sums, products, powers and polar forms."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _plus(w: PairWriter, a: Any, b: Any, function: Any = operator.add) -> Any:
 
 
 def sum_of(function: Any) -> Rule:
-    """Returns the rule of a sum or a difference, `operator.add` or `operator.sub`."""
+    """Returns the rule for a sum (`operator.add`) or a difference (`operator.sub`)."""
 
     def rule(w: PairWriter, node: fx.Node) -> Found:
         given = operands(node, 2)

@@ -6,7 +6,7 @@
     z.abs()                 →  the norm of the parts, side by side
 
 A parameter or buffer of complex numbers becomes two, NAME_real and NAME_imag. An operator without a rule
-(`qatkit.graph.capture.complex_rules`), such as a Fourier transform, stays, and gets torch.complex(re, im).
+(`qatkit.graph.capture.complex_rules`), such as a Fourier transform, stays, and reads torch.complex(re, im).
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ _COMPLEX_METHODS = {"cfloat": torch.float32, "cdouble": torch.float64, "chalf": 
 
 
 def rule_of(node: fx.Node) -> Rule | None:
-    """Returns the rule that writes `node` in real numbers; None for a node without one."""
+    """Returns the rule that rewrites `node` with real numbers; None if there is none."""
     if node.op not in ("call_function", "call_method"):
         return None
     return _RULES.get(str(node.args[1]) if node.target is getattr else _name(node))

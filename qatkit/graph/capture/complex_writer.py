@@ -71,12 +71,12 @@ class PairWriter:
         return self.pairs.get(value, Pair(value, 0.0)) if isinstance(value, fx.Node) else Pair(value, 0.0)
 
     def nodes(self, value: Any) -> tuple[fx.Node, fx.Node]:
-        """Returns the parts of a node as nodes."""
+        """Returns both parts of a value as nodes, also where a part is a number."""
         re, im = self.parts(value)
         if not isinstance(re, fx.Node):
             return self.call(torch.full_like, im, re), im
         return re, im if isinstance(im, fx.Node) else self.call(torch.full_like, re, im)
 
     def is_complex(self, value: Any) -> bool:
-        """Returns whether an argument holds complex numbers."""
+        """Returns whether an argument is a complex number or a node with complex values."""
         return isinstance(value, complex) or (isinstance(value, fx.Node) and value in self.pairs)

@@ -86,10 +86,10 @@ class FreeAxes:
         self.reasons: dict[tuple[Place, ...], str] = {}  # why a smaller step does not work
 
     def run(self) -> tuple[Recording | None, list[FreeAxis]]:
-        """Returns a graph for all free axes, or None where there are none, and the axes.
+        """Returns the graph for all free axes (None if there are none) and the free axes.
 
         Raises:
-            ConfigError: an axis that was asked for is not free.
+            ConfigError: an axis that `wanted` names is not free.
         """
         self._check_wanted()
         found = self._each(self._run)
@@ -122,7 +122,7 @@ class FreeAxes:
         return None, []
 
     def _each(self, check: Check) -> list[FreeAxis]:
-        """Returns the axes that are free as far as `check` can tell, each tested alone."""
+        """Returns the axes that `check` finds to be free, each tested separately."""
         found: list[FreeAxis] = []
         for number, groups in enumerate(self._candidates()):
             if any(place in axis.places for axis in found for place in groups[0]):
@@ -352,7 +352,7 @@ class _HasWeightsError(_NotFreeError):
 
 
 def _of_weights(error: Exception) -> bool:
-    """Returns whether a layer of torch.nn with weights failed."""
+    """Returns whether an error was raised in a layer of torch.nn with weights."""
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     owners = (frame.f_locals.get("self") for frame in frames)
     return any(

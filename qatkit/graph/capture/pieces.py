@@ -79,7 +79,7 @@ def _name(node: fx.Node) -> str:
 
 
 def _shape(node: fx.Node) -> tuple[int, ...]:
-    """Returns the shape of the first argument."""
+    """Returns the shape of a node's first argument."""
     first = node.args[0] if node.args else None
     return tuple(first.meta.get("shape", ())) if isinstance(first, fx.Node) else ()
 
@@ -112,7 +112,7 @@ def _may_halve(node: fx.Node, other: fx.Node) -> bool:
 
 
 def takes_every_nth(node: fx.Node, other: fx.Node) -> bool:
-    """Returns whether a call takes every n-th image."""
+    """Returns whether a call selects every n-th image of the batch."""
     axis = _batch_axis(node, other)
     index = None if axis is None else _index(node, axis)
     return isinstance(index, slice) and index.step not in (None, 1)

@@ -107,7 +107,7 @@ def record(
 
 @contextlib.contextmanager
 def kept_buffers(model: nn.Module) -> Iterator[set[str]]:
-    """Restores all buffers afterwards, and fills the yielded set with the names of those that were changed."""
+    """Restores all buffers afterwards; the yielded set then has the names of the buffers that were changed."""
     before = [(module, dict(module._buffers)) for module in model.modules()]
     found = list(model.named_buffers())
     names = {id(buffer): name for name, buffer in found}

@@ -1,4 +1,4 @@
-"""Sizes of tensors that know where they come from, so that a graph can compute them for inputs of other sizes.
+"""Sizes that record how they are computed, so that a graph can compute them for inputs of other sizes.
 
     h, w = x.shape[2:]            h is the number 64, and size(x, 2)
     F.interpolate(y, (2 * h, w))  records (mul(size(x, 2), 2), size(x, 3))
@@ -59,7 +59,7 @@ class Quotient(float):
 
     @classmethod
     def of(cls, above: Any, below: Any) -> Any:
-        """Returns above / below."""
+        """Returns above / below; it is a Quotient if both are whole numbers."""
         value = _plain(above) / _plain(below)
         if type(value) is not float or not (_whole(above) and _whole(below)):
             return value

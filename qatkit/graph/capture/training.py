@@ -38,7 +38,7 @@ class TrainingOnly(nn.Module):
 
 
 class _Watcher(TorchFunctionMode):
-    """Notes the rate of every functional dropout, by line, and the lines that draw random numbers."""
+    """A mode that records the rates of functional dropouts by line, and the lines that draw random numbers."""
 
     def __init__(self) -> None:
         super().__init__()

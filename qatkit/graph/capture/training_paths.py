@@ -188,7 +188,7 @@ def _blocks(model: nn.Module, example: Example, names: Iterable[str]) -> dict[st
 
 
 def _differences(model: nn.Module, example: Example, paths: Collection[str]) -> dict[str, float]:
-    """Compares the training path of each module with its outputs in inference mode, for its first inputs."""
+    """Returns the relative differences between the outputs of each module's two paths, for its first inputs."""
     given: dict[str, tuple[Any, Any]] = {}
     results: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:

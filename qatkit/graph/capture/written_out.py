@@ -110,9 +110,9 @@ def _groups_of_rows(x: Tensor, weight: Tensor, offs: Tensor, **_: Any) -> Tensor
     All matrices are applied in one product, and the result of the row's own group is kept.
 
     Args:
-        x: rows, [rows, inputs].
-        weight: a matrix for each group, [groups, inputs, outputs].
-        offs: where each group ends, [groups].
+        x: the rows, [rows, inputs].
+        weight: the matrix of each group, [groups, inputs, outputs].
+        offs: the end of each group, as an index of rows, [groups].
 
     Returns:
         [rows, outputs]

@@ -28,7 +28,7 @@ _PIECE = 2**18
 
 @torch.library.custom_op("qatkit::barrier", mutates_args=())
 def barrier(x: Tensor) -> Tensor:
-    """Returns x; exported as a single-input Sum, which ONNX Runtime's QDQ fusions do not look through."""
+    """Returns x; it is exported as a Sum with one input, which ends ONNX Runtime's QDQ fusions."""
     return x.clone()
 
 
@@ -178,7 +178,7 @@ class QuantizedHardSigmoid(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         dequantize = torch.ops.qatkit.dequantize
         three = dequantize(self.three, self.three_scale, self.three_zero_point, 0)
-        # ONNX Runtime's kernel swaps the operands of x + scalar, but not those of two tensors.
+        # For x + scalar, ONNX Runtime's kernel uses the scalar as the first operand.
         total = x + three if torch.compiler.is_exporting() else self.add(three, x)
         q = torch.ops.qatkit.quantize(total, self.sum_scale, self.zero_point)
         return cast(Tensor, dequantize(q, self.scale, self.zero_point, 0))

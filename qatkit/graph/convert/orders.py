@@ -21,7 +21,7 @@ from torch.return_types import topk as LargestValues
 
 
 def order_as_onnx(node: fx.Node) -> None:
-    """Replaces the operator of `node` if it orders values and leaves the order of equal ones open."""
+    """Replaces the operator of `node` if it orders values and leaves the order of equal values open."""
     name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
     function = _FUNCTIONS.get(str(name))
     if function is None or (node.op == "call_function" and node.target is not getattr(torch, str(name))):

@@ -47,7 +47,7 @@ Known = bool | None
 def align(graph_module: fx.GraphModule) -> None:
     """Sets the scales of all activations from their observers' ranges, then moves them into place.
 
-    The result depends only on the ranges: a second call changes nothing.
+    The result depends only on the ranges, so that a second call changes nothing.
     """
     Alignment(graph_module)()
 

@@ -1,4 +1,4 @@
-"""The moves of the alignment of scales (`qatkit.graph.scales.align`): each moves scales of many operators at once."""
+"""Moves for the alignment of scales (`qatkit.graph.scales.align`); each one moves scales of many operators at once."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _odd(steps: Tensor) -> Tensor:
 class OneUnit:
     """Moves every scale of a group up to the next odd multiple of a common unit.
 
-    Groups with a settled scale, or whose scales are too far apart, stay as they are.
+    A group stays unchanged if one of its scales is settled, or if its scales are too far apart.
     """
 
     def __init__(self, groups: Sequence[Sequence[int]], device: torch.device) -> None:
@@ -173,7 +173,7 @@ class _Fractions(_Around):
 
 
 class _HardSigmoids(_Around):
-    """Moves the scale before a HardSigmoid."""
+    """Moves the scale before each HardSigmoid up to a multiple of its unit (6/255)/1021."""
 
     def __init__(
         self, rules: Sequence[Rule], quantizers: Sequence[FakeQuantize], device: torch.device

@@ -49,7 +49,7 @@ def shared_groups(graph_module: fx.GraphModule) -> list[Group]:
 
 
 def quantizers_around(node: fx.Node, backend: Backend) -> Group:
-    """Returns the quantizers of a node's inputs and, last, that of its output or of the activation fused with it."""
+    """Returns the quantizers of a node's inputs, followed by that of its output, also after a fused activation."""
     after = quantizer_after(fused_activation(node, backend.fuses) or node)
     found = [*map(quantizer_of, node.all_input_nodes), after]
     return [cast(FakeQuantize, module_of(one)) for one in found if one is not None]

@@ -174,11 +174,11 @@ class _Shaper:
         return self.call("permute", x, *(letters.index(c) for c in wanted))
 
     def join(self, x: fx.Node, first: int, last: int) -> fx.Node:
-        """Joins some axes into one."""
+        """Joins the axes of `x` from `first` to `last` into one."""
         return x if first == last else self.call("flatten", x, first, last)
 
     def split(self, y: fx.Node, axis: int, letters: str) -> fx.Node:
-        """Splits one axis into the axes that it was joined from."""
+        """Splits `axis` of `y` into the axes `letters`, from which it was joined."""
         if not letters:
             return self.call("squeeze", y, axis)
         if len(letters) == 1:

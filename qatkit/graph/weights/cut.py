@@ -1,4 +1,4 @@
-"""Cuts out of the graph, as a program, the part that computes a weight from parameters."""
+"""Cuts the part of the graph that computes a weight from parameters out of it, as a separate program."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Constants:
         return list(found)
 
     def source(self, node: fx.Node) -> WeightOrigin:
-        """Returns the origin of a constant's value."""
+        """Returns the origin of a constant: its value, its parameters and the program that computes it."""
         value, behind = self.value(node), self.behind(node)
         leaves = [n for n in behind if n.op == "get_attr"]
         names = tuple(str(n.target) for n in self._inputs(leaves))
@@ -157,7 +157,7 @@ def _same_memory(one: Tensor, other: Any) -> bool:
 
 
 def common_owner(names: Iterable[str]) -> str:
-    """Returns the path of the innermost module that holds all the named tensors; "" is the model itself."""
+    """Returns the path of the innermost module that contains all named tensors; "" is the model itself."""
     paths = [name.split(".")[:-1] for name in names]
     common: list[str] = []
     for parts in zip(*paths, strict=False):

@@ -94,7 +94,7 @@ def _sets(hook: Any) -> str:
 
 
 def _take_hooks(new: Any, hooks: Mapping[str, Any]) -> None:
-    """Makes the hooks of `new` its programs."""
+    """Turns the hooks of `new` that compute tensors into its programs."""
     new._forward_pre_hooks = type(new._forward_pre_hooks)(
         {key: hook for key, hook in new._forward_pre_hooks.items() if hook not in hooks.values()}
     )

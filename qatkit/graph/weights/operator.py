@@ -1,7 +1,7 @@
 """Builds the operator for a weight: its type, its place in the model and the names of its parameters.
 
-If nothing else is called in the module that holds the weight, the operator replaces that module, and the parameters
-keep their names. Otherwise it becomes a child, named by the function's site ("attn.linear").
+If nothing else is called in the module that has the weight, the operator replaces this module, and the parameters
+keep their names. Otherwise the operator becomes a child, named by the function's site ("attn.linear").
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Kind = type[nn.Conv1d] | type[nn.Conv2d] | type[nn.Conv3d] | type[nn.Linear]
 
 
 class OperatorBuilder:
-    """A builder of the operators of one graph; equal computations of the same tensors share one program."""
+    """A builder of operators for one graph; equal computations of the same tensors share one program."""
 
     def __init__(self, constants: Constants) -> None:
         self.constants, self.graph_module = constants, constants.graph_module

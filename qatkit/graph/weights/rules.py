@@ -74,7 +74,7 @@ def _linear(builder: OperatorBuilder, node: fx.Node) -> str | None:
 def _linear_call(
     builder: OperatorBuilder, node: fx.Node, x: fx.Node, weight: fx.Node, bias: fx.Node | None = None
 ) -> None:
-    """Replaces `node` by a Linear, including the constant that is added right after it."""
+    """Replaces `node` by a Linear; a constant that is added right after it becomes its bias."""
     last = node
     if bias is None:
         last, bias = _added(builder, node, len(builder.constants.value(weight)))

@@ -129,7 +129,7 @@ def _interleave(node: fx.Node, y: fx.Node, stride: Sequence[int], channels: int)
 def _cut(
     node: fx.Node, y: fx.Node, begin: Sequence[int], sizes: Sequence[int], made: Sequence[int]
 ) -> fx.Node:
-    """Cuts each axis to the part that the transposed convolution outputs."""
+    """Cuts each axis of `y` to the part that is the output of the transposed convolution."""
     if list(sizes) == list(made) and not any(begin):
         return y
     # Ends are counted from the back, which is correct for inputs of any size.
