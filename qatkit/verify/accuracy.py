@@ -25,9 +25,8 @@ from qatkit_verify.session import FloatArray, run_outputs, session_file
 if TYPE_CHECKING:
     from torch import nn
 
-# A function from normalised images [N, C, H, W], or other model inputs (`qatkit_verify.feeds`), to the part of all
-# outputs that the task judges, [N, ...] (`Task.joined`). Files and modules are both reduced to such a
-# function.
+# A function from normalised images [N, C, H, W], or other model inputs (`qatkit_verify.feeds`), to the part
+# of all outputs that the task judges, [N, ...] (`Task.joined`). There is one for each file or module.
 Predictor = Callable[[Any], FloatArray]
 
 _VALUES = 4 * 3 * 224 * 224  # maximum number of input values of the images that run together
@@ -67,7 +66,7 @@ def module_accuracy(
     """Returns the scores of a PyTorch module (the simulation, the float model), in eval mode on its device.
 
     Args:
-        module: a module, or what `predictor` returned for one.
+        module: a module, or a predictor.
         batches: the batches, (images, targets).
         progress: whether to show a progress bar.
         name: the module's name in messages; its type by default.

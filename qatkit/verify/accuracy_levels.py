@@ -4,7 +4,8 @@
     cost        the main metric with labels, else the share of changed decisions, on calibration samples
 
 Level 4 pays off if even the slowest tenth of the rounds is faster and the cost is within a bound: the metric
-may be worse by a factor of 1 + `_WORSE`. Without labels, a share `_CHANGED` of the decisions may change.
+may be worse by a share `_WORSE` of its value. Without labels, a share `_CHANGED` of the decisions may
+change.
 """
 
 from __future__ import annotations

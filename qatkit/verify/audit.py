@@ -69,8 +69,8 @@ def audit(
 
     Args:
         int8_path: the INT8 QDQ file.
-        options: session config entries of the backend.
-        threads: intra-op threads.
+        options: the backend's session config entries.
+        threads: the number of intra-op threads.
         allow_float: names or globs of operators that are float on purpose: node names of the file, or module
             paths above them ("encoder.layers.*.mlp"). They are listed, but not as problems.
         input_shape: [N, C, H, W], or a batch by input name; by default the file's own shapes, with 1 for a
@@ -136,7 +136,7 @@ class Origin:
                 self._by_weight.setdefault(weight.name, []).append(node)
 
     def find(self, node: ir.Node, weight: Weight | None) -> ir.Node | None:
-        """Returns the operator with the same name (without suffixes of fusions), output or weight, or None."""
+        """Returns the operator with the same name (without fusion suffixes), output or weight; else None."""
         names = [str(node.name).removeprefix("fused ")]
         while (shorter := _FUSED_SUFFIX.sub("", names[-1])) != names[-1]:
             names.append(shorter)
@@ -332,7 +332,7 @@ def _runtime_dequantize(graph: ir.Graph) -> Iterable[RuntimeDequantize]:
 
 
 def readers_past_shapes(value: ir.Value) -> list[tuple[ir.Node, ir.Value]]:
-    """Returns the operators that read `value`, past shape operators, each with the value that it reads."""
+    """Returns the operators that read `value`, also through shape operators, with the values they read."""
     found = []
     for reader in value.consumers():
         if reader.op_type in shape_ops():

@@ -60,7 +60,7 @@ class OnnxDecoder:
         return logits, present
 
     def greedy(self, tokens: Array, count: int) -> tuple[list[int], float]:
-        """Continues `tokens` [1, T] with the likeliest token `count` times; returns them and seconds per token."""
+        """Continues `tokens` [1, T] by the `count` likeliest tokens; returns them and the seconds per token."""
         logits, past = self.run(tokens, self.empty(1))
         made = [int(logits[0, -1].argmax())]
         start = time.perf_counter()
@@ -113,7 +113,7 @@ class Levels:
 
     @property
     def pays(self) -> bool:
-        """Returns whether level 4 is faster beyond the spread of the rounds, with at most `RISE` of perplexity."""
+        """Returns whether level 4 is faster beyond the rounds' spread, and perplexity rises by at most `RISE`."""
         before, now = self.perplexity
         return self.ratio_low > _FASTER and now <= (1 + RISE) * before
 

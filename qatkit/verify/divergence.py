@@ -61,8 +61,8 @@ def first_divergence(
             file's QuantizeLinear outputs. Shapes may differ by a reshape.
         output: the module's output and the size of its step. The file's output is then compared too, as the
             last tensor.
-        options: session config entries of the backend.
-        threads: intra-op threads.
+        options: the backend's session config entries.
+        threads: the number of intra-op threads.
 
     Raises:
         ConfigError: a recorded tensor is not integer or has another number of elements, or the file has none
@@ -101,8 +101,8 @@ def optimizer_divergence(
     Args:
         path: any ONNX file, with a dynamic batch or the batch size of `images`.
         images: images [N, C, H, W], or a batch of the file's inputs in any form.
-        options: session config entries of the backend.
-        threads: intra-op threads.
+        options: the backend's session config entries.
+        threads: the number of intra-op threads.
     """
     source = ir.load(str(path))
     tries: list[Divergence] = []
@@ -139,8 +139,8 @@ def dequantized(
         path: the file, with a dynamic batch or the batch size of `images`.
         names: the names of QuantizeLinear outputs.
         images: images [N, C, H, W], or a batch of the file's inputs in any form.
-        options: session config entries of the backend.
-        threads: intra-op threads.
+        options: the backend's session config entries.
+        threads: the number of intra-op threads.
     """
     model = ir.load(str(path))
     quantized = [value for node in model.graph for value in node.outputs if value.name in names]
@@ -150,7 +150,7 @@ def dequantized(
 
 
 def _dequantized(graph: ir.Graph, value: ir.Value) -> str | None:
-    """Returns the name of a quantized tensor's dequantized values; adds their node if a Pad comes first."""
+    """Returns the name of the tensor that dequantizes `value`; adds a node for it if a Pad comes first."""
     direct = [node for node in value.consumers() if node.op_type == "DequantizeLinear"]
     if direct:
         return str(direct[0].outputs[0].name)
@@ -179,7 +179,7 @@ def disagreeing(
     path: str | Path,
     task: Task = CLASSIFICATION,
 ) -> Any:
-    """Returns images [N, C, H, W] that `reference` and one of `others` decide differently, to feed `path`.
+    """Returns images [N, C, H, W] that `reference` and one of `others` decide differently, as inputs of `path`.
 
     There are `IMAGES` images, or as many as the file takes at a time; if fewer differ, the first other images
     fill the batch. For a file with several inputs, the result is the first whole batch with a difference, by
@@ -262,7 +262,10 @@ def _comparable(names: Sequence[str], values: Tensors, source: ir.Model) -> list
 
 
 def judged(found: Divergence, model: ir.Model) -> Divergence:
-    """Returns `found` with the first tensor beyond the tolerance, and the operator of that or `closest`."""
+    """Returns `found` with the first tensor beyond the tolerance, and with an operator.
+
+    The operator computes that tensor or, if there is none, the first tensor that differs at all.
+    """
     found = replace(found, first=next((t for t in found.tensors if t.max_steps > found.tolerance), None))
     name = closest(found).first
     return found if name is None else replace(found, operator=operator_of(model, name.name))

@@ -4,8 +4,8 @@
                         compared          compared
     int8    start ─> step 0 ─ state ─> step 1 ─ state ─> ...
 
-There are figures for the first 10, 100, 1,000, ... steps of all sequences, and for all steps. They get worse if
-an error accumulates, and stay the same if the model forgets it.
+There are figures for the first 10, 100, 1,000, ... steps of all sequences, and for all steps. They get worse
+if an error accumulates, and stay the same if the model forgets it.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def drift(
 def _steps(
     exact: FreeRun, found: FreeRun, sequences: Iterable[StepSequence]
 ) -> Iterator[tuple[tuple[int, list[Array], list[Array]], tuple[None]]]:
-    """Yields each step's number in its sequence with the outputs of both files, paired with (None,)."""
+    """Yields each step's number in its sequence with the outputs of both files, as a batch without labels."""
     for sequence in sequences:
         exact.begin(sequence.start)
         found.begin(sequence.start)

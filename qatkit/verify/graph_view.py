@@ -23,7 +23,7 @@ from qatkit_verify.errors import ConfigError
 
 @lookup
 def shape_ops() -> frozenset[str]:
-    """Returns the operators that move values without computing, so that a weight stays the same weight."""
+    """Returns the operators that only move values, so that a weight is still the same weight after them."""
     return onnx_operators([operator("shape")]) | {"Identity", "Cast"}
 
 

@@ -1,8 +1,8 @@
 """Finds the nodes of an optimized graph that multiply uint8 by int8, and says why some are not emulated.
 
 DynamicQuantizeLSTM and QAttention saturate as matrix products do, along the inputs of their weights, but they
-compute further steps around these products. So only their weights are judged. ConvInteger and
-MatMulNBits are exact.
+compute further steps around these products. So only their weights are judged. ConvInteger and MatMulNBits are
+exact.
 """
 
 from __future__ import annotations

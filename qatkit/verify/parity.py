@@ -77,7 +77,9 @@ def file_parity(
     threads: int = 2,
     task: Task = CLASSIFICATION,
 ) -> Parity:
-    """Compares a file that has no PyTorch module with itself without optimizations, and with the float file.
+    """Compares a file with optimizations with the file as written, and with the float file.
+
+    It is for a file that was not made from a PyTorch module.
 
     Args:
         float_path: the file from which `quantized_path` was made.
@@ -198,7 +200,7 @@ def _some(images: int) -> None:
 def _worst(
     graph: ir.Graph, outputs: Sequence[Output], whose: str, judged: Sequence[Output] | None = None
 ) -> tuple[int, float, str]:
-    """Returns the index of the output that is farthest off, a float one if any, its step, and a text on it."""
+    """Returns the index of the farthest output (a float one if any), its step, and a text on the step."""
     floats = [i for i, one in enumerate(outputs) if one.floats] or list(range(len(outputs)))
     steps = {i: _step(graph.outputs[i], outputs[i], whose) for i in floats}
 

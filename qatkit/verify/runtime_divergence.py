@@ -75,9 +75,9 @@ def runtime_divergence(
 
 
 def _halved(tensors: Sequence[Callable[[], TensorParity]]) -> tuple[list[TensorParity], TensorParity | None]:
-    """Finds the first tensor that is off by bisection; returns the inspected tensors, in order, and that one.
+    """Finds, by bisection, the first tensor that is off; returns the inspected tensors, in order, and that one.
 
-    It assumes that every tensor after one that is off is off too.
+    It assumes that all tensors after it are off too.
     """
     seen = dict[int, TensorParity]()
     low, high = 0, len(tensors)

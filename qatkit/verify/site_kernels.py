@@ -1,7 +1,6 @@
 """Maps the kernels that ONNX Runtime runs for a file to the modules that they belong to, or to a border.
 
-A border is where a tensor changes its type or its memory layout: kernels that quantize, dequantize and
-reorder.
+A border changes the type or the memory layout of a tensor. Its kernels quantize, dequantize or reorder.
 """
 
 from __future__ import annotations

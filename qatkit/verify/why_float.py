@@ -170,7 +170,7 @@ def _input_reason(node: ir.Node, found: Weight) -> str:
 
 
 def _int8_reason(node: ir.Node, options: Mapping[str, str]) -> str:
-    """Returns the reason for int8 activations on x86, which become uint8 only if they have one reader."""
+    """Returns the reason if an input is int8 on x86: it becomes uint8 only if it has a single reader."""
     makers = (made_by(value, "DequantizeLinear") for value in activations(node))
     kinds = [quantized_type(maker) for maker in makers if maker is not None]
     if ir.DataType.INT8 in kinds and options.get("session.qdqisint8allowed") != "1":
@@ -179,7 +179,7 @@ def _int8_reason(node: ir.Node, options: Mapping[str, str]) -> str:
 
 
 def _bias_reason(node: ir.Node, found: Weight, became: str) -> str:
-    """Returns the reason for a float bias without a quantized output, or (Conv) a wrong scale of the bias."""
+    """Returns the reason if it is a float bias without a quantized output, or a Conv's wrong bias scale."""
     after = node.outputs[0].consumers()
     quantized = any(reader.op_type == "QuantizeLinear" for reader in after)
     if node.op_type == "MatMul":

@@ -71,7 +71,7 @@ class Counted:
     """A counter of correct answers, updated batch by batch.
 
     Attributes:
-        images: number of images seen so far.
+        images: the number of images seen so far.
     """
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ _LONGEST_CAUSE = 400
 
 
 class ConfigError(ValueError):
-    """A key or file whose value cannot be used: "key=value: expected ..." or "key=value: reason".
+    """Raised for a key or file whose value cannot be used: "key=value: expected ..." or "key=value: reason".
 
     Args:
         key: the key of the configuration, or a word for what was given ("bundle").

@@ -72,7 +72,7 @@ def int8_operators(
 
     Args:
         path: an ONNX file.
-        options: session config entries of the backend.
+        options: the backend's session config entries.
         signed: whether to return the int8 x int8 operators instead.
 
     Raises:

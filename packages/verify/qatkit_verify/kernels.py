@@ -81,8 +81,8 @@ def executed(
 
     Args:
         path: an ONNX file.
-        options: session config entries of the backend.
-        threads: intra-op threads.
+        options: the backend's session config entries.
+        threads: the number of intra-op threads.
         given: a batch by input name, for files with dynamic shapes; None: noise.
         images: number of images in the batch.
 

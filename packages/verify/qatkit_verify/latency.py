@@ -60,7 +60,7 @@ def latency(
         threads: the number of intra-op threads.
         runs: the number of timed rounds.
         seed: the seed of the noise.
-        options: session config entries of the backend, for every file.
+        options: the backend's session config entries, for every file.
 
     Returns:
         `Latency` by name, in the order of `files`.

@@ -278,7 +278,7 @@ _LATER = frozenset({"upright", "fit", "pad_value", "align", "channel_order", "la
 
 
 def _of_channels(image: NDArray[Any], channels: int) -> Pixels:
-    """Returns uint8 [H, W, channels]: grey is repeated, and colour is turned grey where needed."""
+    """Returns uint8 [H, W, channels]: grey is repeated, and colour is converted to grey where needed."""
     pixels = image[..., None] if image.ndim == 2 else image
     if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] not in (1, 3) or 0 in pixels.shape:
         raise ConfigError(

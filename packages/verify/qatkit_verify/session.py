@@ -45,7 +45,7 @@ def session_options(options: Mapping[str, str] | None = None) -> dict[str, str]:
 
 _LOADING = re.compile(r"\[ONNXRuntimeError\] : \d+ : \w+ : Load model from .*? failed:")
 _DEFAULTS = {"arena": True}
-_LIBRARIES: dict[str, None] = {}  # of custom operators, in the order in which they were named
+_LIBRARIES: dict[str, None] = {}  # libraries of custom operators, in the order of `use_library` calls
 _BESIDE = "session.optimized_model_external_initializers_file_name"
 
 
@@ -103,7 +103,7 @@ def open_session(
         return ort.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"], **left_out)
     except Exception as error:  # ONNX Runtime's exceptions have no public common base
         full = None if optimized_path is None else no_room(Path(optimized_path))
-        if full is not None:  # the disk was full
+        if full is not None:  # the optimized graph could not be written
             raise full from error
         reason = f"ONNX Runtime {ort.__version__} can't load it: {refusal(error)}"
         raise ConfigError("onnx file", path, reason=reason) from error

@@ -5,8 +5,8 @@
 
 Only the command line handles signals (`served`): a library must not take an application's signals, nor those
 for which a cluster's launcher has handlers already. Safe points check `wanted`, so that a signal is not lost
-if someone swallowed its exception. Files are whole or absent at any moment (`qatkit_verify.files`), so
-stopping anywhere is safe. Only training waits, since its current step can be kept. This module needs no
+if other code caught its exception. Files are complete or absent at any moment (`qatkit_verify.files`), so
+stopping anywhere is safe. Only training waits, since its current step can be kept. This module does not need
 torch.
 """
 
@@ -100,8 +100,7 @@ def check(where: str = "") -> None:
 def wait(waits: bool) -> None:
     """Sets whether signals wait for `check` from now on.
 
-    Lightning puts a handler of its own in front of ours, which ends training without a checkpoint, so ours is
-    restored.
+    Lightning replaces our handler by its own, which ends training without a checkpoint. So ours is restored.
     """
     _State.waits = waits and serving()
     if _State.waits:

@@ -13,7 +13,7 @@ from qatkit.verify.checks.requested import RequestedSettings
 
 
 def dynamic_line(results: Results) -> str:
-    """Returns a comparison with the dynamic file, and the bounds it would have missed; "" without one."""
+    """Returns a comparison with the dynamic file, and the bounds it would have missed; "" if there is none."""
     found, metric = results.measured.get(DYNAMIC), results.task.main
     if found is None:
         return ""

@@ -91,7 +91,7 @@ def _kept(results: Results, found: Mapping[str, Fidelity]) -> Results:
 
 
 def _broken(bounds: dict[str, float], found: Fidelity, results: Results) -> dict[str, str]:
-    """Returns the measured values that miss their bounds as text, by the key of the bound."""
+    """Returns, as text, the measured values that miss their bounds, by the key of the bound."""
     told, label, task = {}, results.label, results.task
     free = results.fidelity.get(FREE)
     decided, over = (found, task.samples) if free is None else (free, "steps, each file with its own states")

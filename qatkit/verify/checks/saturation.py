@@ -154,7 +154,7 @@ def _causes(key: str, found: Mapping[str, Any], results: Results) -> bool:
 
 
 def saturation_lines(found: Mapping[str, Any], task: TaskNames = NAMES) -> list[str]:
-    """Describes which operators saturate, how large the error of their outputs is, and how the answers change."""
+    """Describes which operators saturate, the error of their outputs, and the effect on the answers."""
     layers = found["layers"]
     open_ones = [name for name, one in layers.items() if one["can_saturate"]]
     proven, others = len(layers) - len(open_ones), found["others"]

@@ -12,7 +12,7 @@
     tolerance_other    float: number of steps by which another runtime may differ, since it rounds elsewhere
 
 ONNX Runtime's answers with and without optimizations may differ (float residual streams of transformers).
-So its tolerance is one step more than twice that difference.
+The tolerance for ONNX Runtime is therefore one step more than twice that difference.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Golden:
 
 @dataclass(frozen=True)
 class Away:
-    """The distance from the golden answers: the largest one in steps, and the number of equal decisions."""
+    """The distance from the golden answers: the largest difference in steps, and how many decisions agree."""
 
     steps: float
     same: int

@@ -108,7 +108,7 @@ def _runtime(manifest: Manifest) -> dict[str, Any]:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Reads the manifest, without looking at the files.
+    """Reads the manifest, without checking the files.
 
     Raises:
         ConfigError: the manifest does not exist, is damaged, or has a newer format.
@@ -186,7 +186,7 @@ def check_files(folder: Path, manifest: Manifest) -> int:
         The total number of bytes.
 
     Raises:
-        ConfigError: a file is missing, differs, is a link, or is not listed; the message names the first such files.
+        ConfigError: a file is missing, differs, is a link, or is not listed; the message names the first ones.
     """
     wrong = [*_wrong(folder, manifest.files), *_unlisted(folder, manifest.files)]
     if wrong:
@@ -215,7 +215,7 @@ def _unlisted(folder: Path, files: Iterable[Entry]) -> Iterable[str]:
 
 
 def entry(folder: Path, name: str) -> Entry:
-    """Returns the entry for the present content of a file."""
+    """Returns the entry for the current content of a file."""
     path = folder / name
     return Entry(name, path.stat().st_size, sha256(path))
 

@@ -1,4 +1,4 @@
-"""Writes and checks manifest.sig: an Ed25519 signature (RFC 8032) of manifest.json, which has the digests of all files.
+"""Writes and checks manifest.sig: an Ed25519 signature (RFC 8032) of manifest.json with all digests in it.
 
     openssl genpkey -algorithm ed25519 -out key.pem        # signs: keep it private
     openssl pkey -in key.pem -pubout -out public.pem       # checks: give it to recipients
@@ -57,8 +57,8 @@ def check_signature(folder: Path, signer: str | None, public: str | Path | None)
     Args:
         folder: the folder of the bundle.
         signer: the public key that the manifest names; None for an unsigned bundle.
-        public: a PEM file of the trusted key. If it is None, the key of the manifest checks the signature.
-            This proves that nobody without that key changed the bundle, but not whose key it is.
+        public: a PEM file of the trusted key. If it is None, the key that the manifest names is used. This
+            proves that nobody without that key changed the bundle, but not whose key it is.
 
     Returns:
         A description of the signature for the user.

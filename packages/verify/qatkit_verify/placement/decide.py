@@ -40,7 +40,7 @@ def fastest(times: Times, lead: float = 1) -> str:
 
 
 def noise(times: Times) -> float:
-    """Returns the median over the files of how much a file's ratio to the table varies between sessions."""
+    """Returns how much a file's ratio to the table varies between sessions, as the median of all files."""
     return median(_spread(_over(times, name)) for name in times if name != TABLE)
 
 

@@ -35,7 +35,7 @@ _SESSIONS, _RUNS = 3, 40
 
 @dataclass(frozen=True)
 class Variant:
-    """A file of the folder, and what distinguishes it from the others."""
+    """A file of the folder, with its digest and its sites."""
 
     file: str
     sha256: str

@@ -8,7 +8,7 @@ Two signs reveal such work:
 
 - threads that were ready to run and had no core (`waiting`);
 - a session in which all files take longer than in another: the clock went down, or another virtual machine
-  on the same host has a core.
+  on the same host uses a core.
 
 Such a session is repeated, up to a limit. If too few are quiet, all sessions count, and a file has to be
 faster in each, quiet or not. If none is quiet, only a lead that no busy core explains is accepted.
@@ -29,7 +29,7 @@ _WAITED = 0.05  # maximum time of waiting, relative to the time that threads ran
 _SLOWER = (
     1.15  # maximum time relative to the best session (median of files); the place of weights can cause 1.07
 )
-_MOST = 2  # maximum sessions as a multiple of the requested ones
+_MOST = 2  # maximum number of sessions, as a multiple of the requested number
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ class Placed:
         sites: the differences from the backend's table.
         files: the files that competed.
         chosen: the name of the chosen file.
-        noise: how much a file's ratio to the table varies between sessions, as a share; median of the files.
+        noise: the variation of a file's ratio to the table between sessions, as a share; median of the files.
         costs: the predicted additional milliseconds of each differing site if it were as in the table.
         quiet: whether the machine did nothing else in at least one session. If not, only a lead that no busy
             core explains was accepted.

@@ -36,7 +36,7 @@ from qatkit_verify.feeds import Array
 from qatkit_verify.foreign import described
 from qatkit_verify.latency import WARMUP, rounds
 
-_TURN = 5  # runs
+_TURN = 5  # runs per turn
 Times = dict[str, NDArray[np.float64]]  # milliseconds, by file
 
 
