@@ -68,10 +68,11 @@ def sum_of(function: Any) -> Rule:
         for a, b in zip(*map(w.parts, given), strict=True):
             without = [one for one, part in zip(given, (a, b), strict=True) if not isinstance(part, fx.Node)]
             having = [one for one, part in zip(given, (a, b), strict=True) if isinstance(part, fx.Node)]
-            other = without[0] if len(without) == 1 else None
-            if isinstance(other, fx.Node) and having[0].meta.get("shape") != node.meta.get("shape"):
+            shaped = w.parts(without[0]) if len(without) == 1 else ()
+            other = next((part for part in shaped if isinstance(part, fx.Node)), None)
+            if other is not None and having[0].meta.get("shape") != node.meta.get("shape"):
                 # The part that exists is smaller than the result: zeros of the other operand's shape broadcast it.
-                zeros = w.call(torch.zeros_like, next(p for p in w.parts(other) if isinstance(p, fx.Node)))
+                zeros = w.call(torch.zeros_like, other)
                 whole = (part if isinstance(part, fx.Node) else zeros for part in (a, b))
                 made.append(w.call(function, *whole))
             else:
