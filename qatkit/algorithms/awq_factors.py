@@ -55,7 +55,7 @@ def scale(settings: AWQ, graph_module: fx.GraphModule, inputs: Iterable[Example]
 
 
 def scalable(graph_module: fx.GraphModule) -> tuple[list[ScalableOperator], list[tuple[str, str]]]:
-    """Returns sources with a reader whose weight is quantized, and (site, reason) of the others."""
+    """Returns the sources that have a reader with a quantized weight, and (site, reason) of the other sources."""
     return chosen_sources(graph_module, lambda reader: weight_quantizer(reader.node) is not None, "scaled")
 
 

@@ -39,7 +39,7 @@ def correct(settings: BiasCorrection, graph_module: fx.GraphModule, inputs: Iter
 
 
 def targets(graph_module: fx.GraphModule) -> tuple[dict[str, QATOperator], list[tuple[str, str]]]:
-    """Returns the operators that can be corrected, by site, and (site, reason) of the other quantized ones."""
+    """Returns the operators that can be corrected, by site, and (site, reason) of the other quantized operators."""
     return sorted_out(graph_module, _why_not)
 
 

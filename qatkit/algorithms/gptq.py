@@ -1,8 +1,8 @@
 """GPTQ: weights rounded column by column, each column's error compensated by the columns that still follow.
 
 For a row w of a weight, rounded to w', the mean squared error of the output is (w - w')·H·(w - w'), with H
-the second moments of the operator's inputs. When column i is rounded, the change of the others that minimizes
-the form is
+the second moments of the operator's inputs. When column i is rounded, the following change of the other columns
+minimizes the error:
 
     w ← w - (w_i - w'_i) / U_ii · U_i        U: upper Cholesky factor of H⁻¹
 

@@ -58,12 +58,12 @@ def searched(weight: Tensor, importance: Tensor, spec: QuantSpec) -> tuple[Tenso
 
 
 def fitted(wanted: Tensor, form: Tensor, integers: Tensor, scale: Tensor, spec: QuantSpec) -> Tensor:
-    """Returns the scales, of the shape of `scale`, that leave the least error with these integers.
+    """Returns the scales, in the shape of `scale`, with which these integers have the least error.
 
-    A row keeps its scales where new ones, as stored in the file, are no better.
+    A row keeps its scales if new scales, as stored in the file, are no better.
 
     Args:
-        wanted: the weight that the integers represent, [groups, rows, inputs].
+        wanted: the float weight that the integers represent, [groups, rows, inputs].
         form: the second moments or covariance of the inputs, [groups, inputs, inputs], positive.
         integers: the integers, [groups, rows, inputs].
         scale: the current scales, [groups · rows] or in blocks [groups · rows, blocks]; a single scale for the tensor

@@ -50,7 +50,7 @@ def cut_islands(
         model: the model with shapes inferred; changed in place.
         fixed: values of inputs that are constants.
         unsupported: the reasons why the table of operators refuses nodes, by first output of the node.
-        any_batch: whether the file takes one image per run, but the module several.
+        any_batch: whether the module takes several images per run although the file takes one.
 
     Returns:
         The regions.

@@ -1,7 +1,7 @@
 """Finds the region of a prepared or converted graph that computes a tensor of the file.
 
-The search passes through nodes of the file that the graph lacks: those that became part of a range (Relu) or of weights
-(a BatchNormalization, a layer scale), and those that only move values.
+The search passes through nodes of the file that the graph lacks, because they became part of a range (Relu) or of
+weights (a BatchNormalization, a layer scale), and through nodes that only move values.
 """
 
 from __future__ import annotations

@@ -63,7 +63,8 @@ _NORM = {"Sub", "ReduceMean"}
 def write_back(model: ImportedModel, converted: fx.GraphModule, path: Path) -> None:
     """Writes the file of `model` to `path` with the integers of its converted module, atomically.
 
-    Nodes, names, inputs, outputs, metadata and doc strings stay, and so does the opset unless pairs need a higher one.
+    Nodes, names, inputs, outputs, metadata and doc strings do not change, nor does the opset unless pairs need a higher
+    one.
     An input that was fixed becomes a constant, and an If with a constant condition becomes the branch that it takes. In
     any other If, the branch that the example does not take stays float. The nodes of an `Island` stay as they are.
 
@@ -156,7 +157,7 @@ class _Writer:
         return [module_of(node) for node in nodes if node.op == "call_module"]
 
     def _branch(self, step: Step) -> None:
-        """Writes packed weights and those of recurrent nodes in the branches of an If that the input chooses."""
+        """Writes the packed weights and the weights of recurrent nodes in the branches of an If."""
         for node in self.regions.nodes.get(region_of(step), ()):
             module = module_of(node) if node.op == "call_module" else None
             inner = self.regions.steps[self.regions.part[node]]

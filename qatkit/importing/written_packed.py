@@ -236,7 +236,7 @@ class PackedWeights:
     def _becomes(
         self, node: ir.Node, kind: str, given: Sequence[ir.Value | None], settings: dict[str, int]
     ) -> None:
-        """Changes the operator, inputs and attributes of a node; its output stays."""
+        """Changes the operator, inputs and attributes of a node, but not its output."""
         node.op_type = kind
         node.attributes.clear()
         for name, number in settings.items():

@@ -1,6 +1,6 @@
 """Backends as data: how each target quantizes each operator class. Placement does not depend on a backend's name.
 
-A new one takes a `Backend` here and a file under conf/backend that names it. The reasons for the tables are in
+A new backend needs a `Backend` here and a file under conf/backend that names it. The reasons for the tables are in
 docs/onnxruntime-qdq.md.
 """
 

@@ -35,7 +35,7 @@ class Computed(nn.Module):
     leaves: dict[str, tuple[str, ...]]
 
     def program(self, name: str) -> nn.Module | None:
-        """Returns the module that computes "weight" or "bias"; None where that is a parameter or missing."""
+        """Returns the module that computes "weight" or "bias"; None if this is a parameter or missing."""
         # A ModuleDict, or a plain Module in a graph's own hierarchy.
         parametrized = self._modules.get("parametrizations")
         given = None if parametrized is None else parametrized._modules.get(name)

@@ -12,7 +12,7 @@ is a subclass that returns the wanted scale (`settle`, `wanted_scale`). The sett
 
 A ReLU or ReLU6 before the edge is absorbed as the edge's `bounds`: quantizing to a range that starts at zero
 implements the activation. This holds in the simulation (one pass less forward and backward) and in the
-exported file (where ONNX Runtime wants no activation between an operator and its QuantizeLinear).
+exported file (where ONNX Runtime's int8 kernels need an operator to be followed by its QuantizeLinear directly).
 """
 
 from __future__ import annotations
@@ -107,9 +107,9 @@ class FakeQuantize(Quantizer):
             open end.
 
     Attributes:
-        scale, zero_point: rank 0, float32 and int32, as in the exported file.
+        scale, zero_point: the current scale and zero point, rank 0, float32 and int32, as in the exported file.
         observing: whether the next forward passes update the range.
-        range_limits: [2], the ends to which ranges are cut, since no reader distinguishes values beyond them
+        range_limits: the ends to which ranges are cut, [2], since no reader distinguishes values beyond them
             (`qatkit.calibration.limits`); None if there are none.
         features: number of values of the tensor for one image.
     """

@@ -46,6 +46,12 @@ def avoid_overflow(
     step is 2⁻³⁰ of the bias, so that the error of a result is a few times its float32 rounding error
     (docs/decisions/0078).
 
+    Args:
+        scale: the scales of the weight, [] or [out].
+        bias: the float bias, [out].
+        input_scale: the scale of the operator's input, [].
+        spec: spec of the weight.
+
     Returns:
         The scales, and bool [out], true for channels with a raised scale; None if there are none.
     """

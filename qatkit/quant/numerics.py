@@ -284,6 +284,12 @@ def mse_clip(w: Tensor, spec: QuantSpec, *, least: float = 0.4, steps: int = 31)
     Below `least`, 2-bit weights have an even smaller error, but clipped weights have no gradient, so that
     training gets worse.
 
+    Args:
+        w: the weight, [out, ...].
+        spec: spec of the weight.
+        least: the smallest share.
+        steps: the number of shares that are tried.
+
     Returns:
         For each scale one of `steps` factors from 1 to `least`, in the scales' shape.
     """

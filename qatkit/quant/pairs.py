@@ -33,7 +33,7 @@ def least_scale(weight: Tensor, *, per_channel: bool) -> Tensor:
     """Returns the smallest scale at which no pair of `weight`, rounded to the nearest, exceeds the limit.
 
     Args:
-        weight: [out, in / groups, ...], the weight of a convolution or a Linear.
+        weight: the weight of a convolution or a Linear, [out, in / groups, ...].
         per_channel: whether each output channel has its own scale.
 
     Returns:

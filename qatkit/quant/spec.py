@@ -107,13 +107,13 @@ class QuantSpec:
         granularity: which elements share a scale; an activation has one scale.
         reduce_range: whether the type loses one bit (0..127, -64..63). On x86 without VNNI the int8 kernels add
             pairs of products in 16 bits and may saturate; with 7-bit weights they cannot.
-        pairs: for weights: whether scales are chosen so that no pair of products can saturate in such a kernel, with
-            any activations (`qatkit.quant.pairs`), as with `backend.reduce_range=auto`. Asymmetric weights that
+        pairs: whether the scales of a weight are chosen so that no pair of products can saturate in such a kernel,
+            with any activations (`qatkit.quant.pairs`), as with `backend.reduce_range=auto`. Asymmetric weights that
             `may_saturate` are refused.
-        scale_dtype: for weights: the type in `SCALE_TYPES` that holds the scales.
+        scale_dtype: the type in `SCALE_TYPES` that holds the scales of a weight.
         scale_type: the values that scales may have: "float" (any), or for integers only "pow2" (powers of
             two), "float16" (numbers of float16) or "int16" (15-bit integers times powers of two).
-        bias_dtype: for weights: the type in `BIAS_TYPES` that holds the bias of the operator.
+        bias_dtype: the type in `BIAS_TYPES` that holds the bias of a weight's operator.
     """
 
     dtype: str = "uint8"

@@ -58,8 +58,8 @@ class WeightFakeQuantize(WeightQuantizerState):
     """Fake quantization of a weight; scale and zero point follow the weight's range at each step.
 
     The bias is quantized with it, as it will be in the file (`qatkit.quant.bias_types`). Integers are counted
-    from the zero point, so that their product with the scale is the weight; those of the file (`integers`)
-    are not.
+    from the zero point, so that their product with the scale is the weight. The integers in the file
+    (`integers`) are not.
 
     Args:
         spec: spec of the weight. A symmetric spec of a signed type has no zero point (0), which most of ONNX Runtime's
@@ -258,7 +258,7 @@ class WeightFakeQuantize(WeightQuantizerState):
         """Returns the integers that the file will hold for a float weight and bias [out].
 
         Args:
-            weight, bias: as inference uses them, with a BatchNorm folded in.
+            weight, bias: weight and bias as inference uses them, with a BatchNorm folded in.
             input_scale: scale [] of the operator's input.
         """
         scale, raised, lost = self.scale(weight), None, 0.0

@@ -68,7 +68,7 @@ def changeable(
     Args:
         graph_module: the prepared graph.
         what: the words for what stays unchanged in the other operators.
-        tables: whether a weight may also be that of an Embedding (`tied_tables`).
+        tables: whether a weight may also be the table of an Embedding (`tied_tables`).
     """
     tied = tied_tables(graph_module) if tables else {}
 

@@ -24,7 +24,7 @@ class Node:
         attributes: attributes by name, as Python numbers, strings, lists and NumPy arrays.
         inputs, outputs: names of its tensors; "" for omitted ones.
         ranks: the ranks of its inputs; None if shape inference does not know them.
-        any_batch: whether the file takes one image per run, but the module several.
+        any_batch: whether the module takes several images per run although the file takes one.
     """
 
     name: str

@@ -43,7 +43,7 @@ class Oscillation(nn.Module):
         kind: the type that holds integers counted from the zero point (`QuantSpec.counted`).
 
     Attributes:
-        seen: rank 0, true once there are integers of an earlier step.
+        seen: whether there are integers of an earlier step, rank 0.
         whole: the integers of the last step, of type `kind`; for frozen weights, the frozen integers.
         direction: int8, the direction of the last move: -1, 0 or 1.
         frequency, average: float32, moving averages of oscillation and of the integers.

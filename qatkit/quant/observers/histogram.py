@@ -4,12 +4,12 @@ Bins are [g·w, (g+1)·w) for integers g. The width w is the smallest power of t
 of bins covers everything seen, so zero is always an edge. When the range grows, w doubles and bins are joined
 in pairs (floor(floor(x/w)/2) = floor(x/2w)). No count is lost or split, and the result is the same as if the
 final width had been known from the start. Width and first bin follow from the smallest and largest value. The
-state is thus the counts and these two values, it does not depend on the order of batches, and histograms of
+state is thus the counts and these two values. It does not depend on the order of batches, and histograms of
 several processes add up exactly.
 
-The extremes are those of all values. All values of a small tensor are counted; of a large one, every s-th is,
-where s is coprime to the tensor's size. No row, column or channel is left out or sampled more often, and the
-next image is sampled at other positions. See `stride`.
+The extremes are those of all values. All values of a small tensor are counted. Of a large tensor, every s-th
+value is counted, where s is coprime to the tensor's size. No row, column or channel is left out or sampled
+more often, and the next image is sampled at other positions. See `stride`.
 """
 
 from __future__ import annotations
