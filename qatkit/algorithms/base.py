@@ -77,9 +77,9 @@ class Algorithm(ABC):
         """
 
     def notes(self, graph_module: fx.GraphModule) -> list[tuple[str, str]]:
-        """Returns (site, reason) of the operators that a call leaves unchanged, from the prepared graph's
-        structure only.
+        """Returns (site, reason) of the operators that a call leaves unchanged.
 
+        This is determined only from the structure of the prepared graph.
         An algorithm that gets images is not called when a run is resumed, since its changes are in the
         checkpoint. The report must list the same operators nevertheless. The other algorithms are called whenever
         a module is built, so they report these operators in `PassResult.skipped`.

@@ -43,7 +43,7 @@ class BlockReconstruction(LearnedRounding):
     )
 
     def __call__(self, graph_module: fx.GraphModule, inputs: Iterable[Example]) -> PassResult:
-        """Learns the roundings; `changed` counts the operators that got one. Fake quantization is on afterwards.
+        """Learns the roundings; `changed` counts the changed operators. Fake quantization is on afterwards.
 
         Args:
             graph_module: the calibrated graph.

@@ -119,7 +119,7 @@ def _descend(step: Tensor, slope: Tensor, form: Tensor, own: Tensor) -> Tensor:
 
 
 def roundable(graph_module: fx.GraphModule) -> tuple[dict[str, QATOperator], list[tuple[str, str]]]:
-    """Returns the operators with a rounding to choose, by site, and (site, reason) of the other quantized operators."""
+    """Returns the operators whose rounding can be chosen, by site, and (site, reason) of all other quantized ones."""
     return sorted_out(graph_module, _why_not)
 
 

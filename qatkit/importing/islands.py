@@ -107,7 +107,7 @@ class _Cutter:
     def _groups(self, graph: ir.Graph) -> list[list[ir.Node]]:
         """Returns the regions of a graph: groups of nodes in `why` that read each other's results.
 
-        No path leads from a region through a node of PyTorch back into the same region.
+        No path leads from a region through a PyTorch node back into the same region.
         """
         while True:
             stage = self._stages(graph)

@@ -1,4 +1,4 @@
-"""Writes nodes of the file in the form that `qatkit.export` uses: the nodes of their region.
+"""Replaces nodes of the file by the nodes of their region, in the form that `qatkit.export` uses.
 
     HardSwish, HardSigmoid in 8 bits    Add(x, 3), quantized at 6/255, read at 1/255 (and Mul)
     SiLU after a pair                   com.microsoft.QuickGelu, with a function of standard operators

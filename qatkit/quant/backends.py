@@ -72,8 +72,8 @@ class Backend:
         has_amx: whether its CPUs may have AMX, so that weights can be stored for it (`qatkit.export.shift_weights`).
         every_operator: whether the rules are those of `everywhere`. ONNX Runtime's own tools then also quantize
             every node that they can.
-        fuses: for each operator class, the activation classes that it computes in one step if nothing else
-            reads its output; no pair is placed between the two.
+        fuses: for each operator class, the activation classes that are computed in the same step if nothing else
+            reads the operator's output; no pair is placed between the two.
         aligned: operator classes whose inputs and output share one scale and zero point; pools only if scales are
             powers of two. Operators that only select or move values share them with any backend.
         shifts: bounds of the hardware's shifts, for scales that are powers of two; None if any shift is allowed.

@@ -240,7 +240,7 @@ class FakeQuantize(Quantizer):
 
     @torch.no_grad()
     def fix(self, scale: Tensor, zero_point: Tensor) -> None:
-        """Freezes scale and zero point, rank 0; the scale becomes the nearest one of the spec's scale type."""
+        """Freezes scale and zero point, rank 0; the scale is rounded to the nearest one of the spec's scale type."""
         self.scale.copy_(scale_types.nearest(scale, self.spec))
         self.zero_point.copy_(zero_point)
         self.fixed_scale = self.scale.clone()

@@ -1,4 +1,4 @@
-"""The quantizer of a weight and its bias, and the factory that `prepare_qat` creates all quantizers with.
+"""The quantizer of a weight and its bias, and the factories with which `prepare_qat` creates all quantizers.
 
 The scale follows the largest values and weights are rounded to the nearest, unless an algorithm has set scale and
 rounding (`WeightFakeQuantize.fix`).
@@ -294,9 +294,9 @@ class Quantizers:
     """The factories with which `prepare_qat` creates observers and quantizers.
 
     Attributes:
-        observer: creates the observer of each activation.
-        activation: creates a quantizer from spec, observer (None: `bounds` is the range) and bounds.
-        weight: creates a quantizer from spec and the shape of the weight.
+        observer: a function that creates the observer of an activation.
+        activation: a function that creates a quantizer from spec, observer (None: `bounds` is the range) and bounds.
+        weight: a function that creates a quantizer from spec and the shape of the weight.
     """
 
     observer: Callable[[], Observer] = MovingAverageMinMaxObserver

@@ -151,7 +151,7 @@ def _outputs(model: nn.Module, batch: Example, paths: Sequence[str], who: str) -
 
 
 class _Looking(fx.Interpreter):
-    """An interpreter that keeps the name of the first value of a graph that equals each of `wanted`."""
+    """An interpreter that finds, for each tensor of `wanted`, the name of the first equal value of a graph."""
 
     def __init__(self, graph_module: fx.GraphModule, wanted: Sequence[Tensor]) -> None:
         super().__init__(graph_module)

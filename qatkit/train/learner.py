@@ -141,7 +141,7 @@ class Learner(lightning.LightningModule):
             self.average.update(self.trainer.global_step + 1)  # Lightning counts a step once this returns
 
     def after_step(self) -> None:
-        """Runs after an optimizer step, before it is averaged and a checkpoint may be written (hook)."""
+        """Runs after an optimizer step, before the weights are averaged and a checkpoint may be written (hook)."""
 
     def swap_average(self) -> None:
         """Exchanges the weights and their average, if there is one."""

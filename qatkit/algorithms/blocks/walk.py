@@ -148,7 +148,10 @@ class _State:
         return max(1, min(_ROWS // max(1, min(sizes, default=1)), -(-_MOST_IMAGES // self.images)))
 
     def by_rows(self, node: fx.Node) -> bool:
-        """Returns whether a tensor has one row per image: its first axis has the size of each batch."""
+        """Returns whether a tensor has one row per image.
+
+        Its first axis then has the size of the batch, for the example and for each chunk.
+        """
         value = node.meta.get("value")
         return (
             isinstance(value, Tensor)
@@ -221,7 +224,7 @@ class _State:
 
 
 def _positions(node: fx.Node) -> int:
-    """Returns the positions of an operator's output in the example: values over channels."""
+    """Returns the number of positions in an operator's output for the example: values divided by channels."""
     value, weight = node.meta["value"], cast(QATOperator, module_of(node)).weight
     return int(value.numel() // len(weight))
 

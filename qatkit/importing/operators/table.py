@@ -22,7 +22,7 @@ class Node:
         op_type, domain: the operator and its domain; the standard domain is "".
         version: the opset of the domain.
         attributes: attributes by name, as Python numbers, strings, lists and NumPy arrays.
-        inputs, outputs: names of its tensors; "" for omitted ones.
+        inputs, outputs: names of its tensors; "" for omitted tensors.
         ranks: the ranks of its inputs; None if shape inference does not know them.
         any_batch: whether the module takes several images per run although the file takes one.
     """

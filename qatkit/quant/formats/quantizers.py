@@ -108,7 +108,7 @@ class FormatWeightFakeQuantize(WeightFakeQuantize):
 
     @torch.no_grad()
     def scale(self, weight: Tensor) -> Tensor:
-        """Returns the factors of the elements, in the granularity's shape; 1 where the format has no scale."""
+        """Returns the factors of the elements, in the granularity's shape; 1 if the format has no scale."""
         if self.fixed_scale is not None:
             return self.fixed_scale
         given = weight.float(), _form(self.spec), self.spec.granularity, self.tensor_scale(weight)

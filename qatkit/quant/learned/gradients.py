@@ -39,7 +39,7 @@ def _within(gradient: Tensor, v: Tensor, ends: tuple[int, int]) -> Tensor:
 def _at_zero(g: Tensor, to_x: Tensor, v: Tensor, y: Tensor, scale: Tensor) -> Tensor:
     """Returns (Σ g·y)/s - Σ g_x·v.
 
-    For a compiler the sums are not taken over flat views, since it sums in memory order by itself.
+    Under a compiler no flat views are used, since they would disturb its summation in memory order.
     """
     if torch.compiler.is_compiling():
         return (g * (y / scale) - to_x * v).sum()
