@@ -172,7 +172,7 @@ class FakeQuantize(Quantizer):
 
     @property
     def _is_empty(self) -> bool:
-        """Returns whether calibration has seen nothing but zero."""
+        """Returns whether calibration has observed only zeros."""
         return self.observer is not None and bool((self.observer.low == 0) & (self.observer.high == 0))
 
     def _observe_anew(self) -> None:

@@ -207,7 +207,7 @@ class QATModule(FineTuning):
         return model if isinstance(model, Captured) and type(self).fuse is QATModule.fuse else None
 
     def stub(self, model: nn.Module) -> PassResult:
-        """Opens attention and gated activations (hook)."""
+        """Splits attention and gated activations into operators that can be quantized (hook)."""
         in_int8 = [pattern for pattern, override in self.overrides.items() if override.int8]
         return stub(model, self.example, in_int8)
 
