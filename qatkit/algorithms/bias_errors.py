@@ -76,7 +76,8 @@ def _analytic(graph_module: fx.GraphModule, chosen: Iterable[QATOperator], image
 
     def add(operator: QATOperator, args: tuple[Any, ...], _: Tensor) -> None:
         x = args[0].double()
-        # The first axis may be tokens or windows: a Linear treats all positions alike. For a Conv it is images.
+        # The first axis may be tokens or windows: a Linear treats all positions alike. For a Conv it is
+        # images.
         x = x.flatten(0, -2) if isinstance(operator, nn.Linear) else x
         sums[operator] = sums.get(operator, 0) + x.sum(0, keepdim=True)
         counts[operator] += len(x)

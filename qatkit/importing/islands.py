@@ -1,8 +1,8 @@
 """Groups the nodes of a file that have no PyTorch equivalent (`unsupported_nodes`) into regions.
 
-Such nodes form one region if they read each other's results without a PyTorch node in between, so that only tensors of
-numbers cross its border. A region also contains the constants and sizes that it reads. In the graph, each region
-becomes one node of the domain `DOMAIN`, and its nodes are removed.
+Such nodes form one region if they read each other's results without a PyTorch node in between, so that only
+tensors of numbers cross its border. A region also contains the constants and sizes that it reads. In the
+graph, each region becomes one node of the domain `DOMAIN`, and its nodes are removed.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
     ConvTranspose in 8 bits             Conv, DepthToSpace (or Reshape and Transpose), Slice
     ReduceMean of images in 8 bits      GlobalAveragePool (and Flatten)
 
-ONNX Runtime has an int8 kernel for HardSwish and HardSigmoid only in this form, and none for ConvTranspose and
-ReduceMean. It would give each part of a SiLU its own DequantizeLinear, and would then not fuse the parts.
+ONNX Runtime has an int8 kernel for HardSwish and HardSigmoid only in this form, and none for ConvTranspose
+and ReduceMean. It would give each part of a SiLU its own DequantizeLinear, and would then not fuse the parts.
 """
 
 from __future__ import annotations

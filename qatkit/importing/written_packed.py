@@ -142,8 +142,8 @@ class PackedWeights:
     def _stored(self, module: WeightOnly | PackedEmbedding, name: str) -> list[ir.Value | None]:
         """Returns the stored constants; None for those that the weight does not have.
 
-        They are bytes [out, blocks, bytes per block], scales [out, blocks], units of the scales, and zero points
-        [out, bytes].
+        They are bytes [out, blocks, bytes per block], scales [out, blocks], units of the scales, and zero
+        points [out, bytes].
         """
         held = {
             "quantized": module.weight,

@@ -28,8 +28,8 @@ class Computed(nn.Module):
     """A mixin that computes the weight or bias of a Conv or Linear.
 
     Attributes:
-        leaves: for "weight" and "bias", if computed, the names of the tensors that the program reads, relative to
-            this module. They are parameters and buffers of this module or of its children.
+        leaves: for "weight" and "bias", if computed, the names of the tensors that the program reads,
+            relative to this module. They are parameters and buffers of this module or of its children.
     """
 
     leaves: dict[str, tuple[str, ...]]

@@ -5,14 +5,15 @@
 quantizer of a weight is in `qatkit.quant.weight_fake_quantize`.
 
 Alignment, conversion, the cache and the report get the scale and the integers from a quantizer and compute
-neither. Scales and roundings that are learned (LSQ), solved for (GPTQ, AdaRound) or given by the user therefore
-reach the file. `fix` freezes a scale, so that it no longer follows its source. A quantizer that learns its scale
-is a subclass that returns the wanted scale (`settle`, `wanted_scale`). The settings `quantizer.activation` and
-`quantizer.weight` choose it.
+neither. Scales and roundings that are learned (LSQ), solved for (GPTQ, AdaRound) or given by the user
+therefore reach the file. `fix` freezes a scale, so that it no longer follows its source. A quantizer that
+learns its scale is a subclass that returns the wanted scale (`settle`, `wanted_scale`). The settings
+`quantizer.activation` and `quantizer.weight` choose it.
 
 A ReLU or ReLU6 before the edge is absorbed as the edge's `bounds`: quantizing to a range that starts at zero
 implements the activation. This holds in the simulation (one pass less forward and backward) and in the
-exported file (where ONNX Runtime's int8 kernels need an operator to be followed by its QuantizeLinear directly).
+exported file (where ONNX Runtime's int8 kernels need an operator to be followed by its QuantizeLinear
+directly).
 """
 
 from __future__ import annotations
@@ -107,7 +108,8 @@ class FakeQuantize(Quantizer):
             open end.
 
     Attributes:
-        scale, zero_point: the current scale and zero point, rank 0, float32 and int32, as in the exported file.
+        scale, zero_point: the current scale and zero point, rank 0, float32 and int32, as in the exported
+            file.
         observing: whether the next forward passes update the range.
         range_limits: the ends to which ranges are cut, [2], since no reader distinguishes values beyond them
             (`qatkit.calibration.limits`); None if there are none.
@@ -152,9 +154,9 @@ class FakeQuantize(Quantizer):
     def follow_range(self, low: Tensor, high: Tensor) -> None:
         """Sets scale and zero point from a range, without waiting for a device; an empty range changes nothing.
 
-        If the range is only zero, zero becomes its middle unless a ReLU cuts off values below it. At an end of the
-        range a value has no gradient, so a branch that begins at zero (an adapter, a BatchNorm whose γ is 0) would
-        stay at zero.
+        If the range is only zero, zero becomes its middle unless a ReLU cuts off values below it. At an end
+        of the range a value has no gradient, so a branch that begins at zero (an adapter, a BatchNorm whose γ
+        is 0) would stay at zero.
         """
         scale, zero_point = self.qparams(low, high)
         if self.bounds[0] != 0.0:

@@ -30,7 +30,8 @@ def held(scale: Tensor, spec: QuantSpec) -> Tensor:
     """Returns the scales that the file holds instead of `scale`, in float32.
 
     Args:
-        scale: the scales, above 0, [out, blocks], [out] or []; in the last two cases all scales share one unit.
+        scale: the scales, above 0, [out, blocks], [out] or []; in the last two cases all scales share one
+            unit.
         spec: spec of the weight; the nearest scales of its type are taken.
     """
     scale = nearest(scale, spec)

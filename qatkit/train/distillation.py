@@ -95,8 +95,8 @@ def find_features(
         pairs: paths of modules in the model, each followed by ":" and a path in the teacher if that differs.
 
     Raises:
-        ConfigError: a path is not a module, the output of a module is not a tensor, the graph has no such value, or
-            shapes differ.
+        ConfigError: a path is not a module, the output of a module is not a tensor, the graph has no such
+            value, or shapes differ.
     """
     paths = [(one.partition(":")[0], one.partition(":")[2] or one) for one in pairs]
     given = in_float32(example)

@@ -44,7 +44,8 @@ class Learner(lightning.LightningModule):
     Attributes:
         task: the task that is learned.
         keys: the prefix of the keys of this training's own settings.
-        average: the average of the weights, if `schedule.ema` is set, from the first step until `take_average`.
+        average: the average of the weights, if `schedule.ema` is set, from the first step until
+            `take_average`.
         curve: the metrics of each evaluated epoch (`qatkit.records.tried.Epoch`).
         best: the state_dict of the best epoch, if epochs are selected; None before there is one.
         finished: whether the weights are final.

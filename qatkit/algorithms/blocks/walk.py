@@ -6,8 +6,9 @@ it runs quantized on the outputs of the earlier quantized blocks.
     float inputs ──── block in float ────────────────────────→ float outputs, the target
     quantized inputs ─ learn(block): changes its operators ──→ block quantized ─→ quantized outputs
 
-Later blocks therefore see earlier ones in their final state. The whole model runs twice over the images, for any
-number of blocks. Only the tensors that are alive between two blocks are kept (`qatkit.algorithms.blocks.cached`).
+Later blocks therefore see earlier ones in their final state. The whole model runs twice over the images, for
+any number of blocks. Only the tensors that are alive between two blocks are kept
+(`qatkit.algorithms.blocks.cached`).
 """
 
 from __future__ import annotations
@@ -88,8 +89,10 @@ class BlockWalk:
             blocks: the blocks of the graph.
             learner: the learner that changes them.
             title: the title of the progress bar.
-            fisher: whether to provide `Lesson.importance`, by a float pass of the rest of the graph after each block.
-            targets: whether to provide `Lesson.targets`; if not, outputs that no later block reads are not computed.
+            fisher: whether to provide `Lesson.importance`, by a float pass of the rest of the graph after
+                each block.
+            targets: whether to provide `Lesson.targets`; if not, outputs that no later block reads are not
+                computed.
         """
         if not self.operators:
             return

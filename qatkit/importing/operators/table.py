@@ -73,7 +73,8 @@ def function(
         names: the operators.
         domain: their domain.
         known: indices of inputs that must not depend on values of the model's inputs, such as sizes and axes.
-        refuses: a function that returns why a node of the operator has no PyTorch equivalent, or "" if it has one.
+        refuses: a function that returns why a node of the operator has no PyTorch equivalent, or "" if it has
+            one.
     """
 
     def registered(made: Function) -> Function:

@@ -6,8 +6,8 @@ quantization", 2020, equation 3):
     ∂L/∂x = g where n < v < p, else 0          =: g_x
     ∂L/∂s = Σ g·(q - v) where n < v < p, g·q else = (Σ g·y)/s - Σ g_x·v
 
-The gradient of the scale thus takes two dot products, which need no further memory: v and y exist already, and the
-next operator keeps y anyway.
+The gradient of the scale thus takes two dot products, which need no further memory: v and y exist already,
+and the next operator keeps y anyway.
 """
 
 from __future__ import annotations

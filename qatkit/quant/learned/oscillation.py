@@ -1,10 +1,10 @@
 """Oscillating weights, which jump between two integers from step to step: counted, and frozen on request.
 
 Source: Nagel et al., "Overcoming oscillations in quantization-aware training", 2022. A weight oscillates at a
-step where its integer moves in the opposite direction to its last move. Its frequency is the moving average of
-these events. A weight with a frequency above `REPORTED` is reported as oscillating. A weight whose frequency
-exceeds a threshold is frozen: its integer becomes the rounded average of its past integers for good, and only its
-scale continues to change.
+step where its integer moves in the opposite direction to its last move. Its frequency is the moving average
+of these events. A weight with a frequency above `REPORTED` is reported as oscillating. A weight whose
+frequency exceeds a threshold is frozen: its integer becomes the rounded average of its past integers for
+good, and only its scale continues to change.
 """
 
 from __future__ import annotations

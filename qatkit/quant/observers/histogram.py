@@ -24,8 +24,8 @@ from qatkit.quant.observers.base import in_one_process
 BINS = 8192
 # At least _ENOUGH values of a batch are counted, and at least one in _EVERY.
 _ENOUGH, _EVERY = 2**17, 16
-# An index is at most 2^22, so that it and its half are exact in float32. A bin is at least 2^-126 wide, so that its
-# reciprocal is a float32.
+# An index is at most 2^22, so that it and its half are exact in float32. A bin is at least 2^-126 wide, so
+# that its reciprocal is a float32.
 _INDEX_BITS, _FINEST = 22, -126
 
 
@@ -44,7 +44,8 @@ def stride(count: int) -> int:
 def grid(low: float, high: float, bins: int) -> tuple[int, int]:
     """Returns the finest bins that cover [low, high]: the exponent e of their width 2^e, and the index of the first."""
     reach, span = max(abs(low), abs(high)), high - low
-    # Without values that determine a width, bins are as fine as possible, since they can only be joined later.
+    # Without values that determine a width, bins are as fine as possible, since they can only be joined
+    # later.
     by_reach = math.frexp(reach)[1] - _INDEX_BITS if reach else _FINEST
     by_span = math.frexp(span / bins)[1] - 1 if span else _FINEST
     exponent = max(by_reach, by_span, _FINEST)
@@ -65,8 +66,8 @@ class Histogram(nn.Module):
 
     Attributes:
         counts: [bins] int64, starting with the bin that contains `low`.
-        low, high: exact extremes of all values, rank-0 float32; low > high before the first batch, and not finite
-            after a batch with a NaN or an infinity (such a batch is not counted).
+        low, high: exact extremes of all values, rank-0 float32; low > high before the first batch, and not
+            finite after a batch with a NaN or an infinity (such a batch is not counted).
     """
 
     counts: Tensor
